@@ -1,0 +1,10 @@
+"""`python -m patrickstar`: the same as the command `patrickstar`."""
+
+from __future__ import annotations
+
+import sys
+
+from patrickstar.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

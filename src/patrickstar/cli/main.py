@@ -1,0 +1,123 @@
+"""`patrickstar`: its verbs, its exit status, and how it says that something went wrong.
+
+    0    done
+    1    an error found on the way: a file's content, a device, a fault of ours
+    2    wrong arguments or configuration
+    3    does not fit
+    130  after Ctrl-C
+    143  after SIGTERM
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from patrickstar.cli.options import Invocation, debug_option
+from patrickstar.cli.stop import Stopped
+from patrickstar.errors import BudgetError, ConfigError, Error, nearest
+
+# Verb -> the module that has it under the same name. Imported when asked for: `patrickstar --help` must not load torch.
+VERBS: Final = {
+    "train": "patrickstar.cli.train",
+    "plan": "patrickstar.cli.plan",
+    "models": "patrickstar.cli.listings",
+    "machines": "patrickstar.cli.listings",
+    "doctor": "patrickstar.cli.doctor",
+}
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name not in VERBS:
+            return None
+        command = getattr(importlib.import_module(VERBS[cmd_name]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            ctx.fail(f"no verb {args[0]!r}: there are {', '.join(VERBS)}{nearest(args[0], VERBS)}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@debug_option
+@click.version_option(package_name="patrickstar")
+def cli() -> None:
+    """Train PyTorch models several times larger than memory, bit for bit equal to plain PyTorch."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one call of the command line and gives its exit status; `None`: what this process was started with."""
+    invocation = Invocation(may_reexecute=arguments is None)
+    try:
+        with invocation.signals:
+            return _run(arguments, invocation)
+    except Stopped as stopped:  # a second signal may come while the first is being dealt with
+        return stopped.status
+
+
+def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
+    try:
+        status = cli.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="patrickstar",
+            standalone_mode=False,
+            obj=invocation,
+        )
+    except Stopped as stopped:
+        return stopped.status
+    except click.Abort:
+        return 130
+    except click.exceptions.NoArgsIsHelpError as help_text:
+        click.echo(help_text.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        return _refuse(error, invocation, text=_of_click(error), status=error.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output has gone: there is nobody left to tell. Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return _refuse(error, invocation, text=_of_exception(error), status=_status(error))
+    return status if isinstance(status, int) else 0
+
+
+def _refuse(error: Exception, invocation: Invocation, *, text: str, status: int) -> int:
+    if invocation.debug:
+        traceback.print_exception(error)
+    paragraph = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+    click.echo(f"patrickstar: {paragraph}", err=True)
+    return status
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, BudgetError):
+        return 3
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _of_click(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    where = f" (see `{context.command_path} --help`)" if context else ""
+    return f"{error.format_message()}{where}"
+
+
+def _of_exception(error: Exception) -> str:
+    if isinstance(error, Error):
+        return f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        return f"{error}"
+    return f"{type(error).__name__}: {error}\n(we did not expect this one; `patrickstar --debug` shows where it came from)"

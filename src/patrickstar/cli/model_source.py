@@ -1,0 +1,167 @@
+"""Where a model comes from: a name, a configuration file, or a directory with weights. Built by Hugging Face's code, unmodified."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patrickstar.cli.models import shape_named
+from patrickstar.errors import ConfigError, Error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ModelError(Error):
+    """A model's files hold something other than what they should."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A causal language model that can be built: its configuration, and the directory of its weights where it has any."""
+
+    name: str
+    settings: Mapping[str, Any]
+    weights: Path | None = None
+
+    @classmethod
+    def find(cls, name: str) -> ModelSource:
+        """What `--model NAME|DIR|FILE.json` means; a directory or file of that name goes before a known name.
+
+        Raises:
+            ConfigError: nothing of that name, or not a model's configuration.
+        """
+        path = Path(name)
+        if path.is_dir():
+            return cls._of_directory(path)
+        if path.is_file():
+            return cls(name, _read_settings(path))
+        if path.suffix == ".json" or len(path.parts) > 1:
+            raise ConfigError(f"--model {name}: no such file or directory")
+        return cls(name, shape_named(name).settings())
+
+    @classmethod
+    def _of_directory(cls, path: Path) -> ModelSource:
+        config = path / "config.json"
+        if not config.is_file():
+            raise ConfigError(f"--model {path}: the directory has no config.json")
+        settings = _read_settings(config)
+        if not list(path.glob("*.safetensors")):
+            raise ConfigError(
+                f"--model {path}: the directory has no *.safetensors weights (other formats are not read); "
+                f"to start from fresh weights pass --model {config}"
+            )
+        return cls(str(path), settings, weights=path)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer that belongs to the weights, where they came with one."""
+        file = self.weights / "tokenizer.json" if self.weights else None
+        return file if file is not None and file.is_file() else None
+
+    def config(self) -> Any:
+        """The Hugging Face configuration, as training needs it: no cache of keys and values.
+
+        Raises:
+            ConfigError: not a model that transformers builds as a causal language model.
+        """
+        transformers = _transformers()
+        settings = dict(self.settings)
+        kind = settings.pop("model_type", None)
+        if not isinstance(kind, str):
+            raise ConfigError(f"--model {self.name}: the configuration has no model_type")
+        try:
+            config = transformers.AutoConfig.for_model(kind, **settings)
+        except Exception as error:  # whatever a stranger's file makes its configuration class raise
+            raise ConfigError(f"--model {self.name}: transformers refuses the configuration: {error}") from error
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(
+                f"--model {self.name}: {kind} is no causal language model that transformers builds; `train` takes those only"
+            )
+        # Caches of keys and values serve generation; a training step would build one and throw it away.
+        config.use_cache = False
+        if not isinstance(getattr(config, "vocab_size", None), int):
+            raise ConfigError(f"--model {self.name}: the configuration has no vocab_size")
+        return config
+
+    def build(self) -> nn.Module:
+        """The model in fp32 and in training mode: with its weights, or with fresh ones from torch's random numbers now.
+
+        Raises:
+            ModelError: files that do not hold this model's weights.
+        """
+        import torch
+
+        transformers = _transformers()
+        config = self.config()
+        if self.weights is None:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        else:
+            model = self._load(config)
+        return model.train()  # type: ignore[no-any-return]
+
+    def _load(self, config: Any) -> Any:
+        import torch
+
+        try:
+            model, report = _transformers().AutoModelForCausalLM.from_pretrained(
+                self.weights,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # damaged files: safetensors, transformers and the file system each have their own
+            raise ModelError(f"{self.weights}: the weights cannot be read: {error}") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise ModelError(f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first")
+        return model
+
+    def build_on_meta(self) -> nn.Module:
+        """The model's structure without memory for its parameters."""
+        import torch
+
+        with torch.device("meta"):
+            return _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()  # type: ignore[no-any-return]
+
+
+def check_length(config: Any, seq_len: int) -> None:
+    """Refuses sequences longer than the model has positions.
+
+    Raises:
+        ConfigError: with the longest that it takes.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and seq_len > positions:
+        raise ConfigError(f"--seq-len {seq_len}: this model has {positions} positions")
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--model {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--model {path}: not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--model {path}: a model's configuration is a JSON object")
+    return settings
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "transformers is not installed; the command line builds its models with it: pip install 'patrickstar[train]'"
+        ) from error
+    # Its progress bars and advice would tear our display; what matters comes as an exception.
+    transformers.utils.logging.set_verbosity(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    return transformers

@@ -1,0 +1,202 @@
+"""What can be asked for on the command line: types that name the nearest spelling, and the options verbs share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from patrickstar.cli.stop import StopSignals
+from patrickstar.errors import ConfigError, nearest
+from patrickstar.units import parse_size
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Invocation:
+    """One call of the command line."""
+
+    debug: bool = False
+    may_reexecute: bool = False
+    """Whether this process is ours alone, so that it may be replaced by another (never in a test or an embedding)."""
+    signals: StopSignals = field(default_factory=StopSignals)
+
+
+class Spelling(click.ParamType):
+    """One of a few words; anything else is refused with the nearest of them."""
+
+    name = "choice"
+
+    def __init__(self, *words: str) -> None:
+        self.words: Final = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in self.words:
+            self.fail(f"{value!r} is none of {', '.join(self.words)}{nearest(str(value), self.words)}", param, ctx)
+        return str(value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002 - click's
+        return "|".join(self.words)
+
+
+class Device(click.ParamType):
+    """`cpu`, `emulated`, `cuda` or `cuda:N`."""
+
+    name = "device"
+    _words: Final = ("cpu", "cuda", "emulated")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"cpu|emulated|cuda(:\d+)?", str(value)):
+            self.fail(f"{value!r} is none of cpu, emulated, cuda, cuda:N{nearest(str(value), self._words)}", param, ctx)
+        return str(value)
+
+
+class Size(click.ParamType):
+    """Bytes: `6442450944`, `6GiB`, `1.5GB`, or `70%` of the tier. Kept as written: only its tier knows its total."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            parse_size(str(value), name=param.opts[0] if param else "size", total_bytes=1 << 60)
+        except ConfigError as error:
+            raise click.UsageError(str(error), ctx) from error
+        return str(value)
+
+
+class Positive(click.ParamType):
+    """A finite number above zero."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        if not (math.isfinite(number) and number > 0):
+            self.fail(f"{value!r} is not a finite number above 0", param, ctx)
+        return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """Where and in how much memory to train, as `patrickstar.manage` takes it."""
+
+    device: str | None = None
+    precision: str | None = None
+    device_memory: str | None = None
+    host_memory: str | None = None
+    disk: Path | None = None
+    disk_memory: str | None = None
+    step: str = "deferred"
+
+    def check(self, *, accumulate: int, clip: float | None = None) -> None:
+        """Refuses what this version does not do, and what contradicts itself, before anything takes time.
+
+        Raises:
+            ConfigError: each with what to use instead.
+        """
+        if self.precision not in (None, "fp32"):
+            raise ConfigError(f'--precision {self.precision}: this version trains in "fp32" only')
+        if self.device == "cpu" and self.device_memory is not None:
+            raise ConfigError("--device-memory with --device cpu: there the host computes; use --host-memory")
+        if self.step == "in_backward" and accumulate > 1:
+            raise ConfigError(
+                f"--step in_backward with --accumulate {accumulate}: it promises one backward a step; use --step deferred"
+            )
+        if self.step == "in_backward" and clip is not None:
+            raise ConfigError(
+                f"--step in_backward with --clip {clip}: the norm is known only after backward; use --step deferred"
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `manage` and of `forecast`, precision aside."""
+        return {
+            "device": self.device,
+            "device_memory": self.device_memory,
+            "host_memory": self.host_memory,
+            "disk": self.disk,
+            "disk_memory": self.disk_memory,
+            "step": self.step,
+        }
+
+
+def _together(decorators: Sequence[Callable[[Verb], Verb]]) -> Callable[[Verb], Verb]:
+    def decorate(verb: Verb) -> Verb:
+        for decorator in reversed(decorators):
+            verb = decorator(verb)
+        return verb
+
+    return decorate
+
+
+def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.ensure_object(Invocation).debug = True
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show where an error came from."
+)
+
+memory_options = _together(
+    [
+        click.option("--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."),
+        click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="What the model computes in."),
+        click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
+        click.option("--host-memory", type=Size(), metavar="B", help="What this process may hold in host memory."),
+        click.option("--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier."),
+        click.option("--disk-memory", type=Size(), metavar="B", help="Budget of the disk tier."),
+        click.option(
+            "--step",
+            type=Spelling("deferred", "in_backward"),
+            default="deferred",
+            show_default=True,
+            help="When weights are updated: after backward, or as gradients arrive.",
+        ),
+    ]
+)
+
+model_option = click.option(
+    "--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."
+)
+
+
+def batch_options(*, batch_size: int, seq_len: int) -> Callable[[Verb], Verb]:
+    """How much goes through the model at a time."""
+    return _together(
+        [
+            click.option("--batch-size", type=click.IntRange(min=1), default=batch_size, show_default=True, help="Sequences at a time."),
+            click.option("--seq-len", type=click.IntRange(min=2), default=seq_len, show_default=True, help="Tokens of a sequence."),
+            click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches of a step."),
+        ]
+    )
+
+
+class VariadicCommand(click.Command):
+    """A command of which one option takes all words up to the next option: `--data a b` is `--data a --data b`."""
+
+    variadic: Final = "--data"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        taking = first = False
+        for word in args:
+            if word == self.variadic:
+                taking = first = True
+                spread.append(word)
+                continue
+            if word.startswith("-") and word != "-":
+                taking = False
+            if taking and not first:
+                spread.append(self.variadic)
+            first = False
+            spread.append(word)
+        return super().parse_args(ctx, spread)

@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: at once while nothing is at stake, after the running step while there is.
+
+    preparing, summing up    a signal raises `Stopped`
+    inside `deferring()`     the first signal is noted in `requested`, the second raises `Stopped`
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+# What a shell reports for a process that such a signal ended.
+STATUS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class Stopped(BaseException):
+    """Somebody asked us to stop: not an error, so no `except Exception` may swallow it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"stopped, exit status {status}")
+        self.status = status
+
+
+class StopSignals:
+    """The handlers of both signals, for the duration of a `with` block."""
+
+    requested: int | None
+    """The exit status that a signal received inside `deferring()` asks for."""
+
+    def __init__(self) -> None:
+        self.requested = None
+        self._deferred: Callable[[str], None] | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        # Python runs handlers in the main thread only; elsewhere whoever owns that thread decides what a signal does.
+        if threading.current_thread() is threading.main_thread():
+            for number in STATUS:
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned, it takes
+        self._previous.clear()
+
+    @contextmanager
+    def deferring(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Inside, the first signal only sets `requested` and says so; whoever runs the steps looks there after each."""
+        self._deferred = say
+        try:
+            yield
+        finally:
+            self._deferred = None
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        status = STATUS[signal.Signals(number)]
+        if self._deferred is None or self.requested is not None:
+            raise Stopped(status)
+        self.requested = status
+        self._deferred("stopping after this step; once more stops at once")

@@ -1,0 +1,168 @@
+"""The arguments of `manage`, checked before anything is looked at or changed."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from patrickstar.config.options import Options
+from patrickstar.config.problems import choice, later, refuse, unknown_argument
+from patrickstar.errors import ConfigError, nearest
+from patrickstar.units import parse_size
+
+DEVICES: Final = ("cpu", "cuda", "emulated")
+_CUDA: Final = re.compile(r"cuda(:(0|[1-9][0-9]*))?")
+_ANY_TOTAL_BYTES: Final = 1 << 62  # stands in for a tier's total where only the form of "70%" is checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """The arguments of `manage`, valid together. `dataclasses.replace` checks again.
+
+    Sizes keep the form in which they were given: what "70%" comes to, the tier knows.
+    """
+
+    device: str | None = None
+    """`"cpu"`, `"emulated"`, `"cuda"`, `"cuda:1"`; `None`: CUDA where there is one, else `"cpu"`. Whether it is there, the
+    runtime finds out, and checks again with the device it found."""
+
+    precision: str | None = None
+    """`"fp32"`; `None`: chosen by the runtime."""
+
+    device_memory: int | str | None = None
+    """Budget of the device tier."""
+
+    host_memory: int | str | None = None
+    """What this process may hold in host memory."""
+
+    disk: Path | None = None
+    """Directory of the disk tier."""
+
+    disk_memory: int | str | None = None
+    """Budget of the disk tier."""
+
+    states: str = "exact"
+    """How master weights and moments are kept."""
+
+    step: str = "deferred"
+    """When parameters are updated: `"deferred"`, at `optimizer.step()`, or `"in_backward"`, as gradients arrive."""
+
+    max_grad_norm: float | None = None
+    """Global-norm clipping at every step."""
+
+    weights: Path | None = None
+    """Where weights are loaded from. Arrives in a later version."""
+
+    activations: str = "model"
+    """What happens to activations between forward and backward."""
+
+    mesh: object | None = None
+    """The ranks that take part. Arrives in a later version."""
+
+    options: Options = field(default_factory=Options)
+    """Everything nobody should need."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            *_device(self.device),
+            *choice("precision", self.precision, (None, "fp32"), to_come=("bf16", "fp16")),
+            *_size("device_memory", self.device_memory),
+            *_size("host_memory", self.host_memory),
+            *_size("disk_memory", self.disk_memory),
+            *_directory(self.disk),
+            *choice("states", self.states, ("exact",), to_come=("compact",)),
+            *choice("step", self.step, ("deferred", "in_backward")),
+            *_norm(self.max_grad_norm),
+            *later("weights", self.weights, default=None),
+            *choice("activations", self.activations, ("model",), to_come=("recompute", "plan")),
+            *later("mesh", self.mesh, default=None),
+        ]
+        if not isinstance(self.options, Options):
+            problems.append(f"options={self.options!r}: expected patrickstar.Options(...)")
+        refuse([*problems, *self._conflicts()], of="manage")
+
+    def _conflicts(self) -> list[str]:
+        """What is wrong with arguments that are each well."""
+        problems = []
+        if self.device == "cpu" and self.device_memory is not None:
+            problems.append(
+                f'device_memory={self.device_memory!r} with device="cpu": the host computes, and there is no device tier; '
+                f"give host_memory={self.device_memory!r}"
+            )
+        if self.disk is None and self.disk_memory is not None:
+            problems.append(f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out")
+        if self.step == "in_backward":
+            if self.max_grad_norm is not None:
+                problems.append(
+                    f'max_grad_norm={self.max_grad_norm!r} with step="in_backward": the norm is known only when every '
+                    'gradient is, and by then parameters are updated; use step="deferred"'
+                )
+            accumulate = self.options.accumulate if isinstance(self.options, Options) else None
+            if accumulate not in (None, 1):
+                problems.append(
+                    f'accumulate={accumulate} with step="in_backward", which promises one backward a step; '
+                    'use step="deferred"'
+                )
+        return problems
+
+
+def check_arguments(**arguments: Any) -> MemoryOptions:
+    """The keyword arguments of `manage`, as one frozen group; `options=None` becomes the default options.
+
+    Raises:
+        ConfigError: with every problem: arguments that do not exist, values, and what does not go together.
+    """
+    known = MemoryOptions.__dataclass_fields__
+    unknown = [name for name in arguments if name not in known]
+    given = {name: value for name, value in arguments.items() if name in known}
+    if given.get("options") is None:
+        given["options"] = Options()
+    if isinstance(given.get("disk"), str | os.PathLike) and given["disk"] != "":
+        given["disk"] = Path(given["disk"])
+    if type(given.get("device")).__name__ == "device":
+        given["device"] = str(given["device"])  # a torch.device, which this layer does not import
+    try:
+        checked = MemoryOptions(**given)
+    except ConfigError as error:
+        if not unknown:
+            raise
+        message = str(error)
+        raise ConfigError(
+            "\n  ".join([*(unknown_argument(name, known) for name in unknown), message.removeprefix("manage: ")])
+        ) from None
+    refuse([unknown_argument(name, known) for name in unknown], of="manage")
+    return checked
+
+
+def _device(value: object) -> list[str]:
+    if value is None or (isinstance(value, str) and (value in DEVICES or _CUDA.fullmatch(value))):
+        return []
+    near = nearest(value.partition(":")[0], DEVICES) if isinstance(value, str) else ""
+    return [f'device={value!r}: expected "cpu", "emulated", "cuda", "cuda:1" or None{near}']
+
+
+def _size(name: str, value: Any) -> list[str]:
+    try:
+        if value is not None:
+            parse_size(value, name=name, total_bytes=_ANY_TOTAL_BYTES)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _directory(value: object) -> list[str]:
+    return [] if value is None or isinstance(value, Path) else [f"disk={value!r}: expected the path of a directory"]
+
+
+def _norm(value: object) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return [f"max_grad_norm={value!r}: expected a number, or None"]
+    if not (math.isfinite(value) and value >= 0):
+        return [f"max_grad_norm={value!r}: expected a finite norm of 0 or more; None clips nothing"]
+    return []

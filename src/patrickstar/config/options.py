@@ -1,0 +1,86 @@
+"""`Options`: what nobody should need to set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from patrickstar.config.problems import choice, later, refuse, unknown_argument
+
+CHUNK_GRAIN: Final = 1024  # elements: a slot is whole pages of 4096 bytes in fp32
+EVICTION_POLICIES: Final = ("next-use", "lru")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a session beyond budgets. Checked as a whole: a `ConfigError` has every problem."""
+
+    chunk_size: int | None = None
+    """Elements of a chunk, a multiple of 1024. `None`: searched for, from the model alone."""
+
+    eviction: str = "next-use"
+    """Who leaves when room is needed: `"next-use"`, whose next use is furthest, or `"lru"`, who was used longest ago."""
+
+    prefetch: int | None = None
+    """How far ahead of its use a chunk is fetched. Arrives in a later version."""
+
+    compute: str | None = None
+    """The type weights are widened to when fetched. Arrives in a later version."""
+
+    accumulate: int | None = None
+    """Backwards a step; `None`: plan for one, and make room at the second."""
+
+    keep_fp32: tuple[str, ...] = ()
+    """Modules that stay fp32 whole. Arrives in a later version."""
+
+    tile_rows: int | None = None
+    """Rows of a weight that are used at a time. Arrives in a later version."""
+
+    chunked_loss: bool | None = None
+    """Whether the loss is computed without whole logits. Arrives in a later version."""
+
+    poison: bool = False
+    """Whether slots that are given back are filled with NaN, so that a stale view shows. For tests."""
+
+    emulated_link: str | None = None
+    """The speed of the emulated device's link. Arrives in a later version."""
+
+    stress_seed: int | None = None
+    """The seed of random evictions, for tests. Arrives in a later version."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Options:
+        unknown = [name for name in given if name not in cls.__dataclass_fields__]
+        refuse([unknown_argument(name, cls.__dataclass_fields__, of="Options()") for name in unknown], of="options")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        problems = [
+            *_multiple("chunk_size", self.chunk_size, of=CHUNK_GRAIN),
+            *choice("eviction", self.eviction, EVICTION_POLICIES),
+            *_multiple("accumulate", self.accumulate, of=1),
+        ]
+        if not isinstance(self.poison, bool):
+            problems.append(f"poison={self.poison!r}: expected True or False")
+        for field in fields(self):
+            if field.name in _TO_COME:
+                problems += later(field.name, getattr(self, field.name), default=field.default)
+        refuse(problems, of="options")
+
+
+_TO_COME: Final = frozenset(
+    {"prefetch", "compute", "keep_fp32", "tile_rows", "chunked_loss", "emulated_link", "stress_seed"}
+)
+
+
+def _multiple(name: str, value: object, *, of: int) -> list[str]:
+    what = f"a positive multiple of {of}" if of > 1 else "a positive number"
+    if value is None:
+        return []
+    if isinstance(value, bool) or not isinstance(value, int):
+        return [f"{name}={value!r}: expected {what}, or None"]
+    if value <= 0:
+        return [f"{name}={value}: expected {what}; the smallest is {of}"]
+    if value % of:
+        near = {value - value % of, value - value % of + of} - {0}
+        return [f"{name}={value}: expected {what}; the nearest are {' and '.join(map(str, sorted(near)))}"]
+    return []

@@ -1,0 +1,74 @@
+"""The tiers of memory a step may use, the links between them, and how much each may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final
+
+
+class Tier(str, Enum):
+    """A kind of memory. Its value is the letter that actions and links print."""
+
+    DEVICE = "D"
+    HOST = "H"
+    DISK = "K"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def label(self) -> str:
+        """The word users read: `device`, `host` or `disk`."""
+        return self.name.lower()
+
+
+def link(src: Tier, dst: Tier) -> str:
+    """The name of the way from one tier to the next, such as `H>D`."""
+    return f"{src.value}>{dst.value}"
+
+
+# Every pair of neighbours: device and disk never exchange bytes but through the host.
+LINKS: Final = ("H>D", "D>H", "H>K", "K>H")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The tier that computes, and the bytes each tier may hold. Prints as `H: H=1024 K=4096`, and parses back.
+
+    A tier without a budget does not exist. Without an accelerator the host computes and only disk lies below it.
+    """
+
+    compute: Tier
+    budget: Mapping[Tier, int]
+
+    def __post_init__(self) -> None:
+        budget = {tier: self.budget[tier] for tier in Tier if tier in self.budget}
+        object.__setattr__(self, "budget", MappingProxyType(budget))
+        if self.compute not in budget:
+            raise ValueError(f"the {self.compute.label} computes but has no budget")
+        if self.compute is Tier.DISK:
+            raise ValueError("the disk does not compute")
+        if self.compute is Tier.HOST and Tier.DEVICE in budget:
+            raise ValueError("where the host computes there is no device")
+        if self.compute is Tier.DEVICE and Tier.HOST not in budget:
+            raise ValueError("a device needs a host below it")
+
+    def __str__(self) -> str:
+        return f"{self.compute.value}: " + " ".join(f"{tier.value}={nbytes}" for tier, nbytes in self.budget.items())
+
+    @classmethod
+    def parse(cls, text: str) -> Machine:
+        """The machine that prints as `text`.
+
+        Raises:
+            ValueError: `text` is not the print of a machine.
+        """
+        compute, _, budgets = text.partition(": ")
+        pairs = [entry.partition("=") for entry in budgets.split(" ")]
+        return cls(Tier(compute), {Tier(tier): int(nbytes) for tier, _, nbytes in pairs})
+
+    def __reduce__(self) -> tuple[Callable[..., Machine], tuple[Any, ...]]:
+        return Machine, (self.compute, dict(self.budget))  # a mapping proxy neither pickles nor copies

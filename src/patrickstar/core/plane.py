@@ -1,0 +1,53 @@
+"""Planes: the kinds of data a chunk has, and the name of one plane of one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+WEIGHT: Final = "weight"  # what the model computes with
+REST: Final = "rest"  # what completes a 16-bit weight to its fp32 master
+GRAD: Final = "grad"
+EXP_AVG: Final = "exp_avg"
+EXP_AVG_SQ: Final = "exp_avg_sq"
+
+
+class PlaneRef(NamedTuple):
+    """One plane of one chunk: the unit of residency. Prints as `c12.weight`, and parses back.
+
+    For the plane `weight`, `chunk` is the head of a run and the unit is the whole run, since a weight is contiguous
+    when used. A named tuple, because plans keep these in sets and as keys by the ten thousand.
+    """
+
+    chunk: int
+    plane: str
+
+    def __str__(self) -> str:
+        return f"c{self.chunk}.{self.plane}"
+
+    @classmethod
+    def parse(cls, text: str) -> PlaneRef:
+        """The unit that prints as `text`.
+
+        Raises:
+            ValueError: `text` is not the print of a unit.
+        """
+        chunk, dot, plane = text.partition(".")
+        if chunk[:1] != "c" or not (chunk[1:].isascii() and chunk[1:].isdigit()) or not dot or not plane.isidentifier():
+            raise ValueError(f'{text!r} is not a plane of a chunk, such as "c12.weight"')
+        return cls(int(chunk[1:]), plane)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneFormat:
+    """The element type of a plane, by the field's name for it, and its bytes per element."""
+
+    dtype: str
+    itemsize: int
+
+
+FP32_FORMATS: Final[Mapping[str, PlaneFormat]] = MappingProxyType(
+    {plane: PlaneFormat("float32", 4) for plane in (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ)}
+)

@@ -1,0 +1,167 @@
+"""Which of an arena's slots are in use, and which hold pages: bookkeeping that has never seen a byte.
+
+(1) A slot is in use, warm (free, its pages are committed) or cold (free, without pages).
+(2) `in_use` and `warm` are the counts of such slots; `committed` is their sum, what the process really holds.
+(3) The queue of warm slots holds each warm slot once, the one that was given back longest ago first.
+(4) No cold slot lies below `_cold_from`.
+(5) What was given back last is taken last, so that a freed slot's address changes hands as late as it can: a stale
+    view then reads old bytes (poison, in tests), not the contents of the next tenant, and slots are seen to move.
+
+There are more virtual slots than can ever be in use at once: any run of adjacent slots can be found, and only the
+count is scarce. A slot is taken cold only where no warm one will do, since its first use costs a page fault a page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Final
+
+_COLD, _WARM, _USED = 0, 1, 2
+_WARM_EXTENT: Final = re.compile(rb"\x01+")
+
+
+class SlotMap:
+    """The slots `[0, virtual_slots)` of an arena: `take` and `give` them, one or several adjacent ones."""
+
+    def __init__(self, virtual_slots: int) -> None:
+        if virtual_slots < 1:
+            raise ValueError(f"an arena of {virtual_slots} slots: give at least 1")
+        self.virtual_slots = virtual_slots
+
+        self._state = bytearray(virtual_slots)
+        self._warm: OrderedDict[int, None] = OrderedDict()
+        self._in_use = 0
+        self._cold_from = 0
+        self._last_given = -1
+
+    @property
+    def in_use(self) -> int:
+        """Slots taken and not given back."""
+        return self._in_use
+
+    @property
+    def warm(self) -> int:
+        """Free slots that hold pages."""
+        return len(self._warm)
+
+    @property
+    def committed(self) -> int:
+        """Slots that hold pages: those in use, and the warm ones."""
+        return self._in_use + len(self._warm)
+
+    def is_in_use(self, slot: int) -> bool:
+        """Whether a slot is taken."""
+        return self._state[slot] == _USED
+
+    def can_take(self, n: int = 1) -> bool:
+        """Whether there are `n` adjacent free slots."""
+        return self._in_use < self.virtual_slots if n == 1 else self._best_run(n) >= 0
+
+    def take(self, n: int = 1) -> int:
+        """The first of `n` adjacent slots, now in use. Warm ones where there are such, else as many warm as can be.
+
+        Raises:
+            LookupError: there are no `n` adjacent free slots; the arena's virtual size was chosen too small.
+        """
+        if n == 1 and self._warm:
+            slot, _ = self._warm.popitem(last=False)
+            self._state[slot] = _USED
+            self._in_use += 1
+            return slot
+        first = self._lowest_cold() if n == 1 else self._best_run(n)
+        if first < 0:
+            raise LookupError(
+                f"no {n} adjacent free slots among {self.virtual_slots}, of which {self._in_use} are in use"
+            )
+        for slot in range(first, first + n):
+            if self._state[slot] == _WARM:
+                del self._warm[slot]
+            self._state[slot] = _USED
+        self._in_use += n
+        return first
+
+    def give(self, first: int, n: int = 1) -> None:
+        """`n` slots from `first` on are free again, and stay warm."""
+        if n == 1 and first >= 0:
+            assert self._state[first] == _USED, f"slot {first} is given back but not in use"
+            self._state[first] = _WARM
+            self._warm[first] = None
+        else:
+            span = slice(first, first + n)
+            assert first >= 0, f"slot {first} is no slot"
+            assert n > 0, f"{n} slots are given back"
+            assert self._state[span] == bytes([_USED]) * n, f"slots {first} to {first + n - 1} are not all in use"
+            self._state[span] = bytes([_WARM]) * n
+            self._warm.update(dict.fromkeys(range(first, first + n)))
+        self._in_use -= n
+        self._last_given = first
+
+    def trim(self, max_committed: int) -> list[tuple[int, int]]:
+        """Ranges (first, n) whose pages must go back to the system, so that at most `max_committed` slots hold pages.
+
+        Those given back longest ago go first. Slots in use stay: the result may still be above the bound.
+        """
+        surplus = min(self.committed - max_committed, len(self._warm))
+        cooled = sorted(self._warm.popitem(last=False)[0] for _ in range(surplus))
+        for slot in cooled:
+            self._state[slot] = _COLD
+        if cooled:
+            self._cold_from = min(self._cold_from, cooled[0])
+        return _ranges(cooled)
+
+    def check(self) -> None:
+        """Fails, naming the number, where an invariant at the top of this file does not hold. Tests call it."""
+        assert len(self._state) == self.virtual_slots, "(1)"
+        assert set(self._state) <= {_COLD, _WARM, _USED}, "(1)"
+        assert self._in_use == self._state.count(_USED), f"(2) {self._in_use} in use, {self._state.count(_USED)} marked"
+        assert sorted(self._warm) == [slot for slot, state in enumerate(self._state) if state == _WARM], "(3)"
+        assert self._state.count(_COLD, 0, self._cold_from) == 0, "(4)"
+
+    def _lowest_cold(self) -> int:
+        self._cold_from = slot = self._state.find(_COLD, self._cold_from)
+        if slot < 0:
+            self._cold_from = self.virtual_slots
+        return slot
+
+    def _best_run(self, n: int) -> int:
+        """The first slot of the `n` free adjacent ones among which most are warm, the highest such, or -1.
+
+        The highest, since single slots are taken from the low end: the two seldom cut into each other.
+        """
+        assert n > 0, f"{n} slots are asked for"
+        warm_run = self._last_warm_run(n)
+        if warm_run >= 0:
+            return warm_run
+        best, best_warm = -1, -1
+        for extent in re.finditer(rb"[\x00\x01]{%d,}" % n, self._state):
+            low, high = extent.start(), extent.end() - n
+            starts = {high}
+            for warm in _WARM_EXTENT.finditer(self._state, extent.start(), extent.end()):
+                # A window with the most warm slots begins where a warm extent does, or ends where one ends.
+                starts |= {min(warm.start(), high), max(warm.end() - n, low)}
+            for start in starts:
+                n_warm = self._state.count(_WARM, start, start + n)
+                if (n_warm, start) > (best_warm, best):
+                    best, best_warm = start, n_warm
+        return best
+
+    def _last_warm_run(self, n: int) -> int:
+        """The highest run of `n` warm slots, but the one given back last only where there is no other; or -1."""
+        run = bytes([_WARM]) * n
+        found = self._state.rfind(run)
+        if found == self._last_given and found > 0:
+            other = self._state.rfind(run, 0, found + n - 1)
+            return other if other >= 0 else found
+        return found
+
+
+def _ranges(slots: list[int]) -> list[tuple[int, int]]:
+    """Sorted slots as (first, n) ranges."""
+    ranges: list[tuple[int, int]] = []
+    for slot in slots:
+        if ranges and sum(ranges[-1]) == slot:
+            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1
+        else:
+            ranges.append((slot, 1))
+    return ranges

@@ -1,0 +1,20 @@
+"""What a layout needs to know of a parameter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A parameter's name, shape, and whether it is trained. Parameters that are tied appear once."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements: 1 for a scalar, 0 where a dim is 0."""
+        return math.prod(self.shape)

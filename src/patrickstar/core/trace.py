@@ -1,0 +1,188 @@
+"""What one training step touches, moment by moment: the input of every plan.
+
+A trace prints one line a moment, and parses back:
+
+    trace of 3 moments
+    forward wte.weight 4096 c0.weight
+    backward wte.weight 81920 c0.grad* c0.weight held c2.weight
+    step wte.weight 0 c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight* ends c0.weight
+
+that is: phase, label, non-model bytes, what is touched (`*`: written), what is still in use from earlier moments, and
+what is used for the last time. A label has its odd characters escaped as in a URL; an empty one prints as `-`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from enum import Enum
+from urllib.parse import quote, unquote
+
+from patrickstar.core.plane import PlaneRef
+
+
+class Phase(str, Enum):
+    """What a moment is part of."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    STEP = "step"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A unit that must be resident at a moment. Prints as `c3.grad`, or `c3.grad*` where the moment writes it."""
+
+    ref: PlaneRef
+    writes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.ref}*" if self.writes else str(self.ref)
+
+    @classmethod
+    def parse(cls, text: str) -> Touch:
+        """The touch that prints as `text`."""
+        return cls(PlaneRef.parse(text.removesuffix("*")), writes=text.endswith("*"))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One tick of the logical clock. Units are kept sorted, each once, in whatever order they are given.
+
+    Attributes:
+        phase, label: where in the step this is; the label is a parameter's name, or empty.
+        touches: what must be resident now; of a unit both read and written, the write.
+        held: units still in use from earlier moments: they may not move either.
+        nonmodel_bytes: peak of everything on the compute tier that is no chunk, from this moment to the next.
+        ends: units whose use ends with this moment; plans do not need it, readers do.
+    """
+
+    phase: Phase
+    label: str
+    touches: tuple[Touch, ...]
+    held: tuple[PlaneRef, ...] = ()
+    nonmodel_bytes: int = 0
+    ends: tuple[PlaneRef, ...] = ()
+
+    def __post_init__(self) -> None:
+        touches = {touch.ref: touch for touch in sorted(self.touches, key=lambda touch: (touch.ref, touch.writes))}
+        object.__setattr__(self, "touches", tuple(touches.values()))
+        object.__setattr__(self, "held", tuple(sorted(set(self.held))))
+        object.__setattr__(self, "ends", tuple(sorted(set(self.ends))))
+
+    @property
+    def name(self) -> str:
+        """Phase and label, as messages name a moment after its number: `backward layers.7.mlp.w1`."""
+        return f"{self.phase.value} {self.label}".rstrip()
+
+    def __str__(self) -> str:
+        words = [self.phase.value, _escape(self.label), str(self.nonmodel_bytes), *map(str, self.touches)]
+        if self.held:
+            words += ["held", *map(str, self.held)]
+        if self.ends:
+            words += ["ends", *map(str, self.ends)]
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, line: str) -> Moment:
+        """The moment that prints as `line`.
+
+        Raises:
+            ValueError: `line` is not the print of a moment.
+        """
+        phase, label, nonmodel_bytes, *rest = line.split(" ")
+        rest, ends = _split_at(rest, "ends")
+        touches, held = _split_at(rest, "held")
+        return cls(
+            phase=Phase(phase),
+            label=unquote(label) if label != "-" else "",
+            touches=tuple(map(Touch.parse, touches)),
+            held=tuple(map(PlaneRef.parse, held)),
+            nonmodel_bytes=int(nonmodel_bytes),
+            ends=tuple(map(PlaneRef.parse, ends)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The moments of one step, in order."""
+
+    moments: tuple[Moment, ...]
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    @property
+    def peak(self) -> int:
+        """The most non-model bytes of any moment; 0 of an empty trace."""
+        return max((moment.nonmodel_bytes for moment in self.moments), default=0)
+
+    def name(self, index: int) -> str:
+        """How messages name a moment: `17 backward layers.7.mlp.w1`."""
+        return f"{index} {self.moments[index].name}"
+
+    def __str__(self) -> str:
+        return "\n".join([f"trace of {len(self.moments)} moments", *map(str, self.moments)])
+
+    @classmethod
+    def parse(cls, text: str) -> Trace:
+        """The trace that prints as `text`.
+
+        Raises:
+            ValueError: `text` is not the print of a trace, or was cut short.
+        """
+        head, *lines = text.strip().splitlines()
+        trace = cls(tuple(map(Moment.parse, lines)))
+        if head != f"trace of {len(lines)} moments":
+            raise ValueError(f"{head!r} is followed by {len(lines)} moments: not a whole trace")
+        return trace
+
+    def digest(self) -> str:
+        """Equal for equal traces: 16 hexadecimal digits over the text."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    def differences(self, other: Trace) -> list[str]:
+        """What `other` has differently, a line per moment, naming it; empty for equal traces."""
+        lines = [
+            f"moment {self.name(index)}: {', '.join(_changes(mine, theirs))}"
+            for index, (mine, theirs) in enumerate(zip(self.moments, other.moments, strict=False))
+            if mine != theirs
+        ]
+        shared = min(len(self), len(other))
+        lines += [f"moment {self.name(index)}: missing in the other" for index in range(shared, len(self))]
+        lines += [f"moment {other.name(index)}: only in the other" for index in range(shared, len(other))]
+        return lines
+
+
+def _changes(mine: Moment, theirs: Moment) -> list[str]:
+    """One phrase per field that differs: sets by what is gone and what is new, the rest by both values."""
+    phrases = []
+    for field in fields(Moment):
+        ours, other = getattr(mine, field.name), getattr(theirs, field.name)
+        if ours == other:
+            continue
+        if isinstance(ours, tuple):
+            gone = [f"-{item}" for item in ours if item not in other]
+            new = [f"+{item}" for item in other if item not in ours]
+            phrases.append(" ".join([field.name, *gone, *new] if gone or new else [field.name, "in another order"]))
+        else:
+            phrases.append(f"{field.name} {ours} -> {other}")
+    return phrases
+
+
+def _split_at(words: list[str], word: str) -> tuple[list[str], Iterable[str]]:
+    if word not in words:
+        return words, ()
+    at = words.index(word)
+    return words[:at], words[at + 1 :]
+
+
+def _escape(label: str) -> str:
+    if not label:
+        return "-"
+    return "%2D" if label == "-" else quote(label, safe="!$&'()*+,/:;=?@[]#~^{}<>")

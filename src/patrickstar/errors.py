@@ -1,0 +1,77 @@
+"""What can go wrong, as a tree.
+
+    Error
+    ├── BudgetError      something does not fit a tier's budget
+    ├── ConfigError      an argument, key, flag or optimizer is not one we take
+    ├── LayoutError      parameters that cannot be managed
+    ├── StateError       a call at the wrong time
+    ├── CheckpointError  a file that is not what it should be
+    └── DeviceError      a device or a disk directory that does not do its work
+
+Each message says what happened, the numbers, and what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["BudgetError", "CheckpointError", "ConfigError", "DeviceError", "Error", "LayoutError", "StateError"]
+
+
+class Error(Exception):
+    """Base of all errors this package raises on purpose."""
+
+
+class BudgetError(Error):
+    """Something does not fit a tier's budget.
+
+    Attributes:
+        tier: "device", "host" or "disk".
+        moment: where in the step it does not fit, as `"118 backward layers.7.mlp.w1"`; "" where no step is involved.
+        needed_bytes, available_bytes: what the moment must hold at once, and what it may.
+        smallest_bytes: the smallest budget of that tier with which it fits; 0 where it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tier: str,
+        moment: str = "",
+        needed_bytes: int = 0,
+        available_bytes: int = 0,
+        smallest_bytes: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.moment = moment
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.smallest_bytes = smallest_bytes
+
+
+class ConfigError(Error):
+    """An argument, key, flag or optimizer that is not taken: which, what is allowed, the nearest spelling."""
+
+
+class LayoutError(Error):
+    """Parameters that cannot be laid out in chunks."""
+
+
+class StateError(Error):
+    """A call at the wrong time; the message says what to do instead."""
+
+
+class CheckpointError(Error):
+    """A checkpoint or weights file that is damaged, incomplete, or of another model."""
+
+
+class DeviceError(Error):
+    """A device or a disk directory that does not do its work: file, offset and bytes where there are such."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean "bf16"?` for the closest of the known words, or an empty string."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f'; did you mean "{found[0]}"?' if found else ""

@@ -1,0 +1,44 @@
+"""Which torch functions do what with a parameter that they are given.
+
+Everything that is in no table here is a *use*: the parameter's bytes are fetched for its duration. So a function that torch adds one day is
+slow at worst, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["ESCAPES", "NEEDS_NO_DATA", "SHAPE_ONLY"]
+
+
+def _methods(names: str) -> frozenset[Callable[..., Any]]:
+    return frozenset(getattr(Tensor, name) for name in names.split())
+
+
+def _getters(names: str) -> frozenset[Callable[..., Any]]:
+    # Which of these attributes exist differs by torch version.
+    return frozenset(getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name))
+
+
+NEEDS_NO_DATA = (
+    _methods(
+        "dim numel nelement size element_size is_floating_point is_complex is_signed is_inference get_device "
+        "register_hook register_post_accumulate_grad_hook retain_grad"
+    )
+    | _getters(
+        "shape dtype device layout ndim itemsize nbytes name names is_leaf grad_fn output_nr retains_grad requires_grad _version _base "
+        "_backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
+        "is_sparse is_sparse_csr is_vulkan is_xla is_xpu"
+    )
+    | {Tensor._backward_hooks.__set__, Tensor._post_accumulate_grad_hooks.__set__}
+)
+"""Answered by the stand-in as it is: it has the shape, type, device, version and autograd state of the parameter."""
+
+SHAPE_ONLY = _methods("stride is_contiguous storage_offset")
+"""Answered by a meta tensor with the parameter's real strides, which the stand-in does not have."""
+
+ESCAPES = _methods("numpy __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage")
+"""Hand out memory that can be written to behind torch's back: a digest tells whether it was."""

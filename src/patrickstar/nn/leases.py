@@ -1,0 +1,86 @@
+"""Storages over slots that are in use.
+
+Note [Leases]
+    Every time a unit is asked for, its slot is wrapped in a *fresh* storage, and the slot may move or be reused only when every storage over
+    it has died. So whatever keeps a weight alive (a view handed to a child module, a tensor that autograd saved, a buffer protocol export)
+    keeps the slot where it is, without anybody having to know about it. The worst outcome of a forgotten reference is "no slot free", never
+    a wrong number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+
+from patrickstar.core.plane import PlaneRef
+
+__all__ = ["Leases", "Located"]
+
+
+class Located(NamedTuple):
+    """Where a tensor over a slot lies: the unit, and the offset of its first element from the unit's start."""
+
+    ref: PlaneRef
+    offset: int
+
+
+class Leases:
+    """The living storages over slots, by unit.
+
+    Args:
+        wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now. The unit must be resident.
+    """
+
+    def __init__(self, wrap: Callable[[PlaneRef], torch.Tensor]) -> None:
+        self._wrap = wrap
+
+        self._tensor: dict[PlaneRef, weakref.ref[torch.Tensor]] = {}
+        self._unit_of: dict[int, PlaneRef] = {}
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._count: Counter[PlaneRef] = Counter()
+        # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
+        # bookkeeping. The callback only notes it; `settle` draws the consequences at a time of our choosing.
+        self._dead: deque[int] = deque()
+
+    def take(self, ref: PlaneRef) -> torch.Tensor:
+        """A 1-D tensor over the unit's slot. The slot stays where it is while this tensor, or any view of it, lives."""
+        known = self._tensor.get(ref)
+        tensor = known() if known is not None else None
+        if tensor is not None:
+            return tensor
+        with torch.inference_mode(False):  # a slot wrapped in inference mode could neither be saved for backward nor written later
+            tensor = self._wrap(ref)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._unit_of:  # the address of a storage that died, whose death has not been settled yet
+            self.settle()
+        self._unit_of[key] = ref
+        self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
+        self._count[ref] += 1
+        self._tensor[ref] = weakref.ref(tensor)
+        return tensor
+
+    def locate(self, tensor: torch.Tensor) -> Located | None:
+        """Where the tensor lies if it is over a leased slot, else None."""
+        ref = self._unit_of.get(tensor.untyped_storage()._cdata)
+        return None if ref is None else Located(ref, tensor.storage_offset())
+
+    def settle(self) -> None:
+        """Ends the leases of storages that have died."""
+        while self._dead:
+            key = self._dead.popleft()
+            ref = self._unit_of.pop(key)
+            del self._deaths[key]
+            self._count[ref] -= 1
+            if not self._count[ref]:
+                del self._count[ref]
+                self._tensor.pop(ref, None)
+
+    def held(self) -> Collection[PlaneRef]:
+        """The units that may not move now."""
+        self.settle()
+        return self._count.keys()

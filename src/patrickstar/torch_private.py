@@ -1,0 +1,35 @@
+"""The private names of torch that we rely on, in one place; `tests/test_torch_private.py` tests what each must do (torch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Plain", "at_end_of_backward", "backward_id", "inside_backward_node", "top_saved_tensors_hooks"]
+
+Plain = torch._C.DisableTorchFunctionSubclass
+"""Context in which tensor subclasses behave as plain tensors."""
+
+Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def top_saved_tensors_hooks() -> Packing | None:
+    """The (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+
+
+def backward_id() -> int:
+    """Number of the backward call running on this thread, the innermost one where they nest; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def inside_backward_node() -> bool:
+    """Whether a backward node is being evaluated on this thread."""
+    return torch._C._current_autograd_node() is not None
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs the callback when the innermost backward call running now ends. Only inside a backward call."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,239 @@
+"""The ordinary training loop, with AdamW written out by its definition: what the library must equal, bit for bit.
+
+Shares nothing with the library. Forward and backward are plain PyTorch; the update is NumPy with a fused multiply-add
+of our own, so that it depends on no kernel that the library may use.
+
+The definition, for a parameter p with gradient g at its t-th update; f(x) is x, computed in double, rounded once to fp32:
+
+    AdamW:  p = p * f(1 - lr * wd)                       Adam:  g = fma(f(wd), p, g)
+    m = fma(f(1 - b1), g - m, m)
+    v = fma(f(1 - b2) * g, g, v * f(b2))
+    d = sqrt(v) / f(sqrt(1 - b2^t)) + f(eps)
+    p = p + (f(-lr / (1 - b1^t)) * m) / d
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tests.parity.zoo import STEPS, Case, micro_seed, schedule
+
+__all__ = ["Moments", "Record", "clip_factor", "evaluate", "fma", "global_norm", "record_end", "train", "update"]
+
+Single = NDArray[np.float32]
+Tensors = dict[str, Tensor]
+
+NORM_BLOCK = 65_536
+
+
+@dataclass
+class Record:
+    """Everything of a run that must have the same bits. Tensors are copies that nothing else writes to."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    """One for each micro-step, before it is divided by their number."""
+    gradients: list[Tensors] = field(default_factory=list)
+    """By step: what has accumulated, before clipping; no entry for `None`."""
+    norms: list[Tensor] = field(default_factory=list)
+    """By step, fp32; empty without clipping."""
+    evaluations: list[Tensor] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+    """At the end, in fp32, by parameter name."""
+    exp_avg: Tensors = field(default_factory=dict)
+    exp_avg_sq: Tensors = field(default_factory=dict)
+    updates: dict[str, int] = field(default_factory=dict)
+    """How often each parameter was updated; no entry for never."""
+    buffers: Tensors = field(default_factory=dict)
+
+
+@dataclass
+class Moments:
+    """What AdamW remembers of one parameter."""
+
+    exp_avg: Single
+    exp_avg_sq: Single
+    updates: int = 0
+
+
+def train(
+    case: Case,
+    *,
+    checkpointing: str = "none",
+    accumulation: int = 1,
+    clipping: bool = False,
+    steps: int = STEPS,
+    precision: str = "fp32",
+) -> Record:
+    """A run in plain PyTorch, as a record."""
+    model = case.build(checkpointing)
+    groups = case.groups(model)
+    base = [dict(group) for group in groups]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    masters = make_masters(parameters, precision)
+    batches = case.batches(seed=0, count=steps * accumulation)
+    moments: dict[str, Moments] = {}
+    record = Record()
+    for step in range(1, steps + 1):
+        case.before_step(model, step)
+        for group, initial in zip(groups, base, strict=True):
+            group.update(schedule(initial, step))
+        gradients: Tensors = {}
+        for micro in range(accumulation):
+            torch.manual_seed(micro_seed(step, micro))
+            loss = case.loss_of(model, batches[(step - 1) * accumulation + micro])
+            (loss / accumulation).backward()
+            record.losses.append(loss.detach().clone())
+            if precision != "fp32":
+                add_up(gradients, parameters)
+        if precision == "fp32":
+            gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        record.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
+        if clipping:
+            norm = global_norm(gradients)
+            factor = clip_factor(norm, case.max_norm)
+            record.norms.append(norm)
+            for gradient in gradients.values():
+                gradient.mul_(factor)
+        for group in groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if name in gradients:
+                    update(masters[name], gradients[name], moments, name, group, algorithm=case.algorithm)
+                    if precision != "fp32":
+                        parameter.data.copy_(narrow(masters[name], precision))
+        for parameter in parameters.values() if case.zero == "model" else (p for g in groups for p in g["params"]):
+            parameter.grad = None
+        evaluate(case, model, batches[0], step, record)
+    record_end(record, masters, model)
+    record.exp_avg = {name: torch.from_numpy(kept.exp_avg) for name, kept in moments.items()}
+    record.exp_avg_sq = {name: torch.from_numpy(kept.exp_avg_sq) for name, kept in moments.items()}
+    record.updates = {name: kept.updates for name, kept in moments.items()}
+    return record
+
+
+def evaluate(case: Case, model: nn.Module, batch: dict[str, Any], step: int, record: Record) -> None:
+    """Looks at the model between steps: after the second under `no_grad`, after the fourth under `inference_mode`."""
+    mode = {2: torch.no_grad, 4: torch.inference_mode}.get(step)
+    if mode is None:
+        return
+    model.eval()
+    with mode():
+        record.evaluations.append(case.loss_of(model, batch).clone())
+    model.train()
+
+
+def record_end(record: Record, weights: Tensors, model: nn.Module) -> None:
+    """Copies of the final weights and of every buffer, persistent or not."""
+    record.weights = {name: weight.detach().float().clone() for name, weight in weights.items()}
+    record.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+# 16-bit types: an fp32 master beside each parameter, gradients widened after every backward
+
+
+def make_masters(parameters: dict[str, nn.Parameter], precision: str) -> Tensors:
+    """The tensors that are updated: the parameters themselves in fp32, else copies of them from before narrowing."""
+    if precision == "fp32":
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+    masters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.data = narrow(masters[name], precision)
+    return masters
+
+
+def narrow(master: Tensor, precision: str) -> Tensor:
+    """The weight that stands for a master: fp16 to nearest even; bf16 to nearest, ties away from zero."""
+    if precision == "fp16":
+        return master.half()
+    # Adding half of the last kept place to the magnitude carries exactly where the dropped half is 0.5 or more.
+    rounded = (master.contiguous().view(torch.int32) + 0x8000) & -0x10000
+    return rounded.view(torch.float32).bfloat16()
+
+
+def add_up(gradients: Tensors, parameters: dict[str, nn.Parameter]) -> None:
+    """Adds one backward's gradients, which autograd summed in the parameter's type, in fp32; the first is copied."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            wide = parameter.grad.float()
+            gradients[name] = gradients[name].add_(wide) if name in gradients else wide
+            parameter.grad = None
+
+
+# Norm and clipping
+
+
+def global_norm(gradients: Tensors) -> Tensor:
+    """The norm over all gradients, fp32: squares summed in fp64 by blocks of each tensor, in order, rounded once."""
+    total = 0.0
+    for gradient in gradients.values():  # in the order of `named_parameters`
+        flat = gradient.contiguous().reshape(-1)
+        for start in range(0, flat.numel(), NORM_BLOCK):
+            total += flat[start : start + NORM_BLOCK].double().square().sum().item()
+    return torch.tensor(math.sqrt(total), dtype=torch.float64).float()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What `torch.nn.utils.clip_grads_with_norm_` multiplies by, one fp32 operation at a time.
+
+    PyTorch computes a number divided by a tensor as the tensor's reciprocal times the number.
+    """
+    one = np.float32(1.0)
+    factor = (one / (np.float32(norm.item()) + np.float32(1e-6))) * np.float32(max_norm)
+    return torch.tensor(min(factor, one), dtype=torch.float32)
+
+
+# The update
+
+
+def update(
+    weight: Tensor, gradient: Tensor, moments: dict[str, Moments], name: str, group: dict[str, Any], *, algorithm: str
+) -> None:
+    """One step of the definition, in place on the weight (of any strides) and on the parameter's moments."""
+    p, g = weight.numpy(), gradient.numpy()
+    kept = moments.setdefault(name, Moments(np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32)))
+    kept.updates += 1
+    (b1, b2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    t, m, v = kept.updates, kept.exp_avg, kept.exp_avg_sq
+    f = np.float32
+    if algorithm == "AdamW":
+        p[...] = p * f(1 - lr * decay)
+    elif decay != 0:
+        g = fma(f(decay), p, g)
+    m[...] = fma(f(1 - b1), g - m, m)
+    v[...] = fma(f(1 - b2) * g, g, v * f(b2))
+    d = root(v) / f(math.sqrt(1 - b2**t)) + f(group["eps"])
+    p[...] = p + (f(-lr / (1 - b1**t)) * m) / d
+
+
+def root(x: Single) -> Single:
+    """The IEEE square root: correctly rounded, because fp64 has more than twice fp32's digits and two to spare."""
+    return np.sqrt(x.astype(np.float64)).astype(np.float32)
+
+
+def fma(a: Single | np.float32, b: Single, c: Single) -> Single:
+    """a * b + c, rounded once to fp32.
+
+    The product is exact in fp64. The sum is rounded there to odd (Boldo and Melquiond, "Emulation of FMA and correctly
+    rounded sums", 2008), which keeps the second rounding, to fp32, from seeing a tie that is none.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+        addend = np.broadcast_to(np.asarray(c, np.float64), product.shape)
+        total = product + addend
+        # Knuth's two-sum: what the addition above rounded off, exactly.
+        back = total - product
+        error = (product - (total - back)) + (addend - back)
+        bits = np.atleast_1d(total).view(np.int64)
+        inexact = np.atleast_1d(np.isfinite(total) & (error != 0)) & (bits & 1 == 0)
+        # One place towards the true sum: away from zero where error and sum agree in sign, else towards it.
+        away = np.atleast_1d((error > 0) == (total > 0))
+        bits = np.where(inexact, np.where(away, bits + 1, bits - 1), bits)
+        return bits.view(np.float64).reshape(total.shape).astype(np.float32)
