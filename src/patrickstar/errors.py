@@ -14,7 +14,7 @@ Each message says what happened, the numbers, and what to change.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = ["BudgetError", "CheckpointError", "ConfigError", "DeviceError", "Error", "LayoutError", "StateError"]
 
@@ -52,7 +52,15 @@ class BudgetError(Error):
 
 
 class ConfigError(Error):
-    """An argument, key, flag or optimizer that is not taken: which, what is allowed, the nearest spelling."""
+    """An argument, key, flag or optimizer that is not taken: which, what is allowed, the nearest spelling.
+
+    Attributes:
+        problems: each problem by itself, where the message tells several.
+    """
+
+    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (message,)
 
 
 class LayoutError(Error):
@@ -72,6 +80,7 @@ class DeviceError(Error):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean "bf16"?` for the closest of the known words, or an empty string."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f'; did you mean "{found[0]}"?' if found else ""
+    """`; did you mean "bf16"?` for the closest of the known words, whatever their case, or an empty string."""
+    by_lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
+    return f'; did you mean "{by_lower[found[0]]}"?' if found else ""

@@ -1,51 +1,70 @@
-"""Sizes and counts as people write them, and back."""
+"""Sizes as people write them, and back."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Final
 
-from patrickstar.errors import ConfigError
+from patrickstar.errors import ConfigError, nearest
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*")
-_ALLOWED = 'an int in bytes, or a string such as "512MiB", "1.5GB" or "70%"'
+_UNITS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KiB": KIB,
+        "MiB": MIB,
+        "GiB": GIB,
+        "TiB": TIB,
+    }
+)
+_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*")
+_ALLOWED: Final = 'an int in bytes, or a string such as "512MiB", "1.5GB" or "70%"'
 
 
 def parse_size(value: int | str, *, name: str, total_bytes: int | None = None) -> int:
-    """Bytes from `6 * 2**30`, `"6GiB"`, `"1.5GB"`, or `"70%"` of `total_bytes`.
+    """Bytes from `6 * 2**30`, `"6GiB"`, `"1.5GB"`, or `"70%"` of `total_bytes`; a fraction of a byte is dropped.
 
     Raises:
         ConfigError: anything else; the message names the argument.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"{name}={value!r}: expected {_ALLOWED}")
-    if isinstance(value, int):
-        size = value
-    else:
-        found = _SIZE.fullmatch(value)
-        if not found:
-            raise ConfigError(f"{name}={value!r}: expected {_ALLOWED}")
-        number, unit = found.groups()
-        if unit == "%":
-            if total_bytes is None:
-                raise ConfigError(f"{name}={value!r}: the total of this tier is not known here; give it in bytes")
-            if float(number) > 100:
-                raise ConfigError(f"{name}={value!r}: more than the whole tier; expected at most 100%")
-            size = int(float(number) * total_bytes / 100)
-        elif unit.upper() in _UNITS and unit != "b":
-            size = int(float(number) * _UNITS[unit.upper()])
-        else:
-            raise ConfigError(f"{name}={value!r}: unknown unit {unit!r}; expected {_ALLOWED}")
+    size = value if isinstance(value, int) else _parse(value, name=name, total_bytes=total_bytes)
     if size <= 0:
         raise ConfigError(f"{name}={value!r}: a budget is more than 0 bytes")
     return size
 
 
+def _parse(text: str, *, name: str, total_bytes: int | None) -> int:
+    found = _SIZE.fullmatch(text)
+    if not found:
+        raise ConfigError(f"{name}={text!r}: expected {_ALLOWED}")
+    number, unit = Fraction(found[1]), found[2]  # a fraction: "0.1GiB" and a hundred digits alike are exact
+    if unit == "%":
+        if total_bytes is None:
+            raise ConfigError(f"{name}={text!r}: the total of this tier is not known here; give it in bytes")
+        if number > 100:
+            raise ConfigError(f"{name}={text!r}: more than the whole tier; expected at most 100%")
+        return int(number * total_bytes / 100)
+    if unit.endswith("b") and (unit == "b" or not unit.islower()):  # "6Gb" are gigabits to some
+        raise ConfigError(f'{name}={text!r}: unknown unit {unit!r}; did you mean "{unit[:-1]}B"?')
+    for known, nbytes in _UNITS.items():
+        if unit.lower() in ("", known.lower()):
+            return int(number * nbytes)
+    raise ConfigError(f"{name}={text!r}: unknown unit {unit!r}{nearest(unit, _UNITS)}; expected {_ALLOWED}")
+
+
 def format_bytes(size: int) -> str:
-    """`13.25 GiB`, `512 B`: three or four digits and a binary unit."""
-    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(size) >= unit:
+    """`13.25 GiB`, `512 B`: two decimals and a binary unit."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size) >= unit - unit // 204_800:  # what would print as 1024.00 of the next smaller unit
             return f"{size / unit:.2f} {name}"
     return f"{size} B"

@@ -68,7 +68,9 @@ def test_functional_use_of_another_modules_weight():
             self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
 
         def forward(self, x):
-            return torch.nn.functional.linear(self.a(x), self.b.weight * 2, self.a.bias).sum() + self.b.bias.pow(2).sum()
+            return (
+                torch.nn.functional.linear(self.a(x), self.b.weight * 2, self.a.bias).sum() + self.b.bias.pow(2).sum()
+            )
 
     compare(Model, lambda model: model(X), slots=1, chunk_numel=2048, moves=False)
 
@@ -95,7 +97,12 @@ def test_backward_for_some_parameters_only():
 
 def test_a_penalty_over_all_parameters():
     build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))  # noqa: E731
-    compare(build, lambda model: model(X).sum() + sum(p.square().sum() for p in model.parameters()), slots=1, chunk_numel=2048)
+    compare(
+        build,
+        lambda model: model(X).sum() + sum(p.square().sum() for p in model.parameters()),
+        slots=1,
+        chunk_numel=2048,
+    )
 
 
 def test_custom_autograd_function():

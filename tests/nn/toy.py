@@ -26,7 +26,9 @@ class ToyOwner:
 
     def __init__(self, model: nn.Module, *, slots: int, chunk_numel: int) -> None:
         named = dict(model.named_parameters())
-        self.layout: Layout = build_layout([TensorSpec(n, tuple(p.shape)) for n, p in named.items()], chunk_numel=chunk_numel)
+        self.layout: Layout = build_layout(
+            [TensorSpec(n, tuple(p.shape)) for n, p in named.items()], chunk_numel=chunk_numel
+        )
         self.numel = chunk_numel
         longest = max(run.length for run in self.layout.runs)
         # Every slot is as long as the longest run: the toy has no adjacency.
@@ -42,17 +44,20 @@ class ToyOwner:
         self.firings: Counter[str] = Counter()
         self.escapes: list[PlaneRef] = []
         self.binding = Binding(named, self.layout, self)
-        self.homes = {
-            PlaneRef(run.head, "weight"): torch.zeros(self.slot_numel) for run in self.layout.runs
-        }
+        self.homes = {PlaneRef(run.head, "weight"): torch.zeros(self.slot_numel) for run in self.layout.runs}
         for bound in self.binding:
             bound.over(self.homes[bound.ref]).copy_(bound.parameter.data)
         self.binding.bind()
 
     def slot(self, index: int) -> Tensor:
-        return torch.frombuffer(self.memory, dtype=torch.float32, count=self.slot_numel, offset=index * self.slot_numel * 4)
+        return torch.frombuffer(
+            self.memory, dtype=torch.float32, count=self.slot_numel, offset=index * self.slot_numel * 4
+        )
 
-    def use(self, refs: Sequence[PlaneRef], label: str) -> None:
+    def unpack(self, ref: PlaneRef, name: str) -> None:
+        self.use([ref], [name], in_graph=True)
+
+    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
         held = set(self.binding.leases.held()) | set(refs)
         for ref in refs:
             self.clock += 1
@@ -62,7 +67,7 @@ class ToyOwner:
             while len(self.resident) >= self.slots:
                 victims = [other for other in self.resident if other not in held]
                 if not victims:
-                    raise NoSlot(f"{label}: {sorted(held)} in {self.slots} slots")
+                    raise NoSlot(f"{names}: {sorted(held)} in {self.slots} slots")
                 self.evict(min(victims, key=lambda other: self.used[other]))
             free = [index for index in range(self.slots + 1) if index not in self.resident.values()]
             index = next((index for index in free if index != self.last_given), free[0])
@@ -95,7 +100,7 @@ class ToyOwner:
             self.gradients[name] = gradient.clone()
 
     def read_gradient(self, name: str) -> Tensor | None:
-        return self.gradients.get(name)
+        return self.gradients.pop(name, None)
 
     def drop_gradient(self, name: str) -> None:
         self.gradients.pop(name, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,18 +15,19 @@ __all__ = ["differences", "same_bits"]
 SHOWN = 12
 
 
-def differences(want: Record, got: Record, *, gradients: bool = True) -> list[str]:
+def differences(want: Record, got: Record, *, unseen: Collection[str] = ()) -> list[str]:
     """Where the records differ, in the order in which a run meets it. An empty list: equal in every bit.
 
     Args:
-        gradients: compare those too; False where the run had none to show (a step in backward).
+        unseen: what the second run could not show, of "gradients" (a step in backward) and "norms" (clipped inside it).
     """
     found = compare_sequences("loss of micro-step", want.losses, got.losses)
-    if gradients:
+    if "gradients" not in unseen:
         found += compare_counts("steps with gradients", want.gradients, got.gradients)
         for step, (ours, theirs) in enumerate(zip(want.gradients, got.gradients, strict=False), start=1):
             found += compare_mappings(f"step {step}, gradient of", ours, theirs)
-    found += compare_sequences("norm of step", want.norms, got.norms)
+    if "norms" not in unseen:
+        found += compare_sequences("norm of step", want.norms, got.norms)
     found += compare_sequences("evaluation", want.evaluations, got.evaluations)
     found += compare_mappings("weight", want.weights, got.weights)
     found += compare_mappings("exp_avg of", want.exp_avg, got.exp_avg)
@@ -60,8 +61,9 @@ def describe(label: str, want: Tensor, got: Tensor) -> str:
         return f"{label}: want {want.dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}"
     unequal = bits(want) != bits(got)
     first = int(unequal.nonzero()[0])
-    values = want.detach().contiguous().reshape(-1)[first].item(), got.detach().contiguous().reshape(-1)[first].item()
-    return f"{label}: {int(unequal.sum())} of {unequal.numel()} elements, first at {first}: want {values[0]!r}, got {values[1]!r}"
+    share = f"{int(unequal.sum())} of {unequal.numel()} elements"
+    ours, theirs = (tensor.detach().contiguous().reshape(-1)[first].item() for tensor in (want, got))
+    return f"{label}: {share}, first at {first}: want {ours!r}, got {theirs!r}"
 
 
 def compare_counts(label: str, want: Sequence[object], got: Sequence[object]) -> list[str]:
@@ -70,7 +72,9 @@ def compare_counts(label: str, want: Sequence[object], got: Sequence[object]) ->
 
 def compare_sequences(label: str, want: Sequence[Tensor], got: Sequence[Tensor]) -> list[str]:
     pairs = enumerate(zip(want, got, strict=False), start=1)
-    found = [describe(f"{label} {index}", ours, theirs) for index, (ours, theirs) in pairs if not same_bits(ours, theirs)]
+    found = [
+        describe(f"{label} {index}", ours, theirs) for index, (ours, theirs) in pairs if not same_bits(ours, theirs)
+    ]
     return compare_counts(label, want, got) + found
 
 

@@ -86,7 +86,9 @@ class Residual(nn.Module):
 class ConvNet(nn.Module):
     """A small residual network. Recomputed blocks update their running statistics twice, as in PyTorch."""
 
-    def __init__(self, checkpointing: str, *, channels: int = 24, memory_format: torch.memory_format | None = None) -> None:
+    def __init__(
+        self, checkpointing: str, *, channels: int = 24, memory_format: torch.memory_format | None = None
+    ) -> None:
         super().__init__()
         self.checkpointing, self.memory_format = checkpointing, memory_format
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
@@ -103,7 +105,10 @@ class ConvNet(nn.Module):
 
 
 class Strided(nn.Module):
-    """Parameters that are dense but not row-major: channels-last filters and a linear weight stored transposed."""
+    """Parameters that are dense but not row-major: channels-last filters and a linear weight stored transposed.
+
+    torch chooses kernels by strides, the images here being row-major: row-major weights would give other bits.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +160,7 @@ class TakesWeight(nn.Module):
 
 
 class Held(nn.Module):
-    """Parameters used away from their owner: expanded for children, indexed by expert, views held across all of them."""
+    """Parameters used away from their owner: expanded for children, indexed by expert, views held across children."""
 
     def __init__(self, checkpointing: str) -> None:
         super().__init__()
@@ -179,7 +184,7 @@ class Held(nn.Module):
 
 
 class WeightNormed(nn.Module):
-    """Weights computed from parameters at each use (`parametrizations.weight_norm`), or by a forward hook (the old one)."""
+    """Weights computed from parameters at each use, by a parametrization or by the older forward hook."""
 
     def __init__(self, *, by_hook: bool) -> None:
         super().__init__()

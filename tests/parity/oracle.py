@@ -3,7 +3,7 @@
 Shares nothing with the library. Forward and backward are plain PyTorch; the update is NumPy with a fused multiply-add
 of our own, so that it depends on no kernel that the library may use.
 
-The definition, for a parameter p with gradient g at its t-th update; f(x) is x, computed in double, rounded once to fp32:
+The definition, for a parameter p with gradient g at its t-th update; f(x) is x in double, rounded once to fp32:
 
     AdamW:  p = p * f(1 - lr * wd)                       Adam:  g = fma(f(wd), p, g)
     m = fma(f(1 - b1), g - m, m)
@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 from tests.parity.zoo import STEPS, Case, micro_seed, schedule
 
-__all__ = ["Moments", "Record", "clip_factor", "evaluate", "fma", "global_norm", "record_end", "train", "update"]
+__all__ = ["Moments", "Record", "clip_factor", "evaluate", "fma", "global_norm", "train", "update"]
 
 Single = NDArray[np.float32]
 Tensors = dict[str, Tensor]
 
 NORM_BLOCK = 65_536
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -75,7 +76,6 @@ def train(
     model = case.build(checkpointing)
     groups = case.groups(model)
     base = [dict(group) for group in groups]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters())
     masters = make_masters(parameters, precision)
     batches = case.batches(seed=0, count=steps * accumulation)
@@ -97,22 +97,14 @@ def train(
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         record.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         if clipping:
-            norm = global_norm(gradients)
-            factor = clip_factor(norm, case.max_norm)
-            record.norms.append(norm)
-            for gradient in gradients.values():
-                gradient.mul_(factor)
-        for group in groups:
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                if name in gradients:
-                    update(masters[name], gradients[name], moments, name, group, algorithm=case.algorithm)
-                    if precision != "fp32":
-                        parameter.data.copy_(narrow(masters[name], precision))
-        for parameter in parameters.values() if case.zero == "model" else (p for g in groups for p in g["params"]):
+            record.norms.append(clip(gradients, case.max_norm))
+        update_all(groups, gradients, parameters, masters, moments, algorithm=case.algorithm)
+        zeroed = parameters.values() if case.zero == "model" else [p for group in groups for p in group["params"]]
+        for parameter in zeroed:
             parameter.grad = None
         evaluate(case, model, batches[0], step, record)
-    record_end(record, masters, model)
+    record.weights = {name: master.detach().clone() for name, master in masters.items()}
+    record.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     record.exp_avg = {name: torch.from_numpy(kept.exp_avg) for name, kept in moments.items()}
     record.exp_avg_sq = {name: torch.from_numpy(kept.exp_avg_sq) for name, kept in moments.items()}
     record.updates = {name: kept.updates for name, kept in moments.items()}
@@ -126,14 +118,8 @@ def evaluate(case: Case, model: nn.Module, batch: dict[str, Any], step: int, rec
         return
     model.eval()
     with mode():
-        record.evaluations.append(case.loss_of(model, batch).clone())
+        record.evaluations.append((case.look or case.loss_of)(model, batch).clone())
     model.train()
-
-
-def record_end(record: Record, weights: Tensors, model: nn.Module) -> None:
-    """Copies of the final weights and of every buffer, persistent or not."""
-    record.weights = {name: weight.detach().float().clone() for name, weight in weights.items()}
-    record.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 # 16-bit types: an fp32 master beside each parameter, gradients widened after every backward
@@ -145,13 +131,13 @@ def make_masters(parameters: dict[str, nn.Parameter], precision: str) -> Tensors
         return {name: parameter.detach() for name, parameter in parameters.items()}
     masters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        parameter.data = narrow(masters[name], precision)
+        parameter.data = narrow(masters[name], NARROW[precision])
     return masters
 
 
-def narrow(master: Tensor, precision: str) -> Tensor:
+def narrow(master: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight that stands for a master: fp16 to nearest even; bf16 to nearest, ties away from zero."""
-    if precision == "fp16":
+    if dtype is torch.float16:
         return master.half()
     # Adding half of the last kept place to the magnitude carries exactly where the dropped half is 0.5 or more.
     rounded = (master.contiguous().view(torch.int32) + 0x8000) & -0x10000
@@ -180,6 +166,15 @@ def global_norm(gradients: Tensors) -> Tensor:
     return torch.tensor(math.sqrt(total), dtype=torch.float64).float()
 
 
+def clip(gradients: Tensors, max_norm: float) -> Tensor:
+    """Scales the gradients in place, by 1 where they are within the norm already; returns the norm before."""
+    norm = global_norm(gradients)
+    factor = clip_factor(norm, max_norm)
+    for gradient in gradients.values():
+        gradient.mul_(factor)
+    return norm
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What `torch.nn.utils.clip_grads_with_norm_` multiplies by, one fp32 operation at a time.
 
@@ -191,6 +186,26 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 # The update
+
+
+def update_all(
+    groups: list[dict[str, Any]],
+    gradients: Tensors,
+    parameters: dict[str, nn.Parameter],
+    masters: Tensors,
+    moments: dict[str, Moments],
+    *,
+    algorithm: str,
+) -> None:
+    """Updates every parameter that a group holds and that has a gradient; the rest keep their bits."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for group in groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if name in gradients:
+                update(masters[name], gradients[name], moments, name, group, algorithm=algorithm)
+                if parameter.dtype is not torch.float32:
+                    parameter.data.copy_(narrow(masters[name], parameter.dtype))
 
 
 def update(

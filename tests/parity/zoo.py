@@ -55,6 +55,11 @@ def long_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
+def token_logits(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(batch["tokens"])
+    return logits
+
+
 def penalised_loss(model: nn.Module, batch: Batch) -> Tensor:
     """A value plus the squared norm of its gradient by the input: `autograd.grad`, then a backward through it."""
     if not torch.is_grad_enabled():
@@ -125,8 +130,11 @@ class Case:
     before_step: Callable[[nn.Module, int], None] = field(default=change_nothing)
     zero: str = "optimizer"
     """Whose `zero_grad` ends a step: the optimizer's or the model's."""
+    look: Callable[[nn.Module, Batch], Tensor] | None = None
+    """What an evaluation between steps compares; by default the loss."""
     chunk_numel: int = 2048
-    max_norm: float = 0.5
+    max_norm: float = 1.0
+    """What the rows with clipping clip to: below some of the case's norms."""
 
     def build(self, checkpointing: str = "none") -> nn.Module:
         """The model in training mode; the same bits at each call."""
@@ -172,11 +180,6 @@ def picture_batch() -> Batch:
 
 def image_batch() -> Batch:
     return {"images": torch.randn(4, 3, 8, 8), "labels": torch.randint(0, 5, (4,))}
-
-
-def channels_last_batch() -> Batch:
-    batch = image_batch()
-    return {**batch, "images": batch["images"].to(memory_format=torch.channels_last)}
 
 
 def token_batch() -> Batch:
@@ -312,28 +315,51 @@ CASES: dict[str, Case] = {
         Case("gpt2", GPT2, causal_batch, language_loss, ALL),
         Case("llama", LLAMA, causal_batch, language_loss, ALL),
         Case("bert", BERT, masked_batch, language_loss, ALL),
-        Case("t5", T5, translation_batch, language_loss, ALL, groups=one_group, max_norm=5.0),
-        Case("vit", VIT, picture_batch, language_loss, ALL),
+        Case("t5", T5, translation_batch, language_loss, ALL, groups=one_group),
+        Case("vit", VIT, picture_batch, language_loss, ALL, max_norm=1.2),
         Case("mixtral", MIXTRAL, causal_batch, language_loss, ALL),
         Case("albert", ALBERT, masked_batch, language_loss),
         Case("one-block", modules.OneBlock, token_batch, token_loss, ALL, algorithm="Adam"),
         Case("conv", modules.ConvNet, image_batch, class_loss, ALL),
-        Case("lstm", plain(modules.Recurrent), token_batch, token_loss, groups=one_group),
-        Case("encoder", modules.Encoder, token_batch, token_loss, ALL),
+        Case("lstm", plain(modules.Recurrent), token_batch, token_loss, groups=one_group, max_norm=0.16),
+        Case("encoder", modules.Encoder, token_batch, token_loss, ALL, look=token_logits, max_norm=0.905),
         Case("held", modules.Held, vectors(WIDTH), square_loss, ("none", "non-reentrant")),
-        Case("weight-norm", plain(lambda: modules.WeightNormed(by_hook=False)), vectors(WIDTH), square_loss),
-        Case("weight-norm-hook", plain(lambda: modules.WeightNormed(by_hook=True)), vectors(WIDTH), square_loss),
-        Case("function", modules.CustomFunction, vectors(64), square_loss, ("none", "non-reentrant")),
+        Case(
+            "weight-norm",
+            plain(lambda: modules.WeightNormed(by_hook=False)),
+            vectors(WIDTH),
+            square_loss,
+            max_norm=0.04,
+        ),
+        Case(
+            "weight-norm-hook",
+            plain(lambda: modules.WeightNormed(by_hook=True)),
+            vectors(WIDTH),
+            square_loss,
+            max_norm=0.048,
+        ),
+        Case("function", modules.CustomFunction, vectors(64), square_loss, ("none", "non-reentrant"), max_norm=0.12),
         Case("tied", modules.Tied, token_batch, token_loss, ALL),
-        Case("long-embedding", plain(modules.LongEmbedding), long_batch, long_loss),
+        Case("long-embedding", plain(modules.LongEmbedding), long_batch, long_loss, max_norm=0.65),
         Case("scalars", plain(modules.Scalars), vectors(48), square_loss, algorithm="Adam"),
-        Case("branches", plain(modules.Branches), flagged_vectors, square_loss),
-        Case("adapted", modules.Adapted, token_batch, token_loss, ALL, groups=all_but_the_loose_layer, zero="model"),
-        Case("thawed", plain(modules.Thawed), vectors(48), square_loss, before_step=thaw),
-        Case("tower", modules.Tower, leaf_vectors, square_loss, ALL),
-        Case("save-on-cpu", lambda kind: modules.Tower(kind, on_cpu=True), leaf_vectors, square_loss, ALL),
-        Case("strided", plain(modules.Strided), channels_last_batch, class_loss),
-        Case("penalised", plain(modules.Penalised), vectors(48), penalised_loss),
-        Case("autocast", modules.Autocast, vectors(48), square_loss, ("none", "non-reentrant")),
+        Case("branches", plain(modules.Branches), flagged_vectors, square_loss, max_norm=0.28),
+        Case(
+            "adapted",
+            modules.Adapted,
+            token_batch,
+            token_loss,
+            ALL,
+            groups=all_but_the_loose_layer,
+            zero="model",
+            max_norm=0.19,
+        ),
+        Case("thawed", plain(modules.Thawed), vectors(48), square_loss, before_step=thaw, max_norm=0.08),
+        Case("tower", modules.Tower, leaf_vectors, square_loss, ALL, max_norm=0.055),
+        Case(
+            "save-on-cpu", lambda kind: modules.Tower(kind, on_cpu=True), leaf_vectors, square_loss, ALL, max_norm=0.034
+        ),
+        Case("strided", plain(modules.Strided), image_batch, class_loss, max_norm=0.75),
+        Case("penalised", plain(modules.Penalised), vectors(48), penalised_loss, max_norm=0.05),
+        Case("autocast", modules.Autocast, vectors(48), square_loss, ("none", "non-reentrant"), max_norm=0.58),
     )
 }

@@ -56,7 +56,7 @@ class Span:
 
 
 def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Span]]:
-    """The bytes in front of tensors (name, dtype, shape) that follow each other in this order, and where each will lie."""
+    """The bytes in front of tensors (name, dtype, shape) that follow in this order, and where each will lie."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # "pt": transformers refuses files without it
     sizes: dict[str, tuple[int, int]] = {}
     at = 0
@@ -77,7 +77,9 @@ def header_length(start: bytes, *, file_nbytes: int, where: str) -> int:
     if len(start) < LENGTH_BYTES or file_nbytes < LENGTH_BYTES + 2:
         raise CheckpointError(f"{where}: {file_nbytes} bytes are too few for a safetensors file")
     if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
-        raise CheckpointError(f"{where}: not a safetensors file; it begins like a pickle (torch.save), which is not read")
+        raise CheckpointError(
+            f"{where}: not a safetensors file; it begins like a pickle (torch.save), which is not read"
+        )
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     most = min(file_nbytes - LENGTH_BYTES, MOST_HEADER_BYTES)
     if not 2 <= length <= most:

@@ -8,11 +8,13 @@ from patrickstar.cli.machines import MACHINES
 from patrickstar.cli.models import MODELS
 from patrickstar.units import format_bytes
 
+Row = tuple[str, ...]
+
 
 @click.command()
 def models() -> None:
     """What --model knows by name."""
-    rows = [("name", "family", "layers", "hidden", "heads", "vocabulary", "positions", "parameters")]
+    rows: list[Row] = [("name", "family", "layers", "hidden", "heads", "vocabulary", "positions", "parameters")]
     for name, shape in MODELS.items():
         numbers = (shape.layers, shape.hidden, shape.heads, shape.vocab, shape.positions)
         rows.append((name, shape.family, *map(str, numbers), _count(shape.numel())))
@@ -22,7 +24,7 @@ def models() -> None:
 @click.command()
 def machines() -> None:
     """Machines with known figures, each one node."""
-    rows = [("name", "accelerators", "each", "host", "16-bit matmul", "link each way", "disk read")]
+    rows: list[Row] = [("name", "accelerators", "each", "host", "16-bit matmul", "link each way", "disk read")]
     for name, machine in MACHINES.items():
         rows.append(
             (
@@ -42,7 +44,7 @@ def _count(numel: int) -> str:
     return f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.1f}M"
 
 
-def _table(rows: list[tuple[str, ...]], *, left: int) -> None:
+def _table(rows: list[Row], *, left: int) -> None:
     """Prints columns, the first `left` of them flush left, so that `grep` and `awk` see plain lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -7,14 +7,14 @@ may hope for at best. Matmul rates are dense (without sparsity), 16-bit with fp3
                     data sheet: 125 and 15.7 TFLOP/s, 900 GB/s, PCIe 3 x16, six NVLinks of 25.8 GB/s
     a100-superpod   the paper's second platform: 8 A100-40GB, 1 TB; NVIDIA A100 data sheet: 312 and 19.5 TFLOP/s,
                     1,555 GB/s, PCIe 4 x16, NVLink 600 GB/s both ways together
-    h200            NVIDIA H200 SXM data sheet: 989 and 67 TFLOP/s, 4.8 TB/s, PCIe 5 x16; 139 GiB of its 141 GB are usable;
-                    rented with 128 GiB of host memory
+    h200            NVIDIA H200 SXM data sheet: 989 and 67 TFLOP/s, 4.8 TB/s, PCIe 5 x16; with 128 GiB of host memory,
+                    and 139 GiB of the device's as torch reports them
     gpu-24g         NVIDIA Ada architecture paper, GeForce RTX 4090: 165.2 and 82.6 TFLOP/s, 1,008 GB/s, PCIe 4 x16
     laptop-8g       the same paper and NVIDIA's laptop page, GeForce RTX 4060 Laptop: 256 GB/s, PCIe 4 x8; 30 and 15
                     TFLOP/s at 100 W are our reading of its clocks
     cpu             two cores and 24 GiB, measured: matmul 179 GFLOP/s, in-place scale 39 GB/s, disk 0.9 and 1.6 GB/s
 
-Host memory bandwidth is that of the platform's memory channels; NVMe rates are those of a drive common in such a machine.
+Host memory bandwidth is that of the platform's memory channels, NVMe rates those of a drive common in such a machine.
 """
 
 from __future__ import annotations

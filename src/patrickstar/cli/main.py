@@ -1,11 +1,11 @@
 """`patrickstar`: its verbs, its exit status, and how it says that something went wrong.
 
-    0    done
-    1    an error found on the way: a file's content, a device, a fault of ours
-    2    wrong arguments or configuration
-    3    does not fit
-    130  after Ctrl-C
-    143  after SIGTERM
+0    done
+1    an error found on the way: a file's content, a device, a fault of ours
+2    wrong arguments or configuration
+3    does not fit
+130  after Ctrl-C
+143  after SIGTERM
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Final
 
 import click
@@ -24,13 +25,15 @@ from patrickstar.cli.stop import Stopped
 from patrickstar.errors import BudgetError, ConfigError, Error, nearest
 
 # Verb -> the module that has it under the same name. Imported when asked for: `patrickstar --help` must not load torch.
-VERBS: Final = {
-    "train": "patrickstar.cli.train",
-    "plan": "patrickstar.cli.plan",
-    "models": "patrickstar.cli.listings",
-    "machines": "patrickstar.cli.listings",
-    "doctor": "patrickstar.cli.doctor",
-}
+VERBS: Final = MappingProxyType(
+    {
+        "train": "patrickstar.cli.train",
+        "plan": "patrickstar.cli.plan",
+        "models": "patrickstar.cli.listings",
+        "machines": "patrickstar.cli.listings",
+        "doctor": "patrickstar.cli.doctor",
+    }
+)
 
 
 class _Verbs(click.Group):
@@ -120,4 +123,6 @@ def _of_exception(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         return f"{error}"
-    return f"{type(error).__name__}: {error}\n(we did not expect this one; `patrickstar --debug` shows where it came from)"
+    return (
+        f"{type(error).__name__}: {error}\n(we did not expect this one; `patrickstar --debug` shows where it came from)"
+    )

@@ -1,4 +1,4 @@
-"""Where a model comes from: a name, a configuration file, or a directory with weights. Built by Hugging Face's code, unmodified."""
+"""Where a model comes from: a name, a configuration file, a directory with weights. Hugging Face's code builds it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelError(Error):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A causal language model that can be built: its configuration, and the directory of its weights where it has any."""
+    """A causal language model that can be built: its configuration, and its directory where it has weights."""
 
     name: str
     settings: Mapping[str, Any]
@@ -80,7 +80,8 @@ class ModelSource:
             raise ConfigError(f"--model {self.name}: transformers refuses the configuration: {error}") from error
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(
-                f"--model {self.name}: {kind} is no causal language model that transformers builds; `train` takes those only"
+                f"--model {self.name}: {kind} is none of the causal language models of transformers, "
+                "which are what this command trains"
             )
         # Caches of keys and values serve generation; a training step would build one and throw it away.
         config.use_cache = False
@@ -96,13 +97,10 @@ class ModelSource:
         """
         import torch
 
-        transformers = _transformers()
         config = self.config()
-        if self.weights is None:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        else:
-            model = self._load(config)
-        return model.train()  # type: ignore[no-any-return]
+        if self.weights is not None:
+            return self._load(config).train()
+        return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
     def _load(self, config: Any) -> Any:
         import torch
@@ -120,7 +118,9 @@ class ModelSource:
             raise ModelError(f"{self.weights}: the weights cannot be read: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:
-            raise ModelError(f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first")
+            raise ModelError(
+                f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"
+            )
         return model
 
     def build_on_meta(self) -> nn.Module:
@@ -128,7 +128,7 @@ class ModelSource:
         import torch
 
         with torch.device("meta"):
-            return _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()  # type: ignore[no-any-return]
+            return _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()
 
 
 def check_length(config: Any, seq_len: int) -> None:
@@ -159,7 +159,7 @@ def _transformers() -> Any:
         import transformers
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "transformers is not installed; the command line builds its models with it: pip install 'patrickstar[train]'"
+            "transformers is not installed, which builds the command line's models: pip install 'patrickstar[train]'"
         ) from error
     # Its progress bars and advice would tear our display; what matters comes as an exception.
     transformers.utils.logging.set_verbosity(logging.ERROR)

@@ -1,9 +1,10 @@
-"""The shapes that `--model` knows by name: the original's table, common current ones, and the one `make train` trains.
+"""The shapes that `--model` knows by name: the original's table, common current ones, and what `make train` trains.
 
-Sources: the original's table is that of Tencent/PatrickStar, `examples/model_builder.py` (hidden size, layers, heads and
-positions as there; its feed-forward layer is four times the hidden size). The others are the `config.json` files that the
-models' makers publish. Only shapes are taken: weights are drawn afresh, from the seed. Dropout is off in all of them,
-as in current pre-training; a file of one's own (`--model FILE.json`) is taken as it is.
+Sources: the original's table is that of Tencent/PatrickStar, `examples/model_builder.py` (hidden size, layers, heads
+and positions as there, the feed-forward layer four times as wide). Its names stay, though some promise another size:
+megatron_3.9B has 2.0B parameters, GPT_310B has 413B. The others are the `config.json` files that the models' makers
+publish. Only shapes are taken: weights are drawn afresh, from the seed. Dropout is off in all of them, as in current
+pre-training; a file of one's own (`--model FILE.json`) is taken as it is.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Bert:
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """A Llama-like decoder: rotary positions, gated feed-forward, grouped keys and values, no biases (Qwen2: in attention)."""
+    """A Llama-like decoder: rotary positions, gated feed-forward, grouped keys; biases only in Qwen2's attention."""
 
     layers: int
     hidden: int
@@ -229,5 +230,5 @@ def shape_named(name: str) -> Shape:
     close = {known.lower(): known for known in MODELS}.get(name.lower())
     hint = f'; did you mean "{close}"?' if close else nearest(name, MODELS)
     raise ConfigError(
-        f"--model {name}: neither a name from `patrickstar models`, nor a configuration file (FILE.json), nor a directory{hint}"
+        f"--model {name}: no name that `patrickstar models` lists, no configuration (FILE.json), no directory{hint}"
     )

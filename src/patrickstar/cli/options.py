@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -85,47 +85,10 @@ class Positive(click.ParamType):
         return number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """Where and in how much memory to train, as `patrickstar.manage` takes it."""
-
-    device: str | None = None
-    precision: str | None = None
-    device_memory: str | None = None
-    host_memory: str | None = None
-    disk: Path | None = None
-    disk_memory: str | None = None
-    step: str = "deferred"
-
-    def check(self, *, accumulate: int, clip: float | None = None) -> None:
-        """Refuses what this version does not do, and what contradicts itself, before anything takes time.
-
-        Raises:
-            ConfigError: each with what to use instead.
-        """
-        if self.precision not in (None, "fp32"):
-            raise ConfigError(f'--precision {self.precision}: this version trains in "fp32" only')
-        if self.device == "cpu" and self.device_memory is not None:
-            raise ConfigError("--device-memory with --device cpu: there the host computes; use --host-memory")
-        if self.step == "in_backward" and accumulate > 1:
-            raise ConfigError(
-                f"--step in_backward with --accumulate {accumulate}: it promises one backward a step; use --step deferred"
-            )
-        if self.step == "in_backward" and clip is not None:
-            raise ConfigError(
-                f"--step in_backward with --clip {clip}: the norm is known only after backward; use --step deferred"
-            )
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `manage` and of `forecast`, precision aside."""
-        return {
-            "device": self.device,
-            "device_memory": self.device_memory,
-            "host_memory": self.host_memory,
-            "disk": self.disk,
-            "disk_memory": self.disk_memory,
-            "step": self.step,
-        }
+def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all flags of a verb, the memory options, as `patrickstar.manage` calls them."""
+    names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
+    return {name: given[name] for name in names}
 
 
 def _together(decorators: Sequence[Callable[[Verb], Verb]]) -> Callable[[Verb], Verb]:
@@ -148,7 +111,9 @@ debug_option = click.option(
 
 memory_options = _together(
     [
-        click.option("--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."),
+        click.option(
+            "--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."
+        ),
         click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="What the model computes in."),
         click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
         click.option("--host-memory", type=Size(), metavar="B", help="What this process may hold in host memory."),
@@ -173,9 +138,30 @@ def batch_options(*, batch_size: int, seq_len: int) -> Callable[[Verb], Verb]:
     """How much goes through the model at a time."""
     return _together(
         [
-            click.option("--batch-size", type=click.IntRange(min=1), default=batch_size, show_default=True, help="Sequences at a time."),
-            click.option("--seq-len", type=click.IntRange(min=2), default=seq_len, show_default=True, help="Tokens of a sequence."),
-            click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches of a step."),
+            click.option(
+                "--batch-size",
+                type=click.IntRange(min=1),
+                metavar="N",
+                default=batch_size,
+                show_default=True,
+                help="Sequences at a time.",
+            ),
+            click.option(
+                "--seq-len",
+                type=click.IntRange(min=2),
+                metavar="N",
+                default=seq_len,
+                show_default=True,
+                help="Tokens of a sequence.",
+            ),
+            click.option(
+                "--accumulate",
+                type=click.IntRange(min=1),
+                metavar="N",
+                default=1,
+                show_default=True,
+                help="Batches of a step.",
+            ),
         ]
     )
 

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: at once while nothing is at stake, after the running step while there is.
 
-    preparing, summing up    a signal raises `Stopped`
-    inside `deferring()`     the first signal is noted in `requested`, the second raises `Stopped`
+preparing, summing up    a signal raises `Stopped`
+inside `deferring()`     the first signal is noted in `requested`, the second raises `Stopped`
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Final
 
 # What a shell reports for a process that such a signal ended.
-STATUS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
+STATUS: Final = MappingProxyType({signal.SIGINT: 130, signal.SIGTERM: 143})
 
 
 class Stopped(BaseException):

@@ -6,11 +6,12 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
 from patrickstar.config.options import Options
-from patrickstar.config.problems import choice, later, refuse, unknown_argument
+from patrickstar.config.problems import OTHER_NAMES, choice, later, refuse, unknown_argument
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.units import parse_size
 
@@ -27,8 +28,8 @@ class MemoryOptions:
     """
 
     device: str | None = None
-    """`"cpu"`, `"emulated"`, `"cuda"`, `"cuda:1"`; `None`: CUDA where there is one, else `"cpu"`. Whether it is there, the
-    runtime finds out, and checks again with the device it found."""
+    """`"cpu"`, `"emulated"`, `"cuda"`, `"cuda:1"`; `None`: CUDA where there is one, else `"cpu"`. Whether
+    it is there the runtime finds out, and checks again with the device it found."""
 
     precision: str | None = None
     """`"fp32"`; `None`: chosen by the runtime."""
@@ -90,11 +91,13 @@ class MemoryOptions:
         problems = []
         if self.device == "cpu" and self.device_memory is not None:
             problems.append(
-                f'device_memory={self.device_memory!r} with device="cpu": the host computes, and there is no device tier; '
+                f'device_memory={self.device_memory!r} with device="cpu": there is no device tier, the host computes; '
                 f"give host_memory={self.device_memory!r}"
             )
         if self.disk is None and self.disk_memory is not None:
-            problems.append(f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out")
+            problems.append(
+                f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out"
+            )
         if self.step == "in_backward":
             if self.max_grad_norm is not None:
                 problems.append(
@@ -125,23 +128,20 @@ def check_arguments(**arguments: Any) -> MemoryOptions:
         given["disk"] = Path(given["disk"])
     if type(given.get("device")).__name__ == "device":
         given["device"] = str(given["device"])  # a torch.device, which this layer does not import
+    problems = [unknown_argument(name, known) for name in unknown]
     try:
         checked = MemoryOptions(**given)
     except ConfigError as error:
-        if not unknown:
-            raise
-        message = str(error)
-        raise ConfigError(
-            "\n  ".join([*(unknown_argument(name, known) for name in unknown), message.removeprefix("manage: ")])
-        ) from None
-    refuse([unknown_argument(name, known) for name in unknown], of="manage")
+        problems += error.problems
+    refuse(problems, of="manage")
     return checked
 
 
 def _device(value: object) -> list[str]:
     if value is None or (isinstance(value, str) and (value in DEVICES or _CUDA.fullmatch(value))):
         return []
-    near = nearest(value.partition(":")[0], DEVICES) if isinstance(value, str) else ""
+    kind = value.partition(":")[0] if isinstance(value, str) else ""
+    near = nearest(OTHER_NAMES.get(kind, kind), DEVICES)
     return [f'device={value!r}: expected "cpu", "emulated", "cuda", "cuda:1" or None{near}']
 
 
@@ -161,8 +161,8 @@ def _directory(value: object) -> list[str]:
 def _norm(value: object) -> list[str]:
     if value is None:
         return []
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return [f"max_grad_norm={value!r}: expected a number, or None"]
-    if not (math.isfinite(value) and value >= 0):
+    if not (math.isfinite(value) and float(value) >= 0):
         return [f"max_grad_norm={value!r}: expected a finite norm of 0 or more; None clips nothing"]
     return []

@@ -19,7 +19,7 @@ class Options:
     """Elements of a chunk, a multiple of 1024. `None`: searched for, from the model alone."""
 
     eviction: str = "next-use"
-    """Who leaves when room is needed: `"next-use"`, whose next use is furthest, or `"lru"`, who was used longest ago."""
+    """Who leaves when room is needed: `"next-use"`, whose next use is furthest; `"lru"`, who was used longest ago."""
 
     prefetch: int | None = None
     """How far ahead of its use a chunk is fetched. Arrives in a later version."""
@@ -50,7 +50,7 @@ class Options:
 
     def __new__(cls, *_: Any, **given: Any) -> Options:
         unknown = [name for name in given if name not in cls.__dataclass_fields__]
-        refuse([unknown_argument(name, cls.__dataclass_fields__, of="Options()") for name in unknown], of="options")
+        refuse([unknown_argument(name, cls.__dataclass_fields__) for name in unknown], of="Options")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Options:
         for field in fields(self):
             if field.name in _TO_COME:
                 problems += later(field.name, getattr(self, field.name), default=field.default)
-        refuse(problems, of="options")
+        refuse(problems, of="Options")
 
 
 _TO_COME: Final = frozenset(
@@ -82,5 +82,5 @@ def _multiple(name: str, value: object, *, of: int) -> list[str]:
         return [f"{name}={value}: expected {what}; the smallest is {of}"]
     if value % of:
         near = {value - value % of, value - value % of + of} - {0}
-        return [f"{name}={value}: expected {what}; the nearest are {' and '.join(map(str, sorted(near)))}"]
+        return [f"{name}={value}: expected {what}, such as {' or '.join(map(str, sorted(near)))}"]
     return []

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from patrickstar.errors import ConfigError, nearest
 
+# What people call our words elsewhere, where no spelling is near.
+OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "gpu": "cuda", "nvme": "disk"}
+)
 
-def unknown_argument(name: str, known: Iterable[str], *, of: str = "manage()") -> str:
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
     """What to tell about an argument nobody knows: the nearest spelling, and all there are."""
     known = sorted(known)
-    near = nearest(name, known)
-    return f"{of} has no argument {name!r}{near}{' ' if near else '; '}it takes {', '.join(known)}"
+    near = nearest(OTHER_NAMES.get(name, name), known)
+    return (
+        f"there is no argument {name!r}{near}{' The arguments' if near else '; the arguments'} are {', '.join(known)}"
+    )
 
 
 def later(name: str, value: object, *, default: object) -> list[str]:
     """The problem of an option that this version knows only by name: anything but its default."""
-    if value == default and type(value) is type(default):
+    if type(value) is type(default) and value == default:
         return []
     return [f"{name}={value!r} arrives in a later version; leave it at {default!r}"]
 
@@ -29,7 +38,7 @@ def choice(name: str, value: object, allowed: Sequence[str | None], *, to_come: 
     if isinstance(value, str) and value in to_come:
         return [f"{name}={value!r} arrives in a later version; now it is {expected}"]
     words = [word for word in (*allowed, *to_come) if word is not None]
-    near = nearest(value, words) if isinstance(value, str) else ""
+    near = nearest(OTHER_NAMES.get(value, value), words) if isinstance(value, str) else ""
     return [f"{name}={value!r}: expected {expected}{near}"]
 
 
@@ -40,6 +49,6 @@ def refuse(problems: Sequence[str], *, of: str) -> None:
         ConfigError: there are; the message has every one.
     """
     if len(problems) == 1:
-        raise ConfigError(f"{of}: {problems[0]}")
+        raise ConfigError(f"{of}: {problems[0]}", problems=problems)
     if problems:
-        raise ConfigError("\n  ".join([f"{of}: {len(problems)} problems", *problems]))
+        raise ConfigError("\n  ".join([f"{of}: {len(problems)} problems", *problems]), problems=problems)

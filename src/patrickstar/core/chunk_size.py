@@ -26,8 +26,8 @@ _LARGE_CHUNKS: Final = (_MI, 4 * _MI)
 _LIMITED_FROM: Final = 1_000_000  # elements: below, grains are coarse, and room to move matters more than padding
 # What being one octave away from the size aimed at costs, as if it were padding.
 _PRICE_OF_AN_OCTAVE: Final = PADDING_LIMIT / 4
-# Sizes times tensors looked at in one ring: some 30 ms.
-_EFFORT: Final = 1 << 20
+# Sizes times tensors looked at in one ring: some 20 ms.
+_EFFORT: Final = 1 << 19
 
 
 def search_chunk_numel(specs: Sequence[TensorSpec]) -> int:
@@ -89,7 +89,7 @@ def count_chunks(spaces: Sequence[int], *, chunk_numel: int) -> int:
 
 
 def _rings(aim: int, *, whole: int) -> Iterator[tuple[int, int]]:
-    """Ranges of sizes to try: around the aim, then by octaves smaller, then by octaves larger, up to the whole model."""
+    """Ranges of sizes to try: around the aim, then smaller by octaves, then larger up to the whole model."""
     low, high = _LARGE_CHUNKS if aim >= _LARGE_CHUNKS[0] else (aim // 2, 2 * aim)
     yield low, high
     while low > GRAIN:

@@ -33,7 +33,7 @@ class SlotMap:
         self._warm: OrderedDict[int, None] = OrderedDict()
         self._in_use = 0
         self._cold_from = 0
-        self._last_given = -1
+        self._last_given = (0, 0)
 
     @property
     def in_use(self) -> int:
@@ -93,9 +93,9 @@ class SlotMap:
             assert n > 0, f"{n} slots are given back"
             assert self._state[span] == bytes([_USED]) * n, f"slots {first} to {first + n - 1} are not all in use"
             self._state[span] = bytes([_WARM]) * n
-            self._warm.update(dict.fromkeys(range(first, first + n)))
+            self._warm.update(dict.fromkeys(reversed(range(first, first + n))))  # its head is what (5) speaks of
         self._in_use -= n
-        self._last_given = first
+        self._last_given = (first, n)
 
     def trim(self, max_committed: int) -> list[tuple[int, int]]:
         """Ranges (first, n) whose pages must go back to the system, so that at most `max_committed` slots hold pages.
@@ -135,11 +135,10 @@ class SlotMap:
             return warm_run
         best, best_warm = -1, -1
         for extent in re.finditer(rb"[\x00\x01]{%d,}" % n, self._state):
-            low, high = extent.start(), extent.end() - n
-            starts = {high}
-            for warm in _WARM_EXTENT.finditer(self._state, extent.start(), extent.end()):
-                # A window with the most warm slots begins where a warm extent does, or ends where one ends.
-                starts |= {min(warm.start(), high), max(warm.end() - n, low)}
+            high = extent.end() - n
+            # Of the windows with the most warm slots, one begins where a warm extent does, or is the last there is.
+            warm_extents = _WARM_EXTENT.finditer(self._state, extent.start(), extent.end())
+            starts = {min(warm.start(), high) for warm in warm_extents} | {high}
             for start in starts:
                 n_warm = self._state.count(_WARM, start, start + n)
                 if (n_warm, start) > (best_warm, best):
@@ -147,13 +146,17 @@ class SlotMap:
         return best
 
     def _last_warm_run(self, n: int) -> int:
-        """The highest run of `n` warm slots, but the one given back last only where there is no other; or -1."""
+        """The highest run of `n` warm slots, but what was given back last only where there is no other; or -1."""
         run = bytes([_WARM]) * n
         found = self._state.rfind(run)
-        if found == self._last_given and found > 0:
-            other = self._state.rfind(run, 0, found + n - 1)
-            return other if other >= 0 else found
-        return found
+        last, n_last = self._last_given
+        if found < 0 or found >= last + n_last or last >= found + n:
+            return found
+        apart = self._state.rfind(run, 0, last)  # one above would have been found first
+        if apart >= 0:
+            return apart
+        shifted = self._state.rfind(run, 0, found + n - 1) if found == last else -1
+        return shifted if shifted >= 0 else found
 
 
 def _ranges(slots: list[int]) -> list[tuple[int, int]]:

@@ -136,11 +136,10 @@ class Trace:
         Raises:
             ValueError: `text` is not the print of a trace, or was cut short.
         """
-        head, *lines = text.strip().splitlines()
-        trace = cls(tuple(map(Moment.parse, lines)))
+        head, *lines = text.strip().splitlines() or [""]
         if head != f"trace of {len(lines)} moments":
             raise ValueError(f"{head!r} is followed by {len(lines)} moments: not a whole trace")
-        return trace
+        return cls(tuple(map(Moment.parse, lines)))
 
     def digest(self) -> str:
         """Equal for equal traces: 16 hexadecimal digits over the text."""

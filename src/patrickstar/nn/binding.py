@@ -17,30 +17,39 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError
+from patrickstar.nn.bound import BoundParameter, slot_strides
+from patrickstar.nn.classes import alias_classes, parameter_class
+from patrickstar.nn.differentiate import differentiate
 from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, SHAPE_ONLY
 from patrickstar.nn.leases import Leases
 from patrickstar.nn.packing import Packing
 from patrickstar.torch_private import Plain
 
-__all__ = ["Binding", "BoundParameter", "Owner"]
+__all__ = ["Binding", "Owner"]
 
 
 class Owner(Protocol):
     """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
 
-    def use(self, refs: Sequence[PlaneRef], label: str) -> None:
-        """Makes the units resident, all at once. BudgetError where they cannot be."""
+    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
+        """Makes the units resident, all at once, for a use of these parameters. BudgetError where they cannot be.
+
+        `in_graph`: autograd records the use as one of the parameters themselves.
+        """
+
+    def unpack(self, ref: PlaneRef, name: str) -> None:
+        """Makes a unit resident for a backward that needs what a use has saved."""
 
     def wrap(self, ref: PlaneRef) -> Tensor:
         """A 1-D tensor over a fresh storage of the slot that holds this resident unit."""
@@ -55,40 +64,10 @@ class Owner(Protocol):
         """A gradient has arrived in backward. Takes it."""
 
     def read_gradient(self, name: str) -> Tensor | None:
-        """The gradient accumulated so far, as a tensor whose in-place changes count; None where there is none."""
+        """Hands over the gradient accumulated so far, as a tensor of its own; None where there is none."""
 
     def drop_gradient(self, name: str) -> None:
         """The gradient accumulated so far is no longer wanted."""
-
-
-@dataclass(slots=True, eq=False)
-class BoundParameter:
-    """A parameter, and where its bytes are.
-
-    `shape_only` is a meta tensor with the parameter's shape and strides; `offset` is in elements from the unit's start. Dense parameters
-    keep their strides (channels last, say), others are contiguous in their slot. `tensor` gives the parameter, or a detached alias of it
-    (Note [Binding]), which the record does not keep alive.
-    """
-
-    name: str
-    tensor: Callable[[], Tensor]
-    ref: PlaneRef
-    offset: int
-    shape_only: Tensor
-
-    standin: Tensor
-    depth: int = 0  # uses and module calls that hold it now
-    keeps_own_gradient: bool = False  # `p.grad = tensor` was written by the user: `.grad` is theirs until it is None again
-    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter itself."""
-        return self.tensor()  # type: ignore[return-value]
-
-    def over(self, unit: Tensor) -> Tensor:
-        """The parameter's values in a 1-D tensor over its unit."""
-        return torch.as_strided(unit, self.shape_only.shape, self.shape_only.stride(), self.offset)
 
 
 class Binding:
@@ -96,29 +75,50 @@ class Binding:
 
     Args:
         named: the parameters by name, each once, in layout order.
-        owner: who owns the bytes.
+        owner: who owns the bytes. dtype: what parameters are of while they are managed.
+        takes_gradients: whether gradients are taken off the parameters as they arrive, or left to PyTorch.
+
+    Attributes:
+        leases: of the slots in use. own_gradients: parameters whose `.grad` is the user's own tensor, by name.
+        session_name: how messages call the session that this binding is part of.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], layout: Layout, owner: Owner) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        layout: Layout,
+        owner: Owner,
+        *,
+        dtype: torch.dtype = torch.float32,
+        takes_gradients: bool = True,
+    ) -> None:
         self._owner = owner
+        self._takes_gradients = takes_gradients
         self.leases = Leases(owner.wrap)
         self.lock = threading.RLock()
         self._packing = Packing(self._find, self._fetch)
-        self._parameter_class = _parameter_class(self)
-        self._alias_class, self._detached_class = _alias_classes(self)
+        # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
+        self._base: type[Tensor] = next(
+            (FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor
+        )
+        self._parameter_class = parameter_class(self, nn.Parameter if self._base is Tensor else self._base)
+        self._alias_class, self._detached_class = alias_classes(self, self._base)
         self._detached: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
 
-        nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        nan: Tensor | None = None
+        self.own_gradients: set[str] = set()
+        self.session_name = "a session"
         self._bound: dict[int, BoundParameter] = {}
         self.by_name: dict[str, BoundParameter] = {}
         for name, parameter in named.items():
             piece = layout.slices[name]
-            kind = (parameter.dtype, parameter.device)
-            if kind not in nans:
-                nans[kind] = torch.full((1,), float("nan"), dtype=kind[0], device=kind[1])
-            shape_only = torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=parameter.dtype, device="meta")
-            standin = nans[kind].expand(parameter.shape)
-            bound = BoundParameter(name, partial(_itself, parameter), layout.weight_unit(name), piece.offset, shape_only, standin)
+            if nan is None:
+                nan = torch.full((1,), float("nan"), dtype=dtype, device=parameter.device)
+            shape_only = torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtype, device="meta")
+            standin = nan.expand(parameter.shape)
+            bound = BoundParameter(
+                name, partial(_itself, parameter), layout.weight_unit(name), piece.offset, shape_only, standin
+            )
             self._bound[id(parameter)] = self.by_name[name] = bound
         self._starts: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}
         for bound in sorted(self._bound.values(), key=lambda bound: bound.offset):
@@ -127,6 +127,28 @@ class Binding:
             owners.append(bound)
 
     # binding and releasing
+
+    def own_gradient(self, name: str) -> Tensor | None:
+        """The gradient that is the user's own (`p.grad` was read or written), if there is one."""
+        with Plain():
+            return self.by_name[name].parameter.grad if name in self.own_gradients else None
+
+    def own_gradient_bytes(self) -> int:
+        """Bytes of such gradients."""
+        owned = [self.own_gradient(name) for name in self.own_gradients] if self.own_gradients else ()
+        return sum(gradient.nbytes for gradient in owned if gradient is not None)
+
+    def forget_own_gradients(self) -> None:
+        """Every such gradient becomes None."""
+        with Plain():
+            for name in self.own_gradients:
+                self.by_name[name].parameter.grad = None
+        self.own_gradients.clear()
+
+    def changed_by_update(self, names: Iterable[str]) -> None:
+        """The parameters' values have changed: what autograd saved of them before is out of date."""
+        with Plain():
+            torch.autograd.graph.increment_version([self.by_name[name].parameter for name in names])
 
     def bind(self) -> None:
         """Turns every parameter into a managed one. Its old data is let go."""
@@ -144,12 +166,17 @@ class Binding:
                     handle.remove()
                 bound.handles.clear()
                 bound.parameter.__class__ = nn.Parameter
-                bound.parameter.data = data_of(bound)
+                data = data_of(bound)
+                if data.is_meta:  # a tensor cannot change its kind in place, but two may change places
+                    torch.utils.swap_tensors(bound.parameter, nn.Parameter(data, bound.parameter.requires_grad))
+                else:
+                    bound.parameter.data = data
+            self.own_gradients.clear()
             for reference, bound in list(self._detached.values()):
                 tensor = reference()
                 if tensor is not None:
                     tensor.__class__ = Tensor
-                    tensor.data = self.by_name[bound.name].parameter.data
+                    tensor.data = self.by_name[bound.name].parameter.data if not data.is_meta else bound.standin
             self._detached.clear()
 
     def bound(self, tensor: object) -> BoundParameter | None:
@@ -169,7 +196,9 @@ class Binding:
     def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a torch function does with managed parameters, or aliases of slots, among its arguments."""
         if func is torch.autograd.grad or func is torch.autograd.backward:
-            return self._differentiate(func, args, kwargs)
+            return differentiate(
+                func, args, kwargs, is_managed=lambda tensor: self.bound(tensor) is not None, undress=self._undress
+            )
         with Plain():
             first = args[0] if args else None
             bound = self.bound(first)
@@ -197,36 +226,11 @@ class Binding:
 
         results: list[Any] = []
         for index in range(length):
-            result = self.handle(func, [item(value, index) for value in args], {key: item(value, index) for key, value in kwargs.items()})
+            result = self.handle(
+                func, [item(value, index) for value in args], {key: item(value, index) for key, value in kwargs.items()}
+            )
             results.extend(result if result is not None else ())
         return results or None
-
-    def _differentiate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`torch.autograd.grad` and `backward` with parameters as inputs: gradients of them, for which their bytes are not needed.
-
-        Backward may recompute, so this runs with parameters as they are; named by their edges in the graph, they do not bring us back here.
-        """
-        outputs = args[0] if isinstance(args[0], list | tuple) else (args[0],)
-        for output in outputs:
-            if type(output) is self._alias_class:
-                output.__class__ = Tensor
-
-        def edges(inputs: Any) -> Any:
-            with Plain():
-                return [get_gradient_edge(tensor) if self.bound(tensor) is not None else tensor for tensor in inputs]
-
-        inputs = args[1] if func is torch.autograd.grad else kwargs["inputs"]
-        if func is torch.autograd.backward:
-            return func(outputs, **{**kwargs, "inputs": None if inputs is None else edges(inputs)})
-        materialize = kwargs["materialize_grads"]
-        asked = {**kwargs, "materialize_grads": False, "allow_unused": materialize or kwargs["allow_unused"]}
-        gradients = func(outputs, edges(inputs), **asked)
-        if not materialize:
-            return gradients
-        return tuple(
-            gradient if gradient is not None else torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=kwargs["create_graph"])
-            for gradient, tensor in zip(gradients, inputs, strict=True)
-        )
 
     def _use(
         self,
@@ -260,7 +264,10 @@ class Binding:
             return
         with self.lock:
             refs = sorted({bound.ref for bound in found})
-            self._owner.use(refs, found[0].name)
+            in_graph = torch.is_grad_enabled() and not any(
+                type(bound.tensor()) is self._detached_class for bound in found
+            )
+            self._owner.use(refs, [bound.name for bound in found], in_graph=in_graph)
             units = {ref: self.leases.take(ref) for ref in refs}
             for bound in found:
                 bound.depth += 1
@@ -277,15 +284,17 @@ class Binding:
                     bound.parameter.data = bound.standin
 
     @contextmanager
-    def plain_class(self, found: Iterable[BoundParameter]) -> Iterator[None]:
+    def plain_class(self, found: Sequence[BoundParameter]) -> Iterator[None]:
         """Parameters of the ordinary class for a while, for code that refuses subclasses (torch's fused encoder paths)."""
-        found = list(found)
-        for bound in found:
+        managed = [
+            bound for bound in found if type(bound.parameter) is self._parameter_class
+        ]  # not those of an enclosing call
+        for bound in managed:
             bound.parameter.__class__ = nn.Parameter
         try:
             yield
         finally:
-            for bound in found:
+            for bound in managed:
                 bound.parameter.__class__ = self._parameter_class
 
     # what uses return and autograd saves
@@ -306,12 +315,16 @@ class Binding:
 
     def _dress(self, result: Any) -> Any:
         if isinstance(result, Tensor):
-            if type(result) is Tensor and result.layout is torch.strided and self.leases.locate(result) is not None:
+            if type(result) is self._base and result.layout is torch.strided and self.leases.locate(result) is not None:
                 result.__class__ = self._alias_class
         elif isinstance(result, list | tuple):
             for item in result:
                 self._dress(item)
         return result
+
+    def _undress(self, tensor: Tensor) -> None:
+        if type(tensor) is self._alias_class:
+            tensor.__class__ = self._base
 
     def _units_of(self, tensors: Iterable[Tensor]) -> list[PlaneRef]:
         places = (self.leases.locate(tensor) for tensor in tensors)
@@ -328,13 +341,13 @@ class Binding:
 
     def _fetch(self, ref: PlaneRef) -> Tensor:
         with self.lock, Plain():
-            self._owner.use([ref], self._starts[ref][1][0].name)
+            self._owner.unpack(ref, self._starts[ref][1][0].name)
             return self.leases.take(ref)
 
     # gradients
 
     def _watch_gradient(self, bound: BoundParameter) -> None:
-        if bound.parameter.requires_grad and not bound.handles:
+        if self._takes_gradients and bound.parameter.requires_grad and not bound.handles:
             handle = bound.parameter.register_post_accumulate_grad_hook(self._take_gradient)
             bound.handles.append(handle)
             # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
@@ -349,7 +362,7 @@ class Binding:
         with self.lock, Plain():
             bound = self._bound[id(parameter)]
             gradient = parameter.grad
-            if gradient is None or bound.keeps_own_gradient:
+            if gradient is None or bound.name in self.own_gradients:
                 return
             parameter.grad = None
             self._owner.gradient(bound.name, gradient)
@@ -358,14 +371,23 @@ class Binding:
         own = bound.tensor().grad
         if bound.tensor() is not self.by_name[bound.name].tensor():
             return own  # a detached alias has a gradient of its own, as in PyTorch
-        return own if own is not None else self._owner.read_gradient(bound.name)
+        if own is None:
+            # Read as `p.grad`, a gradient is the user's from now on: an ordinary tensor that autograd adds to, until it is None again.
+            own = self._owner.read_gradient(bound.name)
+            if own is not None:
+                bound.parameter.grad = own
+                self.own_gradients.add(bound.name)
+        return own
 
     def _set_gradient(self, bound: BoundParameter, value: Tensor | None) -> None:
         bound.tensor().grad = value  # torch's own checks of shape, type and device
         if bound.tensor() is not self.by_name[bound.name].tensor():
             return
-        bound.keeps_own_gradient = value is not None
         self._owner.drop_gradient(bound.name)
+        if value is None:
+            self.own_gradients.discard(bound.name)
+        else:
+            self.own_gradients.add(bound.name)
 
     def _delete_gradient(self, bound: BoundParameter) -> None:
         self._set_gradient(bound, None)
@@ -385,7 +407,10 @@ class Binding:
         key, known = id(alias), self._detached
         reference = weakref.ref(alias, lambda _: known.pop(key, None))
         alias.__class__ = self._detached_class
-        known[key] = reference, BoundParameter(bound.name, reference, bound.ref, bound.offset, bound.shape_only, bound.standin)  # type: ignore[arg-type]
+        known[key] = (
+            reference,
+            BoundParameter(bound.name, reference, bound.ref, bound.offset, bound.shape_only, bound.standin),
+        )  # type: ignore[arg-type]
         return alias
 
     def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
@@ -414,77 +439,19 @@ class Binding:
             return nn.Parameter(data, bound.parameter.requires_grad)
 
 
-_SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    Tensor.grad.__get__: Binding._get_gradient,
-    Tensor.grad.__set__: Binding._set_gradient,
-    Tensor.grad.__delete__: Binding._delete_gradient,
-    Tensor.data.__get__: Binding._get_data,
-    Tensor.data.__set__: Binding._set_data,
-    Tensor.detach: Binding._detach,
-    Tensor.requires_grad.__set__: Binding._set_requires_grad,
-    Tensor.requires_grad_: Binding._set_requires_grad,
-}
-
-
-def slot_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where it fills its memory without gaps or overlaps, else those of a contiguous tensor."""
-    expected = 1
-    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1:
-            if stride != expected:
-                return torch.empty(parameter.shape, device="meta").stride()
-            expected *= size
-    return parameter.stride()
-
-
-def _parameter_class(binding: Binding) -> type[nn.Parameter]:
-    class ManagedParameter(nn.Parameter):
-        """A parameter whose bytes belong to a session. See Note [Binding]."""
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
-            return binding.handle(func, args, kwargs or {})
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            if id(self) not in memo:
-                memo[id(self)] = binding.ordinary(self)
-            return memo[id(self)]  # type: ignore[no-any-return]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return binding.ordinary(self).__reduce_ex__(protocol)
-
-    return ManagedParameter
-
-
-def _alias_classes(binding: Binding) -> tuple[type[Tensor], type[Tensor]]:
-    class Alias(Tensor):
-        """A view of a slot that a use has returned. See Note [Binding]."""
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
-            return binding.handle(func, args, kwargs or {})
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-            if id(self) not in memo:
-                memo[id(self)] = _ordinary_copy(self)
-            return memo[id(self)]  # type: ignore[no-any-return]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _ordinary_copy(self).__reduce_ex__(protocol)
-
-    class Detached(Alias):
-        """A stand-in for the same bytes as a parameter: `weight.detach()`, `weight.data`. See Note [Binding]."""
-
-    return Alias, Detached
+_SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {
+        Tensor.grad.__get__: Binding._get_gradient,
+        Tensor.grad.__set__: Binding._set_gradient,
+        Tensor.grad.__delete__: Binding._delete_gradient,
+        Tensor.data.__get__: Binding._get_data,
+        Tensor.data.__set__: Binding._set_data,
+        Tensor.detach: Binding._detach,
+        Tensor.requires_grad.__set__: Binding._set_requires_grad,
+        Tensor.requires_grad_: Binding._set_requires_grad,
+    }
+)
 
 
 def _itself(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
-
-
-def _ordinary_copy(alias: Tensor) -> Tensor:
-    copied = alias.clone()
-    with Plain():
-        copied = copied.detach().requires_grad_(alias.requires_grad)
-        copied.__class__ = Tensor
-        return copied

@@ -52,7 +52,9 @@ class Leases:
         tensor = known() if known is not None else None
         if tensor is not None:
             return tensor
-        with torch.inference_mode(False):  # a slot wrapped in inference mode could neither be saved for backward nor written later
+        with torch.inference_mode(
+            False
+        ):  # a slot wrapped in inference mode could neither be saved for backward nor written later
             tensor = self._wrap(ref)
         storage = tensor.untyped_storage()
         key = storage._cdata

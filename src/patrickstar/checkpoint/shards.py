@@ -1,0 +1,124 @@
+"""Safetensors files of a checkpoint: which tensor goes to which file, and the writing of one, piece by piece."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from patrickstar.checkpoint.blocks import Blocks
+from patrickstar.checkpoint.files import Files
+from patrickstar.checkpoint.format import FileRecord, Stored, checksum_of, new_checksum
+from patrickstar.checkpoint.header import ITEMSIZE, encode_header
+from patrickstar.checkpoint.tensors import TensorEntry, bytes_of
+from patrickstar.checkpoint.writer import FileWriter
+from patrickstar.errors import ConfigError
+
+__all__ = ["Shard", "plan_shards", "write_shard"]
+
+_STEM = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_MOST_TENSORS = 50_000  # so that no header comes near the 100 MB that readers accept
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file and the tensors it will hold, in order."""
+
+    file: str
+    entries: tuple[TensorEntry, ...]
+
+
+def plan_shards(entries: Sequence[TensorEntry], *, shard_bytes: int) -> tuple[Shard, ...]:
+    """Files of at most `shard_bytes` of tensors each (a larger tensor has one to itself), stem by stem.
+
+    Within a stem the order is kept, but wider types come first: the format has no padding between tensors, and a reader
+    that maps the file could not view one whose bytes begin off its type's alignment.
+
+    Raises:
+        ConfigError: a name given twice, a stem that is no plain word, a type that safetensors does not have.
+    """
+    seen: set[str] = set()
+    stems: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        if entry.name in seen:
+            raise ConfigError(f"checkpoint: tensor {entry.name!r} is given twice")
+        if entry.name == "__metadata__":
+            raise ConfigError("checkpoint: no tensor can be named __metadata__, safetensors keeps that name for itself")
+        if not _STEM.fullmatch(entry.stem):
+            raise ConfigError(
+                f"checkpoint: stem {entry.stem!r} of tensor {entry.name!r}: expected letters, digits and _"
+            )
+        try:
+            entry.code  # noqa: B018 - asks whether the format has this type
+        except KeyError:
+            raise ConfigError(f"checkpoint: tensor {entry.name!r}: safetensors has no {entry.dtype}") from None
+        seen.add(entry.name)
+        stems.setdefault(entry.stem, []).append(entry)
+
+    shards: list[Shard] = []
+    for stem, members in stems.items():
+        ordered = sorted(members, key=lambda entry: -ITEMSIZE[entry.code])
+        groups: list[list[TensorEntry]] = []
+        room = 0
+        for entry in ordered:
+            if not groups or entry.nbytes > room or len(groups[-1]) == _MOST_TENSORS:
+                groups.append([])
+                room = shard_bytes
+            groups[-1].append(entry)
+            room -= entry.nbytes
+        for number, group in enumerate(groups, 1):
+            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+            shards.append(Shard(f"{stem}{part}.safetensors", tuple(group)))
+    return tuple(shards)
+
+
+def write_shard(
+    directory: Path,
+    shard: Shard,
+    *,
+    read: Callable[[str], Iterable[torch.Tensor]],
+    files: Files,
+    lane: Executor,
+    blocks: Blocks,
+) -> tuple[FileRecord, dict[str, Stored]]:
+    """Write and sync one file; its record, and where each tensor lies with its checksum.
+
+    `read(name)` gives a tensor's elements in order, in contiguous 1-D pieces; one piece is asked for at a time, and the
+    one before is not looked at again, so its memory may be used for the next.
+    """
+    header, spans = encode_header([(entry.name, entry.code, entry.shape) for entry in shard.entries])
+    stored: dict[str, Stored] = {}
+    writer = FileWriter(directory / shard.file, files=files, lane=lane, blocks=blocks)
+    try:
+        writer.append(memoryview(header))
+        for entry in shard.entries:
+            checksum = _append_tensor(writer, entry, read(entry.name))
+            stored[entry.name] = Stored(shard.file, spans[entry.name], checksum)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    return FileRecord(writer.nbytes, len(header), checksum_of(header)), stored
+
+
+def _append_tensor(writer: FileWriter, entry: TensorEntry, pieces: Iterable[torch.Tensor]) -> str:
+    checksum, nbytes = new_checksum(), 0
+    try:
+        for piece in pieces:
+            assert piece.dtype == entry.dtype, f"{entry.name}: a piece of {piece.dtype}, declared as {entry.dtype}"
+            assert piece.dim() == 1, f"{entry.name}: a piece of shape {tuple(piece.shape)}, expected one dim"
+            data = bytes_of(piece)
+            nbytes += len(data)
+            assert nbytes <= entry.nbytes, f"{entry.name}: more pieces than {entry.numel} elements"
+            checksum.update(data)
+            writer.append(data)
+    finally:
+        # A generator may hold a chunk pinned; do not leave it to the garbage collector to let go.
+        if (close := getattr(pieces, "close", None)) is not None:
+            close()
+    assert nbytes == entry.nbytes, f"{entry.name}: pieces of {nbytes} bytes, declared as {entry.nbytes}"
+    return checksum.hexdigest()

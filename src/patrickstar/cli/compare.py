@@ -1,0 +1,180 @@
+"""`--compare-plain`: the same steps in plain PyTorch, and whether every bit is the same.
+
+Nothing of the library takes part. The update is written out below in the order of operations that defines it, in
+torch's own operations; so is clipping. The gradients are autograd's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from patrickstar.cli.batches import Batches
+from patrickstar.cli.losses import accumulate_gradients
+from patrickstar.cli.schedule import Schedule
+
+BETAS: Final = (0.9, 0.999)
+EPS: Final = 1e-8
+WEIGHT_DECAY: Final = 0.01
+# Elements whose squares are summed together, in fp64: part of the definition of the norm.
+NORM_BLOCK: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Where every source of random numbers stands that a model may draw from."""
+
+    torch: torch.Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002 - the global one is meant
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002 - the global one is meant
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What differs between a managed run and the plain one."""
+
+    losses: tuple[int, ...]
+    """Steps whose losses differ, from 1."""
+    tensors: tuple[str, ...]
+    """Names of final tensors that differ, or that only one of the two has."""
+    compared: int
+
+    @property
+    def equal(self) -> bool:
+        return not self.losses and not self.tensors
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"plain PyTorch gives the same bits: every loss and all {self.compared} tensors of the final state"
+        parts = []
+        if self.losses:
+            parts.append(f"{len(self.losses)} losses, first at step {self.losses[0]}")
+        if self.tensors:
+            parts.append(f"{len(self.tensors)} of {self.compared} final tensors, first {self.tensors[0]}")
+        return f"plain PyTorch gives other bits: {'; '.join(parts)}"
+
+
+@dataclass(slots=True)
+class Moments:
+    """The state of AdamW for one parameter."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    steps: int = 0
+
+
+class PlainRun:
+    """The steps of a run in plain PyTorch, from the model, batches and schedule that the managed run began with."""
+
+    def __init__(
+        self, model: nn.Module, batches: Batches, *, lr: float, schedule: Schedule, clip: float | None, accumulate: int
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        self.lr = lr
+        self.schedule = schedule
+        self.clip = clip
+        self.accumulate = accumulate
+
+        self._moments: dict[str, Moments] = {}
+        self._done = 0
+
+    def step(self) -> float:
+        """One step; gives its loss."""
+        loss = accumulate_gradients(self.model, self.batches, self.accumulate)
+        with torch.no_grad():
+            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            if self.clip is not None:
+                clip_(list(gradients.values()), self.clip)
+            lr = self.lr * self.schedule.factor(self._done)
+            for name, parameter in self.model.named_parameters():
+                if name in gradients:
+                    update_(parameter, gradients[name], self._moments_of(name, parameter), lr=lr)
+                    parameter.grad = None
+        self._done += 1
+        return loss
+
+    def _moments_of(self, name: str, parameter: torch.Tensor) -> Moments:
+        if name not in self._moments:
+            self._moments[name] = Moments(torch.zeros_like(parameter), torch.zeros_like(parameter))
+        return self._moments[name]
+
+
+def update_(p: torch.Tensor, g: torch.Tensor, moments: Moments, *, lr: float) -> None:
+    """One AdamW update of a parameter, in place, in fp32. Scalars are computed in double and rounded once."""
+    beta1, beta2 = BETAS
+    m, v = moments.exp_avg, moments.exp_avg_sq
+    moments.steps += 1
+    p.mul_(1 - lr * WEIGHT_DECAY)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    # torch's own fp32 root is off by one bit now and then; rounded from fp64 it is the IEEE root.
+    root = v.double().sqrt_().float()
+    root.div_(math.sqrt(1 - beta2**moments.steps)).add_(EPS)
+    p.addcdiv_(m, root, value=-lr / (1 - beta1**moments.steps))
+
+
+def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
+    """Scales gradients in place so that their global norm is at most `max_norm`."""
+    total = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        for block in gradient.reshape(-1).split(NORM_BLOCK):
+            total += block.double().square().sum()
+    norm = total.sqrt().float()
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """A digest of every tensor's bytes, read one at a time: the weights of a managed model need not fit twice."""
+    return {name: digest(state[name]) for name in state}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes()).hexdigest()
+
+
+def compare_plain(
+    run: PlainRun,
+    *,
+    losses: Sequence[float],
+    final: Mapping[str, str],
+    random_state: RandomState,
+    advance: Callable[[int], None],
+) -> Verdict:
+    """Runs as many steps as there are `losses`, from the same random numbers, and says what differs.
+
+    Args:
+        losses: of the managed run, step by step.
+        final: digests of its final state.
+    """
+    random_state.restore()
+    different: list[int] = []
+    for number, managed in enumerate(losses, start=1):
+        # Bits, not values: NaN equals NaN here, and -0.0 does not equal 0.0.
+        if run.step().hex() != managed.hex():
+            different.append(number)
+        advance(1)
+    plain = digests(run.model.state_dict())
+    names = plain.keys() | final.keys()
+    tensors = sorted(name for name in names if plain.get(name) != final.get(name))
+    return Verdict(tuple(different), tuple(tensors), len(names))

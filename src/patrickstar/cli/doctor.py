@@ -1,0 +1,171 @@
+"""The verb `doctor`: what this machine has for training, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from patrickstar.cli.options import debug_option
+from patrickstar.errors import ConfigError
+from patrickstar.units import format_bytes
+
+PAGE: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing about this machine: as text for people, as a value for programs, and what would help."""
+
+    name: str
+    text: str
+    value: Any
+    advice: str = ""
+
+
+@click.command()
+@click.option(
+    "--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier, to be tried out."
+)
+@click.option("--measure", metavar="FILE", help="Measure this machine into a file (in a later version).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@debug_option
+def doctor(disk: Path | None, measure: str | None, as_json: bool) -> int:
+    """Say what this machine has, what is missing, and the command that mends it."""
+    if measure is not None:
+        raise ConfigError("--measure arrives in a later version, with the cost model that reads such a file")
+    findings = list(examine(disk))
+    if as_json:
+        row = {found.name: found.value for found in findings}
+        advice = {found.name: found.advice for found in findings if found.advice}
+        click.echo(json.dumps({**row, "advice": advice}))
+        return 0
+    width = max(len(found.name) for found in findings)
+    for found in findings:
+        click.echo(f"{found.name:{width}}  {found.text}")
+        if found.advice:
+            click.echo(f"{'':{width}}  -> {found.advice}")
+    return 0
+
+
+def examine(disk: Path | None) -> Iterator[Finding]:
+    """Everything worth knowing, in the order in which it matters."""
+    parts: list[Callable[[], Iterator[Finding]]] = [_versions, _processor, _memory, _allocator, _cuda]
+    for part in parts:
+        yield from part()
+    if disk is not None:
+        yield from _disk(disk)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("python", platform.python_version(), platform.python_version())
+    for name in ("torch", "transformers", "tokenizers"):
+        try:
+            found: str | None = version(name)
+        except PackageNotFoundError:
+            found = None
+        needed = "" if found else "pip install 'patrickstar[train]': the command line trains with it"
+        yield Finding(name, found or "not installed", found, needed)
+
+
+def _processor() -> Iterator[Finding]:
+    import torch
+
+    yield Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}", platform.machine())
+    cores = len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    advice = f"OMP_NUM_THREADS={cores} would use them all" if threads < cores else ""
+    yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
+    isa = torch.backends.cpu.get_cpu_capability()
+    yield Finding("instructions", isa, isa)
+    yield Finding("optimizer kernel", "torch (fused)", "torch")
+
+
+def _memory() -> Iterator[Finding]:
+    from patrickstar.memory.cgroup import memory_groups
+    from patrickstar.memory.process import available_bytes, total_bytes
+
+    total, available = total_bytes(), available_bytes()
+    text = f"{format_bytes(total)}, {format_bytes(available)} available"
+    yield Finding("memory", text, {"total": total, "available": available})
+    limit = min((group.limit_bytes for group in memory_groups()), default=None)
+    yield Finding("control group's limit", "none" if limit is None else format_bytes(limit), limit)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = None if soft == resource.RLIM_INFINITY else soft
+    # Nothing here pins memory without a GPU, so a small limit is no fault yet.
+    yield Finding("lockable memory", "unlimited" if locked is None else format_bytes(locked), locked)
+
+
+def _allocator() -> Iterator[Finding]:
+    from patrickstar.memory.allocator import allocator, tcmalloc_library
+
+    found, library = allocator(), tcmalloc_library()
+    advice = ""
+    if found.name == "glibc" and library is None:
+        advice = (
+            "glibc keeps freed activations, which count against host_memory; `patrickstar train` starts itself under "
+            "tcmalloc where it finds it: apt install libtcmalloc-minimal4 (elsewhere: gperftools)"
+        )
+    elif found.name == "glibc":
+        advice = f"LD_PRELOAD={library} keeps less of freed memory; `patrickstar train` starts itself with it"
+    value = {"name": found.name, "library": found.library, "tcmalloc": None if library is None else str(library)}
+    yield Finding("allocator", found.name, value, advice)
+
+
+def _cuda() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("cuda", "none", [])
+        return
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    text = ", ".join(f"{device.name} ({format_bytes(device.total_memory)})" for device in devices)
+    yield Finding("cuda", text, [{"name": device.name, "bytes": device.total_memory} for device in devices])
+
+
+def _disk(directory: Path) -> Iterator[Finding]:
+    """Whether the directory can be a disk tier, and whether its file system moves bytes past the page cache."""
+    where = directory if directory.is_dir() else directory.parent
+    if not where.is_dir():
+        yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}")
+        return
+    status = os.statvfs(where)
+    free = status.f_bavail * status.f_frsize
+    direct, reason = _direct_io(where)
+    text = f"{directory}: {format_bytes(free)} free, direct I/O {'works' if direct else f'does not work ({reason})'}"
+    advice = "" if direct else "transfers will go through the page cache; a directory on ext4 or xfs is faster"
+    yield Finding("disk", text, {"directory": str(directory), "free": free, "direct_io": direct}, advice)
+
+
+def _direct_io(directory: Path) -> tuple[bool, str]:
+    """Tries one page, and leaves nothing behind."""
+    import mmap
+
+    page = mmap.mmap(-1, PAGE)
+    try:
+        descriptor, name = tempfile.mkstemp(dir=directory, prefix=".patrickstar-doctor-")
+    except OSError as error:
+        return False, error.strerror or "cannot write"
+    try:
+        os.close(descriptor)
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+        try:
+            os.pwrite(descriptor, page, 0)
+            return os.preadv(descriptor, [page], 0) == PAGE, "short read"
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return False, "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
+    finally:
+        Path(name).unlink()
+        page.close()

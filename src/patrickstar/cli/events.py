@@ -1,0 +1,124 @@
+"""The log of a run: one JSON object a line, each written out before the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step as it was: the mean loss of its micro-batches, and what it took."""
+
+    step: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    grad_norm: float | None
+    peak: Mapping[str, int]
+    rss: int
+
+    def row(self) -> dict[str, Any]:
+        """As logged. `loss_hex` has every bit of the loss, and `nan` and `inf`, for which JSON has no number."""
+        return {
+            "event": "step",
+            "step": self.step,
+            "loss": finite(self.loss),
+            "loss_hex": self.loss.hex(),
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "grad_norm": finite(self.grad_norm),
+            "peak": dict(self.peak),
+            "rss": self.rss,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What was said before the first step: peak by tier; of one step, bytes by link and (later) seconds."""
+
+    peak: Mapping[str, int]
+    moved: Mapping[str, int]
+    step_seconds: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        return {"peak": dict(self.peak), "moved": dict(self.moved), "step_seconds": self.step_seconds}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A whole run. `moved` is all that was moved, evaluation included; `moved_per_step` what its last step moved."""
+
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    first_validation_loss: float | None
+    validation_loss: float | None
+    peak: Mapping[str, int]
+    rss_peak_growth: int
+    moved: Mapping[str, int]
+    moved_per_step: Mapping[str, int]
+    predicted: Predicted
+    model_data_bytes: int
+    parameters: int
+    seconds: float
+    tokens_per_second: float
+
+    def row(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"event": "summary"}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            match value:
+                case Predicted():
+                    row[field.name] = value.row()
+                case Mapping():
+                    row[field.name] = dict(value)
+                case _:
+                    row[field.name] = finite(value)
+        return row
+
+
+class EventLog:
+    """`--log-json`: begun anew, or appended to where a run goes on. Without a file it takes rows and writes nothing."""
+
+    def __init__(self, path: Path | None, *, append: bool) -> None:
+        self._file: TextIO | None = None
+        if path is not None:
+            self._file = path.open("a" if append else "w", encoding="utf-8")
+            if append and _cut_short(path):
+                self._file.write("\n")
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, row: Row) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+
+
+def _cut_short(path: Path) -> bool:
+    """Whether the last line was never finished: its run was killed while writing."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def finite(value: float | None) -> float | None:
+    """The value where JSON has a number for it."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,72 @@
+"""What a step will need, known before it runs: the forecast of a causal language model on one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from patrickstar.cli.events import Predicted
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.errors import BudgetError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from patrickstar.runtime.forecast import Forecast
+
+
+def predict(model: nn.Module, *, batch_size: int, seq_len: int, clip: bool, arguments: MemoryOptions) -> Forecast:
+    """The forecast of a step on batches of that shape; the model may be on the meta device."""
+    import torch
+
+    from patrickstar.cli.batches import as_batch
+    from patrickstar.runtime.forecast import forecast
+
+    batch = as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64))
+    return forecast(model, batch, clip=clip, **manage_arguments(arguments))
+
+
+def budgets(model: nn.Module, arguments: MemoryOptions) -> Mapping[str, int]:
+    """Bytes that each tier may hold, by its label."""
+    from patrickstar.runtime.budgets import find_budgets
+
+    found = find_budgets(arguments, weight_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta))
+    return {tier.label: nbytes for tier, nbytes in found.machine.budget.items()}
+
+
+def manage_arguments(arguments: MemoryOptions) -> dict[str, Any]:
+    """Checked arguments as `manage` takes them: the loop clips by itself, those of later versions stay as they are."""
+    names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step", "options")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def refuse(forecast: Forecast) -> None:
+    """Raises BudgetError where the forecast says that a step does not fit: before anything is changed, or built twice."""
+    if not forecast.fits:
+        tier = next((tier for tier in ("device", "host") if forecast.minimum.get(tier)), "host")
+        raise BudgetError(forecast.refusal, tier=tier, smallest_bytes=forecast.minimum.get(tier, 0))
+
+
+def predicted(forecast: Forecast) -> Predicted:
+    """The part that every report has."""
+    return Predicted(peak=dict(forecast.peak), moved=dict(forecast.moved))
+
+
+def start_row(forecast: Forecast) -> dict[str, Any]:
+    """What the log's first row says of it."""
+    layout = forecast.layout
+    plan = {
+        "fits": forecast.fits,
+        "minimum": dict(forecast.minimum),
+        "chunks": layout.n_chunks,
+        "chunk_numel": layout.chunk_numel,
+        "padding": layout.padding,
+        "layout": layout.digest(),
+        "digests": [plan.digest() for plan in forecast.plans],
+    }
+    return {
+        "parameters": forecast.parameters,
+        "model_data_bytes": forecast.model_data_bytes,
+        "predicted": predicted(forecast).row(),
+        "plan": plan,
+    }

@@ -1,0 +1,39 @@
+"""How far this process grows while it trains: what `host_memory` promises to bound."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
+
+
+class ResidentGrowth:
+    """The process's size above the one that `host_memory` is counted from: its size when `manage` is called, less the
+    weights that the session takes over.
+
+    The weights were built before: where the budget is smaller than they are, the first moments of `manage` cannot keep
+    it. So what `manage` needs counts from the size that it found, everything later from the one without weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        storages = [p.untyped_storage() for p in model.parameters() if p.device.type == "cpu"]
+        weights = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # tied ones once
+        reset_peak()
+        self._before = resident_bytes()
+        self._base = self._before - weights
+        self._in_manage = 0
+
+    def managed(self) -> None:
+        """The session has the weights now."""
+        self._in_manage = peak_resident_bytes() - self._before
+        reset_peak()
+
+    def resident(self) -> int:
+        """The size of the whole process now."""
+        return resident_bytes()
+
+    def now(self) -> int:
+        return max(0, resident_bytes() - self._base)
+
+    def peak(self) -> int:
+        return max(0, self._in_manage, peak_resident_bytes() - self._base)

@@ -1,0 +1,247 @@
+"""One run of `train`, from its request to its summary."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import patrickstar
+from patrickstar.cli.batches import Batch
+from patrickstar.cli.checkpoints import CheckpointFolder
+from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, PlainRun, RandomState, Verdict, compare_plain, digests
+from patrickstar.cli.display import Display, NoteHandler, TrainingView
+from patrickstar.cli.events import EventLog, Summary
+from patrickstar.cli.loop import Course, Progress, Training
+from patrickstar.cli.losses import validation_loss
+from patrickstar.cli.model_source import ModelSource, check_length
+from patrickstar.cli.predict import budgets, manage_arguments, predict, predicted, refuse, start_row
+from patrickstar.cli.resident import ResidentGrowth
+from patrickstar.cli.schedule import Schedule
+from patrickstar.cli.stop import StopSignals
+from patrickstar.cli.text_data import TextData
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.memory.allocator import release_free_memory
+
+if TYPE_CHECKING:
+    from patrickstar.runtime.forecast import Forecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command line asked for, checked."""
+
+    source: ModelSource
+    data: Sequence[str]
+    batch_size: int
+    seq_len: int
+    accumulate: int
+    steps: int
+    lr: float
+    schedule: Schedule
+    clip: float | None
+    seed: int
+    arguments: MemoryOptions
+    folder: CheckpointFolder | None
+    save_every: int | None
+    resume: bool
+    compare_plain: bool
+    log_json: Path | None
+
+
+def run(request: Request, signals: StopSignals) -> int:
+    """Trains; gives the exit status.
+
+    Raises:
+        patrickstar.Error: whatever keeps it from training.
+    """
+    display = Display()
+    with _messages_to(display):
+        config = request.source.config()
+        check_length(config, request.seq_len)
+        data = TextData.prepare(
+            request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
+        )
+        resuming = request.resume and request.folder is not None and bool(request.folder.steps())
+        if request.resume and not resuming:
+            display.note("no checkpoint to resume from yet: starting afresh")
+        with EventLog(request.log_json, append=resuming) as log:
+            managed = _train(request, data, display, signals, log, resuming=resuming)
+        if signals.requested is not None:
+            return signals.requested
+        if request.compare_plain:
+            verdict = _compare(request, data, display, managed)
+            display.note(str(verdict))
+            return 0 if verdict.equal else 1
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Managed:
+    """What a plain run is compared with."""
+
+    losses: Sequence[float]
+    final: Mapping[str, str]
+    random_state: RandomState
+
+
+def _train(
+    request: Request, data: TextData, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
+) -> _Managed:
+    model = _build(request)
+    batches = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
+    validation = data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
+    allowed = budgets(model, request.arguments)
+    forecast = predict(
+        model,
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+        clip=request.clip is not None,
+        arguments=request.arguments,
+    )
+    log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
+    refuse(forecast)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=request.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    # What the text has left with the allocator would otherwise count as there before, and hide growth.
+    release_free_memory()
+    growth = ResidentGrowth(model)
+    session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments))
+    growth.managed()
+    assert session.optimizer is not None
+    training = Training(
+        model=model,
+        session=session,
+        # A plain function has no state of its own, which the scheduler would save and load.
+        scheduler=LambdaLR(session.optimizer, lambda step: request.schedule.factor(step)),  # noqa: PLW0108 - see above
+        batches=batches,
+        course=Course(request.steps, request.accumulate, request.clip, request.save_every, request.folder),
+        progress=Progress(),
+        growth=growth,
+        log=log,
+        display=display,
+        signals=signals,
+    )
+    if resuming:
+        training.resume()
+    progress = training.progress
+    if progress.first_validation_loss is None:
+        progress.first_validation_loss = _validate(model, validation, display)
+    random_state = RandomState.now()
+    view = TrainingView(
+        done=progress.step, steps=request.steps, budgets=allowed, validation=progress.first_validation_loss
+    )
+    training.run(view)
+    if signals.requested is None:
+        progress.validation_loss = _validate(model, validation, display)
+    summary = _summary(training, forecast)
+    log.write(summary.row())
+    display.summary(summary, budgets=allowed)
+    if request.log_json is not None:
+        display.note(f"log: {request.log_json}")
+    final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
+    session.close()
+    return _Managed(progress.losses, final, random_state)
+
+
+def _compare(request: Request, data: TextData, display: Display, managed: _Managed) -> Verdict:
+    run = PlainRun(
+        _build(request),
+        data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed),
+        lr=request.lr,
+        schedule=request.schedule,
+        clip=request.clip,
+        accumulate=request.accumulate,
+    )
+    with display.stage("plain PyTorch", len(managed.losses)) as advance:
+        return compare_plain(
+            run, losses=managed.losses, final=managed.final, random_state=managed.random_state, advance=advance
+        )
+
+
+def _build(request: Request) -> nn.Module:
+    """The model as the seed makes it."""
+    torch.manual_seed(request.seed)
+    random.seed(request.seed)
+    np.random.seed(request.seed % (1 << 32))  # noqa: NPY002 - models draw from the global one
+    return request.source.build()
+
+
+def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> float:
+    with display.stage("validation", len(batches)) as advance:
+        loss = validation_loss(model, batches, advance=advance)
+    display.note(f"validation loss {loss:.4f}")
+    return loss
+
+
+def _config(request: Request, data: TextData) -> dict[str, Any]:
+    """What the log says was asked for."""
+    arguments = request.arguments
+    return {
+        "model": request.source.name,
+        "model_config": dict(request.source.settings),
+        "data": list(request.data),
+        **data.row(),
+        "steps": request.steps,
+        "batch_size": request.batch_size,
+        "seq_len": request.seq_len,
+        "accumulate": request.accumulate,
+        "lr": request.lr,
+        "schedule": request.schedule.kind,
+        "warmup": request.schedule.warmup,
+        "clip": request.clip,
+        "seed": request.seed,
+        "resume": request.resume,
+        "device": arguments.device,
+        "precision": arguments.precision,
+        "device_memory": arguments.device_memory,
+        "host_memory": arguments.host_memory,
+        "disk": None if arguments.disk is None else str(arguments.disk),
+        "disk_memory": arguments.disk_memory,
+        "step": arguments.step,
+    }
+
+
+def _summary(training: Training, forecast: Forecast) -> Summary:
+    progress, stats = training.progress, training.session.stats()
+    return Summary(
+        steps=progress.step,
+        first_loss=progress.first_loss,
+        last_loss=progress.last_loss,
+        first_validation_loss=progress.first_validation_loss,
+        validation_loss=progress.validation_loss,
+        peak=stats.peak,
+        rss_peak_growth=training.growth.peak(),
+        moved=stats.moved,
+        moved_per_step=progress.moved_per_step,
+        predicted=predicted(forecast),
+        model_data_bytes=forecast.model_data_bytes,
+        parameters=forecast.parameters,
+        seconds=progress.seconds,
+        tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
+    )
+
+
+@contextmanager
+def _messages_to(display: Display) -> Iterator[None]:
+    """The library's messages, said by the display."""
+    logger = logging.getLogger("patrickstar")
+    handler = NoteHandler(display)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

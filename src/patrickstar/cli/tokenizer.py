@@ -1,0 +1,189 @@
+"""From text to tokens: bytes where they are enough for the model's vocabulary, else a BPE trained on the corpus.
+
+A trained tokenizer is kept in the user's cache directory, named by all that it depends on. The cache is a convenience:
+where it cannot be read or written, the tokenizer is trained again, with the same outcome.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from patrickstar.cli.corpus import Corpus, DataError
+from patrickstar.errors import ConfigError
+
+Tokens = NDArray[np.int32]
+
+BYTES: Final = 256
+# Up to here a trained vocabulary would hold little more than the bytes themselves.
+ENOUGH_FOR_BYTES: Final = 512
+END_OF_TEXT: Final = "<|endoftext|>"
+# Documents encoded in one call: enough to keep all cores busy, few enough that their encodings stay small.
+_TOGETHER: Final = 16
+_CACHE_FORMAT: Final = "1"
+
+
+class Tokenizer(Protocol):
+    """Gives the tokens of one document each."""
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def separator(self) -> int | None:
+        """The token between two documents, where the vocabulary has one."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is a token; the one after the bytes, where there is one, separates documents."""
+
+    vocab_size: int
+
+    @property
+    def description(self) -> str:
+        return "bytes"
+
+    @property
+    def separator(self) -> int | None:
+        return BYTES if self.vocab_size > BYTES else None
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library: trained here, or the one that came with a model's weights."""
+
+    tokenizer: Any
+    description: str
+
+    @property
+    def separator(self) -> int | None:
+        found: int | None = self.tokenizer.token_to_id(END_OF_TEXT)
+        return found
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+
+def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) -> Tokenizer:
+    """The tokenizer for a model of that vocabulary: its `own` one, bytes, the cached one, or a newly trained one.
+
+    Raises:
+        ConfigError: a vocabulary smaller than the 256 bytes that any text may need; no `tokenizers` installed.
+        DataError: the model's own tokenizer cannot be read, or has more tokens than the model.
+    """
+    if own is not None:
+        return _own(own, vocab_size)
+    if vocab_size < BYTES:
+        raise ConfigError(f"the model has {vocab_size} tokens; text needs at least the {BYTES} bytes")
+    if vocab_size <= ENOUGH_FOR_BYTES:
+        return ByteTokenizer(vocab_size)
+    description = f"byte-level BPE of {vocab_size} tokens"
+    file = _cache_file(corpus, vocab_size)
+    cached = _read_cached(file, vocab_size)
+    if cached is None:
+        cached = _train(corpus, vocab_size)
+        _write_cached(file, cached)
+    return LibraryTokenizer(cached, description)
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int], None]) -> Tokens:
+    """All documents as one stream of tokens; tells `advance` how many documents each round has done."""
+    separator = tokenizer.separator
+    end = np.empty(0, np.int32) if separator is None else np.array([separator], np.int32)
+    pieces: list[Tokens] = []
+    for start in range(0, len(texts), _TOGETHER):
+        some = texts[start : start + _TOGETHER]
+        for tokens in tokenizer.encode(some):
+            pieces += (tokens, end)
+        advance(len(some))
+    return np.concatenate(pieces) if pieces else end
+
+
+def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
+    try:
+        tokenizer = _library().Tokenizer.from_file(str(path))
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises a bare Exception for a damaged file
+        raise DataError(f"{path}: not a tokenizer: {error}") from error
+    # A batch has no padding and no truncation of its own: documents are cut into windows later.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise DataError(f"{path}: {tokenizer.get_vocab_size()} tokens, but the model has {vocab_size}")
+    return LibraryTokenizer(tokenizer, f"the model's own tokenizer, {tokenizer.get_vocab_size()} tokens")
+
+
+def _train(corpus: Corpus, vocab_size: int) -> Any:
+    library = _library()
+    pre_tokenizers = library.pre_tokenizers
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.train, trainer)
+    return tokenizer
+
+
+def _cache_file(corpus: Corpus, vocab_size: int) -> Path | None:
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        home = Path(given) if given else Path.home() / ".cache"
+    except RuntimeError:  # nobody's home
+        return None
+    what = f"{_CACHE_FORMAT} {_library().__version__} {vocab_size} {corpus.digest}"
+    return home / "patrickstar" / f"tokenizer-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
+
+
+def _read_cached(file: Path | None, vocab_size: int) -> Any | None:
+    if file is None or not file.is_file():
+        return None
+    try:
+        tokenizer = _library().Tokenizer.from_file(str(file))
+    except Exception:  # the library raises a bare Exception; a damaged copy is as good as none
+        return None
+    return tokenizer if BYTES < tokenizer.get_vocab_size() <= vocab_size else None
+
+
+def _write_cached(file: Path | None, tokenizer: Any) -> None:
+    """Written aside and renamed, so that nobody ever reads half a file."""
+    if file is None:
+        return
+    aside: str | None = None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(dir=file.parent, prefix=".tokenizer-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(tokenizer.to_str())
+        Path(aside).replace(file)
+    except OSError:
+        if aside is not None:
+            Path(aside).unlink(missing_ok=True)
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ConfigError("tokenizers is not installed: pip install 'patrickstar[train]'") from error
+    return tokenizers

@@ -1,0 +1,59 @@
+"""Lanes run transfers in order; tickets are what to wait on.
+
+(1) `issue` never raises what the work raises: `wait` does, at the place where the bytes are needed.
+(2) The works of one lane run in the order of issue, one at a time.
+(3) After `wait` the work has ended, once, and so has all that was issued on its lane before.
+(4) A ticket stays done; waiting again gives the same end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["CompletedTicket", "InlineLane", "Lane", "Ticket"]
+
+
+class Ticket(Protocol):
+    """One issued transfer."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not."""
+
+    def wait(self) -> None:
+        """Return when the transfer has ended, or raise what it raised."""
+
+
+class Lane(Protocol):
+    """An ordered stream of transfers."""
+
+    def issue(self, work: Callable[[], None]) -> Ticket:
+        """Have the work done after what was issued before."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedTicket:
+    """A transfer that had ended when its ticket was made."""
+
+    error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class InlineLane:
+    """Does the work at issue, in the caller's thread."""
+
+    def issue(self, work: Callable[[], None]) -> CompletedTicket:
+        try:
+            work()
+        except Exception as error:
+            return CompletedTicket(error)
+        return CompletedTicket()

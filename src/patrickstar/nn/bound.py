@@ -1,0 +1,62 @@
+"""A parameter under management: the record of where its bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.core.plane import PlaneRef
+
+__all__ = ["BoundParameter", "slot_strides"]
+
+
+@dataclass(slots=True, eq=False)
+class BoundParameter:
+    """A parameter, and where its bytes are.
+
+    `shape_only` is a meta tensor with the parameter's shape and strides; `offset` is in elements from the unit's start. Dense parameters
+    keep their strides (channels last, say), others are contiguous in their slot. `tensor` gives the parameter, or a detached alias of it
+    (Note [Binding]), which the record does not keep alive.
+    """
+
+    name: str
+    tensor: Callable[[], Tensor]
+    ref: PlaneRef
+    offset: int
+    shape_only: Tensor
+
+    standin: Tensor
+    depth: int = 0  # uses and module calls that hold it now
+    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself."""
+        return self.tensor()  # type: ignore[return-value]
+
+    def over(self, unit: Tensor) -> Tensor:
+        """The parameter's values in a 1-D tensor over its unit."""
+        return torch.as_strided(unit, self.shape_only.shape, self.shape_only.stride(), self.offset)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as 1-D, in the order in which the parameter lies in its slot; a copy only where it lies otherwise."""
+        stride = self.shape_only.stride()
+        if tensor.stride() != stride:
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def slot_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's strides where it fills its memory without gaps or overlaps, else those of a contiguous tensor."""
+    expected = 1
+    for size, stride in sorted(
+        zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(parameter.shape, device="meta").stride()
+            expected *= size
+    return parameter.stride()

@@ -1,0 +1,76 @@
+"""The classes that managed parameters, and aliases of slots, have for a while. See Note [Binding] in `binding.py`.
+
+They are made for one binding each, so that a tensor leads to its binding without an attribute of its own, and two sessions never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from patrickstar.torch_private import Plain
+
+__all__ = ["alias_classes", "parameter_class"]
+
+
+class Handler(Protocol):
+    """The binding, as far as its classes know it."""
+
+    def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a torch function does with such tensors among its arguments."""
+
+    def ordinary(self, parameter: Tensor) -> nn.Parameter:
+        """An ordinary parameter with the same values."""
+
+
+def parameter_class(binding: Handler, base: type[Tensor]) -> type[Tensor]:
+    class ManagedParameter(base):  # type: ignore[misc,valid-type]
+        """A parameter whose bytes belong to a session. See Note [Binding]."""
+
+        managed_by = binding
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return binding.handle(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            if id(self) not in memo:
+                memo[id(self)] = binding.ordinary(self)
+            return memo[id(self)]  # type: ignore[no-any-return]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return binding.ordinary(self).__reduce_ex__(protocol)
+
+    return ManagedParameter
+
+
+def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], type[Tensor]]:
+    class Alias(base):  # type: ignore[misc,valid-type]
+        """A view of a slot that a use has returned. See Note [Binding]."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return binding.handle(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            if id(self) not in memo:
+                memo[id(self)] = _ordinary_copy(self)
+            return memo[id(self)]  # type: ignore[no-any-return]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _ordinary_copy(self).__reduce_ex__(protocol)
+
+    class Detached(Alias):
+        """A stand-in for the same bytes as a parameter: `weight.detach()`, `weight.data`. See Note [Binding]."""
+
+    return Alias, Detached
+
+
+def _ordinary_copy(alias: Tensor) -> Tensor:
+    copied = alias.clone()
+    with Plain():
+        copied = copied.detach().requires_grad_(alias.requires_grad)
+        copied.__class__ = Tensor
+        return copied

@@ -1,0 +1,54 @@
+"""`torch.autograd.grad` and `backward` with managed parameters among their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from patrickstar.torch_private import Plain
+
+__all__ = ["differentiate"]
+
+
+def differentiate(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_managed: Callable[[object], bool],
+    undress: Callable[[Tensor], None],
+) -> Any:
+    """Gradients of parameters, for which their bytes are not needed.
+
+    Backward may recompute, so it must run with parameters as they are. Named by their edges in the graph, they do not bring torch back to us.
+
+    Args:
+        func, args, kwargs: as torch's override protocol gives them. undress: makes an alias of a slot an ordinary tensor.
+    """
+    outputs = args[0] if isinstance(args[0], list | tuple) else (args[0],)
+    for output in outputs:
+        undress(output)
+
+    def edges(inputs: Any) -> Any:
+        with Plain():
+            return [get_gradient_edge(tensor) if is_managed(tensor) else tensor for tensor in inputs]
+
+    if func is torch.autograd.backward:
+        inputs = kwargs["inputs"]
+        return func(outputs, **{**kwargs, "inputs": None if inputs is None else edges(inputs)})
+    inputs = args[1]
+    materialize = kwargs["materialize_grads"]
+    asked = {**kwargs, "materialize_grads": False, "allow_unused": materialize or kwargs["allow_unused"]}
+    gradients = func(outputs, edges(inputs), **asked)
+    if not materialize:
+        return gradients
+    return tuple(
+        gradient
+        if gradient is not None
+        else torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=kwargs["create_graph"])
+        for gradient, tensor in zip(gradients, inputs, strict=True)
+    )

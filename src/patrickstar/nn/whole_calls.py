@@ -1,0 +1,59 @@
+"""Modules whose calls are taken as one use.
+
+torch's fused encoder and attention paths refuse parameters of any subclass and compute other bits without them. They run only where
+nothing is recorded for backward; for such calls the module's parameters are fetched and of the ordinary class for the call's duration.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.hooks import Watched, watch_calls
+from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
+
+__all__ = ["WholeCalls"]
+
+FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+class WholeCalls:
+    """Watches the modules of a model that have a fused path."""
+
+    def __init__(self, model: nn.Module, binding: Binding) -> None:
+        self._binding = binding
+        self._open: dict[int, list[ExitStack]] = {}
+        kinds = (*FUSED, nn.TransformerEncoder)
+        self.watched: Watched = watch_calls([module for module in model.modules() if isinstance(module, kinds)], self)
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        """The call begins: parameters are there, and ordinary."""
+        stack = ExitStack()
+        self._open.setdefault(id(module), []).append(stack)
+        # A container asks for the class of its first layer's parameters, and leaves their bytes to the layer.
+        container = isinstance(module, nn.TransformerEncoder)
+        if container and not len(module.layers):
+            return
+        owner = module.layers[0] if container else module
+        found = [bound for bound in map(self._binding.bound, owner.parameters()) if bound is not None]
+        if module.training or (torch.is_grad_enabled() and any(self._requires_grad(bound) for bound in found)):
+            return
+        if not container:
+            self._binding.enter(found)
+            stack.callback(self._leave, found)
+        stack.enter_context(self._binding.plain_class(found))
+
+    def _requires_grad(self, bound: BoundParameter) -> bool:
+        return bound.parameter.requires_grad
+
+    def _leave(self, found: list[BoundParameter]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._binding.leave(found)
+
+    def after_forward(self, module: nn.Module) -> None:
+        """The call is over."""
+        self._open[id(module)].pop().close()

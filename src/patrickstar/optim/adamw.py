@@ -1,0 +1,157 @@
+"""`AdamW` and `Adam`: torch's optimizers with an update whose every bit is defined (`kernel.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from patrickstar.errors import ConfigError, nearest
+from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim.flat import dense_stride, flat_or_copy, put_back
+from patrickstar.optim.hyper import Hyper, refuse_unsupported
+from patrickstar.optim.kernel import Kernel
+
+__all__ = ["Adam", "AdamW"]
+
+STATES = ("exact", "compact")
+
+
+class _DefinedUpdate(torch.optim.Optimizer):
+    """The step of both classes. Construction, groups, state and their format are torch's."""
+
+    _kernel: Kernel | None = None
+    """Chosen at the first step: an optimizer may be built where no tensor has values yet (meta, fake)."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient; one without is left untouched, its count of steps too.
+
+        Raises:
+            ConfigError: a flag that changes the update was set in a group, or a parameter is not fp32 on the CPU.
+            RuntimeError: a sparse gradient, as in torch. Nothing of its group has been updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._kernel is None:
+            self._kernel = choose_kernel()
+        for group in self.param_groups:
+            hyper = Hyper.from_group(group)
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in updated:
+                _check(parameter)
+            for parameter in updated:
+                self._update(self._kernel, parameter, hyper)
+        return loss
+
+    def _update(self, kernel: Kernel, parameter: torch.Tensor, hyper: Hyper) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        grad = parameter.grad
+        assert grad is not None, "only parameters with a gradient are updated"
+        stride = dense_stride(parameter)
+        written = (parameter, state["exp_avg"], state["exp_avg_sq"])
+        weight, exp_avg, exp_avg_sq = (flat_or_copy(tensor, stride) for tensor in written)
+        kernel.update(
+            weight, flat_or_copy(grad, stride), exp_avg, exp_avg_sq, step=int(state["step"].item()), hyper=hyper
+        )
+        for flat, tensor in zip((weight, exp_avg, exp_avg_sq), written, strict=True):
+            put_back(flat, tensor, stride)
+
+
+class AdamW(_DefinedUpdate, torch.optim.AdamW):
+    """Adam with decoupled weight decay, in place of `torch.optim.AdamW` on fp32 CPU parameters.
+
+    From one and the same state a step has torch's moments, and weights within 1 ulp of max(|p|, lr). `state_dict()` has
+    torch's format: either class loads the other's. `foreach` and `fused` choose among torch's implementations and are
+    without effect; `amsgrad`, `maximize`, `capturable` and `differentiable` must stay False.
+
+    Args:
+        states: "exact", fp32 moments.
+    Raises:
+        ConfigError: an argument that is not supported.
+        ValueError: a hyper-parameter that torch refuses too.
+    """
+
+    def __init__(  # noqa: PLR0917  torch's signature
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,  # noqa: ARG002  torch's name, without effect
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,  # noqa: ARG002  torch's name, without effect
+        states: str = "exact",
+    ) -> None:
+        flags = _checked(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
+        _check_states(states)
+        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, **flags)
+
+
+class Adam(_DefinedUpdate, torch.optim.Adam):
+    """Adam, with L2 weight decay unless `decoupled_weight_decay=True`; in all else as `AdamW`."""
+
+    def __init__(  # noqa: PLR0917  torch's signature
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,  # noqa: ARG002  torch's name, without effect
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,  # noqa: ARG002  torch's name, without effect
+        decoupled_weight_decay: bool = False,
+        states: str = "exact",
+    ) -> None:
+        flags = _checked(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
+        _check_states(states)
+        torch.optim.Adam.__init__(
+            self, params, lr, betas, eps, weight_decay, decoupled_weight_decay=decoupled_weight_decay, **flags
+        )
+
+
+def _checked(**flags: bool) -> dict[str, Any]:
+    refuse_unsupported(flags)
+    return flags
+
+
+def _check_states(states: str) -> None:
+    if states == "compact":
+        raise ConfigError('states="compact" arrives in a later version; "exact" is what there is')
+    if states not in STATES:
+        raise ConfigError(f"states={states!r} is not known: {', '.join(STATES)}" + nearest(str(states), STATES))
+
+
+def _check(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+    if parameter.dtype is not torch.float32 or parameter.device.type != "cpu":
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} on {parameter.device}: patrickstar's "
+            "optimizers update torch.float32 parameters on the CPU; use torch's class for others"
+        )

@@ -1,0 +1,124 @@
+"""The hyper-parameters of one parameter group, and the scalars of one step that follow from them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from patrickstar.errors import ConfigError
+
+__all__ = ["UNSUPPORTED", "Coefficients", "Hyper", "refuse_unsupported"]
+
+UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Flags of torch's Adam that change the update; `foreach` and `fused` only choose one of torch's implementations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """What a `param_group` says about the update of its parameters, as Python numbers."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """True: AdamW, the weight shrinks by itself. False: Adam, the decay is added to the gradient (L2)."""
+
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any]) -> Hyper:
+        """Reads a group of torch's Adam or AdamW as it stands now; schedulers write to it between steps.
+
+        Raises:
+            ConfigError: a flag that changes the update is set, or a value is no number.
+        """
+        refuse_unsupported(group)
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=_number("lr", group["lr"]),
+            beta1=_number("betas[0]", beta1),
+            beta2=_number("betas[1]", beta2),
+            eps=_number("eps", group["eps"]),
+            weight_decay=_number("weight_decay", group["weight_decay"]),
+            decoupled=bool(group.get("decoupled_weight_decay", False)),
+        )
+
+    def check(self) -> None:
+        """Raises ConfigError where torch's constructor would refuse the values.
+
+        Called when an optimizer or a group comes in, not at each step: a scheduler that overshoots zero by a rounding
+        error runs on in torch, and so it does here.
+        """
+        if not self.lr >= 0.0:
+            raise ConfigError(f"invalid learning rate: lr={self.lr}; it must be 0 or more")
+        if not self.eps >= 0.0:
+            raise ConfigError(f"invalid epsilon value: eps={self.eps}; it must be 0 or more")
+        for index, beta in enumerate((self.beta1, self.beta2)):
+            if not 0.0 <= beta < 1.0:
+                raise ConfigError(f"invalid beta parameter at index {index}: {beta}; it must be at least 0 and below 1")
+        if not self.weight_decay >= 0.0:
+            raise ConfigError(f"invalid weight_decay value: {self.weight_decay}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The scalars of one update: computed in double, then rounded once to fp32 (and held as Python floats)."""
+
+    shrink: float | None
+    """f(1 - lr wd), what the weight is multiplied with first; None without decoupled decay."""
+    l2: float | None
+    """f(wd), the share of the weight that is added to the gradient; None without L2 decay."""
+    blend: float
+    """f(1 - b1), how far exp_avg goes towards the gradient."""
+    keep_sq: float
+    """f(b2)"""
+    add_sq: float
+    """f(1 - b2)"""
+    root: float
+    """f(sqrt(1 - b2^t)), what the root of exp_avg_sq is divided by."""
+    eps: float
+    move: float
+    """f(-lr / (1 - b1^t)), what exp_avg is multiplied with on its way into the weight."""
+
+    @classmethod
+    def at(cls, hyper: Hyper, step: int) -> Coefficients:
+        """The scalars of update number `step`, which counts from 1."""
+        decay = hyper.weight_decay
+        return cls(
+            shrink=_fp32(1 - hyper.lr * decay) if decay and hyper.decoupled else None,
+            l2=_fp32(decay) if decay and not hyper.decoupled else None,
+            blend=_fp32(1 - hyper.beta1),
+            keep_sq=_fp32(hyper.beta2),
+            add_sq=_fp32(1 - hyper.beta2),
+            root=_fp32(math.sqrt(1 - hyper.beta2**step)),
+            eps=_fp32(hyper.eps),
+            move=_fp32(-hyper.lr / (1 - hyper.beta1**step)),
+        )
+
+
+def refuse_unsupported(flags: Mapping[str, Any]) -> None:
+    """Raises ConfigError naming the first flag that is set and changes the update into another one."""
+    for flag in UNSUPPORTED:
+        if flags.get(flag):
+            raise ConfigError(f"{flag}=True is not supported: leave it out (or {flag}=False)")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ConfigError(f"{name} is a tensor of {value.numel()} elements; a tensor {name} must have 1")
+        return float(value.item())
+    try:
+        return float(value)  # type: ignore[arg-type]  # whatever is a number, NumPy's scalars included
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}={value!r} is no number") from None
+
+
+def _fp32(value: float) -> float:
+    """The nearest fp32 number; infinite where fp32 cannot hold it, as a C cast does."""
+    return ctypes.c_float(value).value

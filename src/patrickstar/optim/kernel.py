@@ -1,0 +1,68 @@
+"""What an optimizer kernel is: one Adam or AdamW update over flat runs of elements.
+
+The bits of the update are defined once, for every kernel and every oracle. With f(x) rounding a double to fp32 and
+fma(a, b, c) = a * b + c rounded once:
+
+    AdamW   p *= f(1 - lr wd)                                           where wd is not 0
+    Adam    g  = fma(f(wd), p, g)                                       where wd is not 0
+    m = fma(f(1 - b1), g - m, m)                                        where f(1 - b1) < 1/2
+      = fma(f(f(1 - b1) - 1), g - m, g)                                 else: see Note [Lerp]
+    v = fma(f(1 - b2) * g, g, v * f(b2))
+    d = sqrt(v) / f(sqrt(1 - b2^t)) + f(eps)                            the root is IEEE's
+    p = p + (f(-lr / (1 - b1^t)) * m) / d
+
+Note [Lerp]
+-----------
+torch's `lerp_` starts from the nearer end: from the gradient where the weight is 1/2 or more, that is for b1 <= 0.5.
+All of torch's Adams do so; with b1 = 0 it makes `m` the gradient itself, which the first form misses by a rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from patrickstar.optim.hyper import Hyper
+
+__all__ = ["Kernel", "check_planes"]
+
+
+class Kernel(Protocol):
+    """One update in place. Kernels differ in speed, never in a bit.
+
+    This protocol is for the fp32 planes weight, grad, exp_avg, exp_avg_sq. Other formats (a split master with its
+    `rest` plane, compact moments) are protocols beside it over the same `Hyper` and `Coefficients`.
+    """
+
+    name: str
+
+    def update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        *,
+        step: int,
+        hyper: Hyper,
+    ) -> None:
+        """Updates weight, exp_avg and exp_avg_sq in place; the gradient stays as it is.
+
+        Args:
+            weight, grad, exp_avg, exp_avg_sq: flat, contiguous, fp32, on the CPU, of equal length, at any address.
+            step: the number of this update for these elements, counting from 1.
+        """
+        ...
+
+
+def check_planes(*planes: torch.Tensor, step: int) -> None:
+    """Catches a caller's mistake before raw memory is touched: torch's fused kernel trusts what it is given."""
+    weight = planes[0]
+    for plane in planes:
+        assert plane.dim() == 1, f"a plane must be flat, not {tuple(plane.shape)}"
+        assert plane.is_contiguous(), f"a plane must be contiguous, not of stride {plane.stride()}"
+        assert plane.dtype is torch.float32, f"a plane of {plane.dtype}"
+        assert plane.device.type == "cpu", f"a plane on {plane.device}"
+        assert plane.numel() == weight.numel(), f"planes of {weight.numel()} and {plane.numel()} elements"
+    assert step >= 1, f"step {step}: the first update is number 1"

@@ -1,0 +1,398 @@
+"""Which units are on the compute tier, and the one rule by which that changes. No bytes are moved here.
+
+            Create                    written
+    FREE ────────────> DIRTY <─────────────────────── CLEAN
+     ^                   │  Copy home, Wait             ^ │
+     │ mark_free, Drop   └──────────────────────────────┘ │ Drop
+     └─────────────── any                 Copy, Wait      v
+                                    CLEAN <──────────── AWAY
+
+| the unit is | compute tier | home below | changed by                                                            |
+|-------------|--------------|------------|-----------------------------------------------------------------------|
+| FREE        | no slots     | no bytes   | `Create`: zeros, DIRTY                                                |
+| AWAY        | no slots     | valid      | `Copy` to the compute tier takes slots; after its `Wait`: CLEAN       |
+| CLEAN       | valid        | same bytes | `Drop`: AWAY; `mark_written`: DIRTY                                   |
+| DIRTY       | valid        | stale      | `Copy` home and its `Wait`: CLEAN                                     |
+| HERE        | valid        | (is here)  | only `mark_free`; a unit whose home is the compute tier is not evicted |
+| VOID        | slots, no contents | no bytes | `mark_free` leaves this; `Drop`: FREE                             |
+
+`make_room` decides and changes nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state
+what a moment did. A unit whose home is the disk, where a device computes, is staged: it passes through one host slot
+set, one unit at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, NoReturn
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import FP32_FORMATS, PlaneFormat, PlaneRef
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.snapshot import CopyState, Snapshot
+
+HERE, CLEAN, DIRTY = CopyState.HERE, CopyState.CLEAN, CopyState.DIRTY
+
+_D, _H, _K = Tier.DEVICE, Tier.HOST, Tier.DISK
+# The legs between a compute tier and a home below it. Device and disk meet only through a slot of the host.
+_WAYS: Final = {
+    (_D, _H): frozenset({(_D, _H), (_H, _D)}),
+    (_H, _K): frozenset({(_H, _K), (_K, _H)}),
+    (_D, _K): frozenset({(_D, _H), (_H, _D), (_H, _K), (_K, _H)}),
+}
+
+Order = Callable[[Iterable[PlaneRef]], Iterable[PlaneRef]]
+"""Orders candidates for eviction, best first. It may offer others as well: those are passed over."""
+
+
+class InvariantError(AssertionError):
+    """An action that would break a numbered invariant of `plan/check.py`: a mistake of ours, not of the user."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(f"({number}) {text}")
+        self.number = number
+
+
+class NoRoom(Exception):  # noqa: N818 - not an error yet: planner and pilot turn it into a BudgetError with names
+    """What a moment needs at once, and may not lose, takes more slots than there are."""
+
+    def __init__(self, needed_slots: int, capacity_slots: int) -> None:
+        super().__init__(f"{needed_slots} slots are needed at once, and there is room for {max(capacity_slots, 0)}")
+        self.needed_slots = needed_slots
+        self.capacity_slots = capacity_slots
+
+
+@dataclass(slots=True)
+class Residency:
+    """Where every unit is now.
+
+    Attributes:
+        compute, slot_bytes, home, slots: never change; copies share them.
+        resident: units whose copy on the compute tier takes slots and has arrived.
+        free: units without contents; void: those of them whose slots are yet to be given back.
+        in_flight: transfers issued and not waited for, at most one of a unit: where from, and where to.
+        staged: host copies of units on their way between device and disk; True while newer than the disk's.
+        slots_used: slots of the compute tier in use, those of copies still arriving included.
+    """
+
+    compute: Tier
+    slot_bytes: int
+    home: Mapping[PlaneRef, Tier]
+    slots: Mapping[PlaneRef, int]
+
+    resident: dict[PlaneRef, CopyState] = field(default_factory=dict)
+    free: set[PlaneRef] = field(default_factory=set)
+    void: set[PlaneRef] = field(default_factory=set)
+    in_flight: dict[PlaneRef, tuple[Tier, Tier]] = field(default_factory=dict)
+    staged: dict[PlaneRef, bool] = field(default_factory=dict)
+    slots_used: int = 0
+
+    @classmethod
+    def at_rest(
+        cls,
+        layout: Layout,
+        *,
+        compute: Tier,
+        home: Mapping[PlaneRef, Tier],
+        free: Collection[PlaneRef] = (),
+        formats: Mapping[str, PlaneFormat] = FP32_FORMATS,
+    ) -> Residency:
+        """Every unit of `home` lies there and nowhere else; those in `free` have no contents yet."""
+        slot_bytes = bytes_of_slot(layout, formats)
+        slots = {ref: slots_of(ref, layout, formats) for ref in home}
+        state = cls(compute, slot_bytes, dict(home), slots, free=set(free))
+        state.resident = {ref: HERE for ref, tier in home.items() if tier is compute and ref not in state.free}
+        state.slots_used = sum(slots[ref] for ref in state.resident)
+        return state
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Residency:
+        """A working copy of a snapshot."""
+        return cls(
+            compute=snapshot.compute,
+            slot_bytes=snapshot.slot_bytes,
+            home=snapshot.home,
+            slots=snapshot.slots,
+            resident=dict(snapshot.resident),
+            free=set(snapshot.free),
+            void={ref for ref in snapshot.free if ref in snapshot.resident},
+            slots_used=snapshot.slots_used,
+        )
+
+    def copy(self) -> Residency:
+        """A state that changes apart from this one."""
+        return replace(
+            self,
+            resident=dict(self.resident),
+            free=set(self.free),
+            void=set(self.void),
+            in_flight=dict(self.in_flight),
+            staged=dict(self.staged),
+        )
+
+    def snapshot(self) -> Snapshot:
+        """This state, frozen. Only between moments: nothing may be in flight or staged."""
+        self.expect_settled()
+        return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.resident, frozenset(self.free))
+
+    def expect_settled(self) -> None:
+        """Raises InvariantError while a transfer is in flight or a unit is staged."""
+        if self.in_flight:
+            ref = min(self.in_flight)
+            raise InvariantError(5, f"{ref} is still on its way to the {self.in_flight[ref][1].label}")
+        if self.staged:
+            raise InvariantError(9, f"{min(self.staged)} is still staged on the host")
+
+    def stages(self, ref: PlaneRef) -> bool:
+        """Whether the unit reaches the compute tier only through the host."""
+        return self.compute is Tier.DEVICE and self.home[ref] is Tier.DISK
+
+    def unit_bytes(self, ref: PlaneRef) -> int:
+        """Bytes of a unit on any tier."""
+        return self.slots[ref] * self.slot_bytes
+
+    def __str__(self) -> str:
+        return str(self.snapshot())
+
+
+def bytes_of_slot(layout: Layout, formats: Mapping[str, PlaneFormat] = FP32_FORMATS) -> int:
+    """Bytes of one slot: a chunk of the narrowest plane. A wider plane takes several adjacent slots."""
+    return layout.chunk_numel * min(fmt.itemsize for fmt in formats.values())
+
+
+def slots_of(ref: PlaneRef, layout: Layout, formats: Mapping[str, PlaneFormat] = FP32_FORMATS) -> int:
+    """Slots a unit takes: those of its chunks, times how much wider its plane is than the narrowest."""
+    narrowest = min(fmt.itemsize for fmt in formats.values())
+    return layout.slots(ref) * (formats[ref.plane].itemsize // narrowest)
+
+
+def make_room(
+    state: Residency,
+    *,
+    needed: Iterable[PlaneRef],
+    pinned: Collection[PlaneRef] = (),
+    capacity_slots: int,
+    order: Order,
+) -> list[Action]:
+    """What makes every unit of `needed` resident in at most `capacity_slots` slots; changes nothing itself.
+
+    Victims are taken in `order` from what is neither needed, pinned, nor at home here, also where nothing is missing
+    but less room is left than is in use. Clean ones are dropped, dirty ones copied home first. Transfers of a kind are
+    all issued before the first is waited for, so that they can overlap, and slots are given back before others are
+    taken. Void units give theirs back first of all.
+
+    Raises:
+        NoRoom: what is needed, pinned or at home here takes more slots than that.
+    """
+    state.expect_settled()
+    resident, slots = state.resident, state.slots
+    keep = dict.fromkeys(needed)
+    missing = sorted(ref for ref in keep if ref not in resident or ref in state.void)
+    keep.update(dict.fromkeys(pinned))
+    voids = sorted(ref for ref in state.void if ref not in keep or ref in missing)
+    in_use = state.slots_used - sum(slots[ref] for ref in voids) + sum(slots[ref] for ref in missing)
+    victims = _choose(state, keep=keep, in_use=in_use, capacity_slots=capacity_slots, order=order)
+    actions: list[Action] = [Drop(ref, state.compute, slots[ref]) for ref in voids]
+    return actions + _evictions(state, victims) + _arrivals(state, missing)
+
+
+def _choose(
+    state: Residency, *, keep: Collection[PlaneRef], in_use: int, capacity_slots: int, order: Order
+) -> list[PlaneRef]:
+    """The victims, in order, whose slots bring `in_use` down to the capacity."""
+    if in_use <= capacity_slots:
+        return []
+
+    def may_go(ref: PlaneRef) -> bool:
+        return ref not in keep and state.resident.get(ref, HERE) is not HERE and ref not in state.void
+
+    victims: dict[PlaneRef, None] = {}
+    for ref in order(filter(may_go, state.resident)):
+        if may_go(ref) and ref not in victims:
+            victims[ref] = None
+            in_use -= state.slots[ref]
+            if in_use <= capacity_slots:
+                break
+    else:
+        raise NoRoom(in_use, capacity_slots)
+    # A large unit that came last may have made smaller ones' going needless: the best of those stay.
+    for ref in reversed(list(victims)):
+        if in_use + state.slots[ref] <= capacity_slots:
+            in_use += state.slots[ref]
+            del victims[ref]
+    return list(victims)
+
+
+def _evictions(state: Residency, victims: list[PlaneRef]) -> list[Action]:
+    compute, issues, ends = state.compute, list[Action](), list[Action]()
+    for ref in victims:
+        home, slots = state.home[ref], state.slots[ref]
+        if state.resident[ref] is CLEAN:
+            ends.append(Drop(ref, compute, slots))
+        elif state.stages(ref):
+            ends += [Copy(ref, compute, Tier.HOST, slots), Wait(ref, Tier.HOST), Drop(ref, compute, slots)]
+            ends += [Copy(ref, Tier.HOST, home, slots), Wait(ref, home), Drop(ref, Tier.HOST, slots)]
+        else:
+            issues.append(Copy(ref, compute, home, slots))
+            ends += [Wait(ref, home), Drop(ref, compute, slots)]
+    return issues + ends
+
+
+def _arrivals(state: Residency, missing: list[PlaneRef]) -> list[Action]:
+    compute, issues, ends = state.compute, list[Action](), list[Action]()
+    for ref in missing:
+        home, slots = state.home[ref], state.slots[ref]
+        if ref in state.free:
+            issues.append(Create(ref, compute, slots))
+        elif state.stages(ref):
+            ends += [Copy(ref, home, Tier.HOST, slots), Wait(ref, Tier.HOST)]
+            ends += [Copy(ref, Tier.HOST, compute, slots), Wait(ref, compute), Drop(ref, Tier.HOST, slots)]
+        else:
+            issues.append(Copy(ref, home, compute, slots))
+            ends.append(Wait(ref, compute))
+    return issues + ends
+
+
+def mark_written(state: Residency, ref: PlaneRef) -> None:
+    """A moment has written the unit: from now on its home is stale.
+
+    Raises:
+        InvariantError: it is not resident (1), or a transfer still reads it (5).
+    """
+    copy = state.resident.get(ref)
+    if copy is None or ref in state.void:
+        raise InvariantError(1, f"{ref} is written but is not resident")
+    if ref in state.staged or ref in state.in_flight:
+        raise InvariantError(5, f"{ref} is written while a transfer reads it")
+    if copy is CLEAN:
+        state.resident[ref] = DIRTY
+
+
+def mark_free(state: Residency, ref: PlaneRef) -> None:
+    """Nobody wants the unit's contents any more; slots it has are void until they are dropped.
+
+    Raises:
+        InvariantError: a transfer of it is in flight (5).
+    """
+    if ref in state.staged or ref in state.in_flight:
+        raise InvariantError(5, f"{ref} is freed while it is on its way")
+    state.free.add(ref)
+    if ref in state.resident:
+        state.void.add(ref)
+        if state.resident[ref] is CLEAN:
+            state.resident[ref] = DIRTY
+
+
+def release(state: Residency, ref: PlaneRef) -> list[Action]:
+    """`mark_free`, and what gives the unit's slots back at once: to be applied, as the actions of `make_room` are."""
+    mark_free(state, ref)
+    return [Drop(ref, state.compute, state.slots[ref])] if ref in state.void else []
+
+
+def apply(state: Residency, action: Action) -> None:
+    """Carry one action out on the state: the only transition there is.
+
+    Raises:
+        InvariantError: the action is not legal now; it names the invariant of `plan/check.py` that would be broken,
+            and the state is unchanged.
+    """
+    if action.ref not in state.home:
+        _refuse(9, action, "there is no such unit")
+    if isinstance(action, Wait):
+        _wait(state, action)
+        return
+    if action.slots != state.slots[action.ref]:
+        _refuse(7, action, f"the unit takes {state.slots[action.ref]} slots")
+    if isinstance(action, Copy):
+        _copy(state, action)
+    elif isinstance(action, Drop):
+        _drop(state, action)
+    else:
+        _create(state, action)
+
+
+def _copy(state: Residency, action: Copy) -> None:
+    ref, src, dst = action.ref, action.src, action.dst
+    home, compute = state.home[ref], state.compute
+    if ref in state.in_flight:
+        _refuse(5, action, "an earlier transfer of it has not been waited for")
+    if (src, dst) not in _WAYS.get((compute, home), ()):
+        _refuse(9, action, f"it rests on the {home.label}, and this is not its way there or back")
+    if dst is compute and ref in state.resident:
+        _refuse(5, action, "it has slots there already")
+    if dst is not compute and dst is not home and ref in state.staged:
+        _refuse(5, action, "it is staged there already")
+    if not _valid_on(state, ref, src):
+        _refuse(4, action, f"the {src.label} does not hold its last contents")
+    state.in_flight[ref] = src, dst
+    if dst is compute:
+        state.slots_used += action.slots
+
+
+def _valid_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
+    """Whether a tier holds the unit's last contents, arrived."""
+    if ref in state.free:
+        return False
+    if tier is state.compute:
+        return ref in state.resident
+    newer_here = state.resident.get(ref) is DIRTY
+    if tier is state.home[ref]:
+        return not newer_here and not state.staged.get(ref, False)
+    return ref in state.staged and (state.staged[ref] or not newer_here)
+
+
+def _wait(state: Residency, action: Wait) -> None:
+    ref, tier = action.ref, action.tier
+    src, dst = state.in_flight.get(ref, (None, None))
+    if dst is not tier:
+        _refuse(5, action, "no such transfer has been issued")
+    del state.in_flight[ref]
+    if tier is state.compute:
+        state.resident[ref] = CLEAN
+    elif tier is not state.home[ref]:
+        state.staged[ref] = src is state.compute and state.resident[ref] is DIRTY
+    else:
+        if ref in state.resident:
+            state.resident[ref] = CLEAN
+        if ref in state.staged:
+            state.staged[ref] = False
+
+
+def _drop(state: Residency, action: Drop) -> None:
+    ref, tier = action.ref, action.tier
+    if tier in state.in_flight.get(ref, ()):
+        _refuse(5, action, "a transfer still uses these slots")
+    if tier is state.compute:
+        copy = state.resident.get(ref)
+        if copy is None:
+            _refuse(2, action, "it has no slots there")
+        if ref not in state.void and (copy is HERE or (copy is DIRTY and not state.staged.get(ref, False))):
+            _refuse(4, action, "it is the last valid copy")
+        del state.resident[ref]
+        state.void.discard(ref)
+        state.slots_used -= action.slots
+    elif tier is Tier.HOST and ref in state.staged:
+        if state.staged[ref] and ref not in state.resident:
+            _refuse(4, action, "it is the last valid copy")
+        del state.staged[ref]
+    else:
+        _refuse(4 if tier is state.home[ref] else 2, action, "it has no copy there that may go")
+
+
+def _create(state: Residency, action: Create) -> None:
+    ref = action.ref
+    if ref not in state.free:
+        _refuse(4, action, "it has contents")
+    if ref in state.resident:
+        _refuse(5, action, "it has slots already")
+    if action.tier is not state.compute:
+        _refuse(9, action, f"first contents are made on the {state.compute.label}")
+    state.free.discard(ref)
+    state.resident[ref] = HERE if state.home[ref] is state.compute else DIRTY
+    state.slots_used += action.slots
+
+
+def _refuse(number: int, action: Action, why: str) -> NoReturn:
+    raise InvariantError(number, f"{action}: {why}")

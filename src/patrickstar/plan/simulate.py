@@ -1,0 +1,88 @@
+"""What a plan holds and moves, without a byte: the ledger that the executor's must equal.
+
+Does not model time, nor transfers that overlap what follows them: every copy takes its slots from its issue on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.ledger import Ledger
+from patrickstar.core.machine import LINKS, Machine, Tier
+from patrickstar.core.trace import Trace
+from patrickstar.errors import StateError
+from patrickstar.plan.actions import Action, Copy, Create, Drop
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency, apply, mark_free, mark_written
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What carrying out a plan comes to, in bytes.
+
+    Attributes:
+        peak: by tier ("device", "host", "disk"; 0 where it is not used), the most held at once. Homes below the
+            compute tier are reserved for every unit, with contents or not.
+        moved: by link, such as "H>D".
+        slots: slots of the compute tier in use during each moment; per_moment: their bytes and the moment's
+            non-model bytes.
+    """
+
+    peak: Mapping[str, int]
+    moved: Mapping[str, int]
+    slots: tuple[int, ...]
+    per_moment: tuple[int, ...]
+
+
+def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simulation:
+    """Carries a plan out on paper.
+
+    Raises:
+        StateError: the plan is for another layout, trace or machine.
+        InvariantError: the plan is not legal; `check` says all that is wrong with it.
+    """
+    if plan.layout != layout.digest() or len(plan.moments) != len(trace) or plan.start.compute is not machine.compute:
+        raise StateError(
+            f"the plan is for layout {plan.layout}, {len(plan.moments)} moments and the {plan.start.compute.label}, "
+            f"not for layout {layout.digest()}, {len(trace)} moments and the {machine.compute.label}: plan again"
+        )
+    state = Residency.of(plan.start)
+    compute, slot_bytes = state.compute, state.slot_bytes
+    ledger = Ledger()
+    for ref, tier in state.home.items():
+        if tier is not compute:
+            ledger.add(tier, state.unit_bytes(ref))
+    ledger.add(compute, state.slots_used * slot_bytes)
+    freed_after = plan.freed_after()
+    slots: list[int] = []
+    per_moment: list[int] = []
+    for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=True)):
+        for action in actions:
+            apply(state, action)
+            _enter(ledger, state, action)
+        ledger.begin_moment({compute: moment.nonmodel_bytes})
+        slots.append(state.slots_used)
+        per_moment.append(ledger.in_use(compute))
+        for touch in moment.touches:
+            if touch.writes:
+                mark_written(state, touch.ref)
+        for ref in freed_after.get(index, ()):
+            mark_free(state, ref)
+    peak = {tier.label: ledger.peak(tier) for tier in Tier}
+    # What is there before the first moment's evictions is the last plan's to answer for.
+    peak[compute.label] = max(per_moment, default=0)
+    moved = {over: ledger.moved(over) for over in LINKS}
+    return Simulation(peak, moved, tuple(slots), tuple(per_moment))
+
+
+def _enter(ledger: Ledger, state: Residency, action: Action) -> None:
+    if isinstance(action, Copy):
+        if action.dst is not state.home[action.ref]:
+            ledger.add(action.dst, state.unit_bytes(action.ref))
+        ledger.move(action.src, action.dst, state.unit_bytes(action.ref))
+    elif isinstance(action, Create):
+        ledger.add(action.tier, state.unit_bytes(action.ref))
+    elif isinstance(action, Drop):
+        ledger.remove(action.tier, state.unit_bytes(action.ref))

@@ -1,0 +1,104 @@
+"""What each tier may hold, from what was asked for and what the machine has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.memory.allocator import allocator, set_glibc_thresholds
+from patrickstar.memory.process import available_bytes, total_bytes
+from patrickstar.units import format_bytes, parse_size
+
+__all__ = ["Budgets", "find_budgets"]
+
+_HOST_SHARE = 0.8
+_DISK_SHARE = 0.9
+_log = logging.getLogger("patrickstar")
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """The tiers and what they may hold.
+
+    Attributes:
+        host_binds: whether the user gave a bound on what the process holds, so that what the allocator keeps matters.
+        taken_over_bytes: of weights that exist already and will be let go; the host budget is counted without them.
+        retains: bytes the allocator takes for each byte of activations alive.
+    """
+
+    machine: Machine
+    host_binds: bool
+    taken_over_bytes: int
+    retains: float
+
+    def prepare_allocator(self) -> None:
+        """Makes glibc give freed memory back, where the process must stay within a bound. See decision 0002."""
+        if self.host_binds and allocator().name == "glibc" and set_glibc_thresholds():
+            _log.info(
+                "host_memory is given: glibc now returns freed blocks of 128 KiB and more at once, for the whole process and for good; "
+                "steps take longer by the page faults. Under tcmalloc (LD_PRELOAD) this is not needed: see `patrickstar doctor`"
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{tier.label} {format_bytes(nbytes)}" for tier, nbytes in self.machine.budget.items())
+
+
+def resolve_device(device: str | None) -> str:
+    """The device a session uses: "cpu" or "emulated".
+
+    Raises:
+        DeviceError: CUDA was asked for and there is none. ConfigError: CUDA arrives in a later version.
+    """
+    if device is None:
+        if torch.cuda.is_available():
+            _log.warning('training on CUDA devices arrives in a later version: this session uses device="cpu"')
+        return "cpu"
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise DeviceError(f'device="{device}": torch sees no CUDA device here; use device="cpu"')
+        raise ConfigError(f'device="{device}": CUDA devices arrive in a later version; use device="cpu"')
+    return device
+
+
+def find_budgets(memory: MemoryOptions, *, weight_bytes: int) -> Budgets:
+    """Budgets in bytes. `weight_bytes`: of the parameters as they are now, to be taken over."""
+    device = resolve_device(memory.device)
+    host_binds = memory.host_memory is not None
+    if host_binds:
+        host = parse_size(memory.host_memory, name="host_memory", total_bytes=total_bytes())  # type: ignore[arg-type]
+    else:
+        host = int((available_bytes() + weight_bytes) * _HOST_SHARE)
+    budget = {Tier.HOST: host}
+    if memory.disk is not None:
+        budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory)
+    if device == "cpu":
+        if memory.device_memory is not None:
+            raise ConfigError(
+                f'device_memory={memory.device_memory!r} with device="cpu": there is no device tier, the host computes; '
+                f"give host_memory={memory.device_memory!r}"
+            )
+        retains = allocator(thresholds=True).retains if host_binds else 1.0
+        return Budgets(Machine(Tier.HOST, budget), host_binds, weight_bytes, retains)
+    wanted = memory.device_memory
+    budget[Tier.DEVICE] = (
+        host if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total_bytes())
+    )
+    return Budgets(Machine(Tier.DEVICE, budget), host_binds, weight_bytes, 1.0)
+
+
+def _disk_budget(directory: Path, wanted: int | str | None) -> int:
+    existing = directory if directory.exists() else directory.parent
+    if not existing.is_dir():
+        raise DeviceError(
+            f"disk={str(directory)!r}: {existing} is no directory; give one that exists, or whose parent does"
+        )
+    status = os.statvfs(existing)
+    free = status.f_bavail * status.f_frsize
+    return int(free * _DISK_SHARE) if wanted is None else parse_size(wanted, name="disk_memory", total_bytes=free)

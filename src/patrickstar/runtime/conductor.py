@@ -1,0 +1,93 @@
+"""Takes the events of a step, asks the pilot what must happen before each, and has it done.
+
+The binding calls it for every use of a parameter and every gradient; the optimizer for every chunk it updates. It owns the question "is it
+there now?"; gradients and updates own what is done with the bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.runtime.mover import Mover
+from patrickstar.runtime.pilot import Pilot
+from patrickstar.tracing.recorder import Recorder
+
+__all__ = ["Conductor"]
+
+
+class Conductor:
+    """One moment after another.
+
+    Args:
+        held: the units in use from earlier moments, which may not move.
+
+    Attributes:
+        recorder: writes down what happens, where somebody wants to know.
+        pending: what must be done before any further moment (an optimizer step that was called and not yet carried out).
+    """
+
+    def __init__(self, pilot: Pilot, mover: Mover, *, compute: Tier, held: Callable[[], Collection[PlaneRef]]) -> None:
+        self.pilot = pilot
+        self.mover = mover
+        self.lock = threading.RLock()
+        self._compute = compute
+        self._held = held
+
+        self.recorder: Recorder | None = None
+        self.pending: Callable[[], None] | None = None
+        self.nonmodel_bytes: Callable[[], int] | None = None
+
+    def settle(self) -> None:
+        """Does what is pending."""
+        with self.lock:
+            pending, self.pending = self.pending, None
+            if pending is not None:
+                pending()
+
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
+        """What these touches need is resident when this returns. Units to be written count as written.
+
+        Raises:
+            BudgetError: it does not fit. DeviceError: the disk does not do its work.
+        """
+        with self.lock:
+            if self.pending is not None:
+                self.settle()
+            held = self._held()
+            if self.recorder is not None and phase is not Phase.STEP:
+                self.recorder.moment(phase, label, touches, held)
+            actions = self.pilot.actions(phase, label, touches, held)
+            segment = self.pilot.segment
+            ledger = self.mover.ledger
+            self.mover.store.limit_slots = self.pilot.capacity_slots
+            if actions:
+                self.mover.carry_out(actions)
+            self.mover.store.trim()
+            if self.nonmodel_bytes is not None:
+                ledger.begin_moment({self._compute: self.nonmodel_bytes()})
+            elif segment.planned and segment.trace is not None:
+                ledger.begin_moment({self._compute: segment.trace.moments[segment.position - 1].nonmodel_bytes})
+            else:
+                ledger.begin_moment({self._compute: segment.reserve_bytes})
+            for touch in touches:
+                if touch.writes:
+                    self.mover.wrote(touch.ref)
+
+    def tensor(self, ref: PlaneRef) -> Tensor:
+        """A 1-D tensor over a resident unit, on a storage of its own. Valid until the next moment unless a lease is taken."""
+        with torch.inference_mode(False):
+            return self.mover.store.tensor(ref, self._compute)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Our own tensor operations: no gradients, no inference tensors, no subclasses."""
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            yield

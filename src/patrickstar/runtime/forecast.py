@@ -1,0 +1,193 @@
+"""What a training step will take, without running it: nothing is allocated, and the model may be on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from patrickstar.config.arguments import check_arguments
+from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.spec import TensorSpec
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.errors import BudgetError, Error
+from patrickstar.plan import residency
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.simulate import simulate
+from patrickstar.runtime.budgets import Budgets, find_budgets
+from patrickstar.runtime.manage import resting_state
+from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.segments import with_retention
+from patrickstar.runtime.updates import norm_trace, step_trace
+from patrickstar.tracing.choreography import Choreography
+from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+
+__all__ = ["Forecast", "forecast"]
+
+_STEPS_TO_SETTLE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a training step will take.
+
+    Attributes:
+        fits: whether every moment fits; refusal: why it does not, and what would.
+        peak: bytes by tier ("device", "host", "disk"). moved: bytes by link ("H>D", ...) of a step in the long run.
+        minimum: the smallest budget of each tier that is used, with the others as they are; 0 where a tier is not used.
+        parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
+        plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
+        layout: which parameter lies in which chunk.
+    """
+
+    fits: bool
+    refusal: str
+    peak: Mapping[str, int]
+    moved: Mapping[str, int]
+    minimum: Mapping[str, int]
+    parameters: int
+    model_data_bytes: int
+    layout: Layout
+    traces: tuple[Trace, ...] = ()
+    plans: tuple[Plan, ...] = field(default=(), repr=False)
+
+    @property
+    def plan_text(self) -> str:
+        """The plans as readable text."""
+        return "\n\n".join(str(plan) for plan in self.plans)
+
+
+def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = False, **memory_options: Any) -> Forecast:
+    """What training `model(**batch)` will take, with memory options as `manage` takes them.
+
+    Raises:
+        ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
+    """
+    memory = check_arguments(**memory_options)
+    in_backward = memory.step == "in_backward"
+    named = dict(model.named_parameters())
+    specs = [TensorSpec(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()]
+    layout = build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
+    budgets = find_budgets(memory, weight_bytes=sum(parameter.nbytes for parameter in named.values()))
+    trainable = {name for name, parameter in named.items() if parameter.requires_grad}
+    tracer = OfflineTracer(
+        layout, lambda: Choreography(layout, in_backward=in_backward, updates=trainable.__contains__), takes_gradients=True
+    )
+    try:
+        step = with_retention(tracer.trace(model, named, (), batch), budgets.retains)
+    except CannotTrace as problem:
+        raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
+    clips = clip or memory.max_grad_norm is not None
+    updates = [] if in_backward else [step_trace(layout, trainable, writes_gradients=clips)]
+    norms = [norm_trace(layout, trainable)] if clips and not in_backward else []
+    traces = (step, *norms, *updates)
+    planes = 3 if in_backward else 4
+    facts = {
+        "parameters": sum(parameter.numel() for parameter in named.values()),
+        "model_data_bytes": sum(spec.numel * 4 * (planes if spec.trainable else 1) for spec in specs),
+        "layout": layout,
+        "traces": traces,
+    }
+    minimum = _minimum(layout, budgets, traces)
+    try:
+        state = resting_state(layout, budgets, with_optimizer=True, in_backward=in_backward)
+        peak, moved, plans = _long_run(state, layout, budgets, traces, policy=memory.options.eviction)
+    except BudgetError as refusal:
+        nothing = {tier.label: 0 for tier in Tier}
+        return Forecast(False, str(refusal), nothing, {}, minimum, **facts)  # type: ignore[arg-type]
+    return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
+
+
+def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...]) -> dict[str, int]:
+    """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below."""
+    machine = budgets.machine
+    minimum = {tier.label: 0 for tier in Tier}
+    if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
+        homes = {ref: Tier.HOST for trace in traces for moment in trace.moments for ref in (touch.ref for touch in moment.touches)}
+        start = Residency.at_rest(layout, compute=Tier.HOST, home=homes, free=homes)
+        # Weights are there from the beginning, whatever a moment touches.
+        for ref in homes:
+            if ref.plane == WEIGHT:
+                residency.apply(start, residency.Create(ref, Tier.HOST, start.slots[ref]))
+        needs, contents = [], start
+        for trace in traces:
+            needs.append(worst_moment(trace, layout=layout, start=contents).nbytes)
+            contents = _touched(contents, trace)
+        minimum["host"] = max(needs)
+        return minimum
+    minimum[machine.compute.label] = max(worst_moment(trace, layout=layout).nbytes for trace in traces)
+    return minimum
+
+
+def _touched(state: Residency, trace: Trace) -> Residency:
+    """The state in which everything that the trace touches has contents on the compute tier."""
+    state = state.copy()
+    for moment in trace.moments:
+        for touch in moment.touches:
+            if touch.ref in state.free:
+                residency.apply(state, residency.Create(touch.ref, state.compute, state.slots[touch.ref]))
+    return state
+
+
+def _long_run(
+    state: Residency, layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, policy: str
+) -> tuple[dict[str, int], dict[str, int], tuple[Plan, ...]]:
+    """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other."""
+    machine = budgets.machine
+    _fill(state, layout, machine.budget[machine.compute], policy)
+    peak: Counter[str] = Counter()
+    starts: list[str] = []
+    plans: list[Plan] = []
+    moved: Counter[str] = Counter()
+    for _ in range(_STEPS_TO_SETTLE):
+        plans, moved = [], Counter()
+        for number, trace in enumerate(traces):
+            last = number == len(traces) - 1
+            frees = _gradients_freed(trace) if last and len(traces) > 1 else ()
+            plan = make_plan(
+                trace,
+                layout=layout,
+                machine=machine,
+                start=state,
+                policy=policy,
+                following=traces[(number + 1) % len(traces)],
+                frees=frees,
+            )
+            simulated = simulate(plan, trace, layout=layout, machine=machine)
+            plans.append(plan)
+            moved.update(simulated.moved)
+            for tier, nbytes in simulated.peak.items():
+                peak[tier] = max(peak[tier], nbytes)
+            state = Residency.of(plan.end)
+            for ref in sorted(state.void) if last else ():
+                residency.apply(state, residency.Drop(ref, state.compute, state.slots[ref]))
+        now = str(state.snapshot())
+        if now in starts:
+            break
+        starts.append(now)
+    return dict(peak), dict(moved), tuple(plans)
+
+
+def _fill(state: Residency, layout: Layout, budget_bytes: int, policy: str) -> None:
+    """Weights are put into chunks as `manage` does it."""
+    pilot = Pilot(state, budget_bytes=lambda: budget_bytes, policy=policy)
+    for run in layout.runs:
+        ref = PlaneRef(run.head, WEIGHT)
+        for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
+            residency.apply(state, action)
+        residency.mark_written(state, ref)
+
+
+def _gradients_freed(trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
+    return tuple(
+        (index, touch.ref) for index, moment in enumerate(trace.moments) for touch in moment.touches if touch.ref.plane == GRAD
+    )

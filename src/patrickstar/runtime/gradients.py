@@ -1,0 +1,116 @@
+"""Gradients in the `grad` plane: how they arrive, add up, are read and let go.
+
+Within one backward call autograd adds in the parameter's type; over several calls they add up here, in fp32, as `.grad` does. The first one is
+copied, not added to zeros: -0.0 stays -0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.runtime.conductor import Conductor
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Which parameters have a gradient, and the bytes of each.
+
+    Attributes:
+        names: the parameters with a gradient in the plane, by name.
+        factors: clip factors that are still to be multiplied in, oldest first (0-dim fp32); done when the gradient is next read.
+    """
+
+    def __init__(self, layout: Layout, conductor: Conductor) -> None:
+        self._layout = layout
+        self._conductor = conductor
+
+        self.names: set[str] = set()
+        self.factors: list[Tensor] = []
+
+    def add(self, bound: BoundParameter, gradient: Tensor) -> None:
+        """Takes a gradient that has arrived, chunk by chunk."""
+        self.apply_factors()
+        with self._conductor.quiet():
+            flat = bound.flat(gradient)
+            for part in self._layout.parts(bound.name):
+                ref = PlaneRef(part.chunk, GRAD)
+                self._conductor.moment(Phase.BACKWARD, bound.name, (Touch(ref, True),))
+                target = self._conductor.tensor(ref)[part.start : part.stop]
+                piece = flat[part.tensor_start : part.tensor_start + target.numel()]
+                if bound.name in self.names:
+                    target.add_(piece)
+                else:
+                    target.copy_(piece)
+        self.names.add(bound.name)
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
+        for part in self._layout.parts(name):
+            ref = PlaneRef(part.chunk, GRAD)
+            self._conductor.moment(Phase.STEP, name, (Touch(ref),))
+            yield self._conductor.tensor(ref)[part.start : part.stop]
+
+    def read(self, bound: BoundParameter) -> Tensor:
+        """A copy of the gradient, of the parameter's shape and strides."""
+        self.apply_factors()
+        with self._conductor.quiet():
+            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
+            flat = whole.as_strided((whole.numel(),), (1,))
+            at = 0
+            for piece in self.pieces(bound.name):
+                flat[at : at + piece.numel()].copy_(piece)
+                at += piece.numel()
+            return whole
+
+    def drop(self, name: str) -> None:
+        """The gradient is no longer wanted; chunks without any other give their slots back."""
+        if name not in self.names:
+            return
+        self._conductor.settle()
+        self.names.discard(name)
+        for part in self._layout.parts(name):
+            if not any(piece.name in self.names for piece in self._layout.tensors_in(part.chunk)):
+                self._conductor.mover.release(PlaneRef(part.chunk, GRAD))
+
+    def drop_all(self) -> None:
+        """No gradient is wanted any more."""
+        chunks = {part.chunk for name in self.names for part in self._layout.parts(name)}
+        self.names.clear()
+        self.factors.clear()
+        for chunk in sorted(chunks):
+            self._conductor.mover.release(PlaneRef(chunk, GRAD))
+
+    def fill_with_zeros(self, names: Collection[str]) -> None:
+        """Those of these gradients that there are become zero, and stay there (`zero_grad(set_to_none=False)`)."""
+        self.apply_factors()
+        with self._conductor.quiet():
+            for chunk in self.chunks():
+                self._conductor.moment(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
+                flat = self._conductor.tensor(PlaneRef(chunk, GRAD))
+                for piece in self._layout.tensors_in(chunk):
+                    if piece.name in self.names and piece.name in names:
+                        flat[piece.start : piece.stop].zero_()
+
+    def chunks(self) -> list[int]:
+        """The chunks that hold a gradient, in order."""
+        return sorted({part.chunk for name in self.names for part in self._layout.parts(name)})
+
+    def apply_factors(self) -> None:
+        """Multiplies pending clip factors in."""
+        if not self.factors:
+            return
+        factors, self.factors = self.factors, []
+        with self._conductor.quiet():
+            for chunk in self.chunks():
+                self._conductor.moment(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
+                flat = self._conductor.tensor(PlaneRef(chunk, GRAD))
+                for factor in factors:
+                    flat.mul_(factor)

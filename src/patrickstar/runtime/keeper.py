@@ -1,0 +1,172 @@
+"""Answers the binding and the root module's hooks: the session's side of every event of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import StateError
+from patrickstar.nn.watch import Watch
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.segments import Segments
+from patrickstar.runtime.training import Training
+from patrickstar.torch_private import backward_id
+from patrickstar.tracing.choreography import Choreography
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Owns the bytes of parameters, as far as the binding is concerned.
+
+    Made before the binding, which needs it, and connected to what needs the binding afterwards.
+
+    Attributes:
+        seconds: of the last step, by phase.
+    """
+
+    _conductor: Conductor
+    _segments: Segments
+    _training: Training | None
+    _watch: Watch
+
+    def __init__(self, *, model: nn.Module, named: Mapping[str, nn.Parameter], choreography: Choreography) -> None:
+        self._model = model
+        self._named = named
+        self._expected = [id(parameter) for parameter in model.parameters()]
+        self.choreography = choreography
+
+        self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self._depth = 0
+        self._began_s = 0.0
+        self._backward_began_s = 0.0
+
+    def connect(self, conductor: Conductor, segments: Segments, training: Training | None, watch: Watch) -> None:
+        """Everything that events are passed on to."""
+        self._conductor = conductor
+        self._segments = segments
+        self._training = training
+        self._watch = watch
+
+    # the binding's owner
+
+    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
+        """See `nn.binding.Owner`."""
+        self._check_watch()
+        inside = backward_id() != -1
+        if not inside:
+            self.choreography.used(names, in_graph=in_graph)
+        self._conductor.moment(
+            Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], tuple(Touch(ref) for ref in refs)
+        )
+
+    def unpack(self, ref: PlaneRef, name: str) -> None:
+        """See `nn.binding.Owner`."""
+        self._check_watch()
+        self._conductor.moment(Phase.BACKWARD, name, (Touch(ref),))
+
+    def wrap(self, ref: PlaneRef) -> Tensor:
+        """See `nn.binding.Owner`."""
+        return self._conductor.tensor(ref)
+
+    def changed(self, ref: PlaneRef) -> None:
+        """See `nn.binding.Owner`."""
+        self._conductor.mover.wrote(ref)
+
+    def escaped(self, ref: PlaneRef) -> None:
+        """See `nn.binding.Owner`."""
+        self._watch.add(ref)
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """See `nn.binding.Owner`."""
+        self._check_watch()
+        if gradient.layout is not torch.strided:
+            raise StateError(
+                f"{name} has a gradient of layout {gradient.layout}: sparse gradients cannot be managed; use sparse=False"
+            )
+        now = time.perf_counter()
+        if not self._backward_began_s:
+            self._backward_began_s = now
+        assert self._training is not None
+        self._training.gradient(name, gradient)
+        self.seconds["backward"] = time.perf_counter() - self._backward_began_s
+
+    def read_gradient(self, name: str) -> Tensor | None:
+        """See `nn.binding.Owner`."""
+        return None if self._training is None else self._training.hand_over(name)
+
+    def drop_gradient(self, name: str) -> None:
+        """See `nn.binding.Owner`."""
+        if self._training is not None:
+            self._training.drop_gradient(name)
+
+    def _check_watch(self) -> None:
+        if self._watch:
+            self._watch.check()
+
+    # the root module's calls
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward of the model begins. BudgetError before anything has changed where it does not fit."""
+        if self._depth:
+            self._depth += 1
+            return args, kwargs
+        self._expect_own_parameters()
+        if self._training is not None:
+            self._training.expect_whole()
+        self._check_watch()
+        self._conductor.settle()
+        args, kwargs = cast_inputs((args, kwargs), torch.float32)
+        with self._conductor.lock:
+            self._segments.begin_forward(module, self._named, args, kwargs)
+        self.choreography.begin_forward()
+        self._depth = 1
+        self._began_s, self._backward_began_s = time.perf_counter(), 0.0
+        return args, kwargs
+
+    def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
+        """A forward has ended, or was left by an exception."""
+        if not self._depth:
+            return  # refused before it began
+        self._depth -= 1
+        if self._depth:
+            return
+        self.seconds["forward"] = time.perf_counter() - self._began_s
+        self._backward_began_s = time.perf_counter()
+        if not torch.is_grad_enabled():
+            self._segments.end()
+
+    def _expect_own_parameters(self) -> None:
+        found = [id(parameter) for parameter in self._model.parameters()]
+        if found == self._expected:
+            return
+        now = dict(self._model.named_parameters())
+        names = [name for name in {**self._named, **now} if now.get(name) is not self._named.get(name)]
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise StateError(
+            f"parameters of the model were replaced, added or removed after manage(): {shown}. Close the session, change the model "
+            "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
+        )
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """The same inputs with floating tensors in this type, in nested containers too; what needs no cast is the very same object."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+    if type(value) is dict:
+        items = {name: cast_inputs(item, dtype) for name, item in value.items()}
+        return items if any(items[name] is not value[name] for name in value) else value
+    if isinstance(value, list | tuple):
+        cast = [cast_inputs(item, dtype) for item in value]
+        if all(new is old for new, old in zip(cast, value, strict=True)):
+            return value
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    return value

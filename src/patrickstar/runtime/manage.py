@@ -1,0 +1,287 @@
+"""`patrickstar.manage`: puts a session together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.options import Options
+from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.ledger import Ledger
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.spec import TensorSpec
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.hooks import watch_root
+from patrickstar.memory.arena import Arena
+from patrickstar.memory.disk import DiskPool
+from patrickstar.memory.store import ChunkStore
+from patrickstar.nn.binding import Binding
+from patrickstar.nn.watch import Watch
+from patrickstar.nn.whole_calls import WholeCalls
+from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.optim.take_over import check_optimizer, read_groups
+from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.placement import place
+from patrickstar.plan.refusal import refuse_moment
+from patrickstar.plan.residency import Residency
+from patrickstar.runtime.budgets import Budgets, find_budgets
+from patrickstar.runtime.buffers import cast_buffers
+from patrickstar.runtime.checks import check_model
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.keeper import Keeper
+from patrickstar.runtime.metering import Metering
+from patrickstar.runtime.mover import Mover
+from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.segments import Segments
+from patrickstar.runtime.session import Parts, Session
+from patrickstar.runtime.takeover import take_over
+from patrickstar.runtime.training import Training
+from patrickstar.runtime.updates import Updates, step_trace
+from patrickstar.runtime.weights import Weights
+from patrickstar.tracing.choreography import Choreography
+from patrickstar.tracing.offline import OfflineTracer
+
+__all__ = ["manage", "resting_state"]
+
+_log = logging.getLogger("patrickstar")
+
+
+def manage(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: str | None = None,
+    precision: str | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    disk: str | Path | None = None,
+    disk_memory: int | str | None = None,
+    states: str = "exact",
+    step: str = "deferred",
+    max_grad_norm: float | None = None,
+    weights: str | Path | None = None,
+    activations: str = "model",
+    mesh: object | None = None,
+    options: Options | None = None,
+    **unknown: Any,
+) -> Session:
+    """Puts a model's parameters, gradients and optimizer states into chunks that move between tiers of memory.
+
+    The training loop stays as it is, with `session.optimizer` in place of the optimizer. No budget changes a bit of any result.
+
+    Args:
+        model: any module with dense floating parameters on the CPU. A master starts from the value a parameter has now.
+        optimizer: torch's or patrickstar's Adam or AdamW over parameters of the model, whose groups and state are taken over. None: weights
+            only are managed, for evaluation.
+        device: "cpu", or "emulated": a bounded arena of host memory plays a device. None: "cpu".
+        precision: "fp32". None: "fp32".
+        device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%".
+        host_memory: how much the process may hold above its present size less the weights taken over. None: 80 % of what is available.
+        disk, disk_memory: directory and budget of the disk tier. None: no disk tier; 90 % of what is free.
+        step: "deferred", at `optimizer.step()`, or "in_backward", as gradients arrive.
+        max_grad_norm: clips the global norm at every step.
+        options: see `Options`; nobody should need it.
+        states, weights, activations, mesh: their default only, until a later version.
+    Raises:
+        ConfigError, LayoutError, StateError, BudgetError, DeviceError: model and optimizer are then as before.
+    """
+    memory = check_arguments(
+        device=device,
+        precision=precision,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk=disk,
+        disk_memory=disk_memory,
+        states=states,
+        step=step,
+        max_grad_norm=max_grad_norm,
+        weights=weights,
+        activations=activations,
+        mesh=mesh,
+        options=options,
+        **unknown,
+    )
+    named = check_model(model)
+    if optimizer is not None:
+        check_optimizer(optimizer, {id(parameter): name for name, parameter in named.items()})
+    specs = [TensorSpec(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()]
+    layout = build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
+    budgets = find_budgets(memory, weight_bytes=sum(parameter.nbytes for parameter in named.values()))
+    state = resting_state(
+        layout, budgets, with_optimizer=optimizer is not None, in_backward=memory.step == "in_backward"
+    )
+    budgets.prepare_allocator()
+    store, ledger = _build_store(state, memory, budgets)
+    try:
+        return _build_session(
+            model, named, optimizer, memory=memory, layout=layout, budgets=budgets, mover=Mover(state, store, ledger)
+        )
+    except BaseException:
+        store.close()
+        raise
+
+
+def resting_state(layout: Layout, budgets: Budgets, *, with_optimizer: bool, in_backward: bool) -> Residency:
+    """Every unit at its home, without contents yet.
+
+    Raises:
+        BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
+    """
+    machine = budgets.machine
+    planes = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ) if with_optimizer else (WEIGHT,)
+    # A disk that was given is where things rest: what fits stays in memory all the same, as cached copies.
+    disk = Tier.DISK in machine.budget
+    home = place(layout, machine, planes=planes, disk=disk, transient=(GRAD,) if in_backward else ())
+    state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home)
+    uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
+    traces = [Trace(uses)]
+    if with_optimizer:
+        traces.append(step_trace(layout, layout.slices, writes_gradients=True, with_gradient=not in_backward))
+    worst = max((worst_moment(trace, layout=layout, start=state) for trace in traces), key=lambda need: need.nbytes)
+    if worst.nbytes > machine.budget[machine.compute]:
+        raise refuse_moment(
+            tier=machine.compute,
+            moment=worst.moment,
+            slot_bytes=worst.slot_bytes,
+            slots=worst.slots,
+            nonmodel_bytes=0,
+            budget_bytes=machine.budget[machine.compute],
+            smallest_bytes=worst.nbytes,
+        )
+    return state
+
+
+def _build_store(state: Residency, memory: MemoryOptions, budgets: Budgets) -> tuple[ChunkStore, Ledger]:
+    machine = budgets.machine
+    total, longest = sum(state.slots.values()), max(state.slots.values())
+    # More addresses than slots can ever be in use: runs of adjacent free ones are always found.
+    arenas = {
+        machine.compute: Arena(state.slot_bytes, virtual_slots=2 * total + 8 * longest + 16, name=machine.compute.label)
+    }
+    if machine.compute is Tier.DEVICE:
+        arenas[Tier.HOST] = Arena(state.slot_bytes, virtual_slots=2 * total + 8 * longest + 16, name=Tier.HOST.label)
+    on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
+    pool = None
+    if on_disk:
+        assert memory.disk is not None, "units were placed on a disk that there is not"
+        pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
+    ledger = Ledger()
+    for ref, tier in state.home.items():
+        if tier is not machine.compute:
+            ledger.add(tier, state.unit_bytes(ref))
+    store = ChunkStore(
+        arenas=arenas,
+        disk=pool,
+        home=state.home,
+        slots=state.slots,
+        dtype=lambda _: torch.float32,
+        ledger=ledger,
+        compute=machine.compute,
+        poison=memory.options.poison,
+    )
+    return store, ledger
+
+
+def _build_session(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    original: torch.optim.Optimizer | None,
+    *,
+    memory: MemoryOptions,
+    layout: Layout,
+    budgets: Budgets,
+    mover: Mover,
+) -> Session:
+    machine, options = budgets.machine, memory.options
+    compute = machine.compute
+    in_backward = memory.step == "in_backward"
+    names = {id(parameter): name for name, parameter in named.items()}
+
+    def hypers() -> Mapping[str, Hyper]:
+        return {} if original is None else read_groups(original.param_groups, names)
+
+    def in_a_group(name: str) -> bool:
+        return original is not None and any(
+            named[name] is parameter for group in original.param_groups for parameter in group["params"]
+        )
+
+    def choreography() -> Choreography:
+        return Choreography(layout, in_backward=in_backward, updates=in_a_group)
+
+    keeper = Keeper(model=model, named=named, choreography=choreography())
+    binding = Binding(named, layout, keeper, takes_gradients=original is not None)
+    pilot = Pilot(
+        mover.state,
+        budget_bytes=lambda: machine.budget[compute] - binding.own_gradient_bytes(),
+        policy=options.eviction,
+    )
+    conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held)
+    metering = Metering(
+        conductor,
+        compute=compute,
+        budget_bytes=lambda: machine.budget[compute],
+        is_slot=lambda tensor: binding.leases.locate(tensor) is not None,
+        enforce=compute is Tier.DEVICE,
+    )
+    segments = Segments(
+        conductor=conductor,
+        layout=layout,
+        machine=machine,
+        policy=options.eviction,
+        tracer=OfflineTracer(layout, choreography, takes_gradients=original is not None),
+        retains=budgets.retains,
+        taken_bytes=binding.own_gradient_bytes,
+        metering=metering,
+        always_meter=compute is Tier.DEVICE,
+    )
+    weights = Weights(binding, layout, conductor)
+    gradients = Gradients(layout, conductor)
+    training = None
+    if original is not None:
+        training = Training(
+            binding=binding,
+            layout=layout,
+            conductor=conductor,
+            segments=segments,
+            gradients=gradients,
+            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update),
+            choreography=keeper.choreography,
+            hypers=hypers,
+            max_grad_norm=memory.max_grad_norm,
+        )
+    keeper.connect(conductor, segments, training, Watch(binding.leases.take, binding.leases.held, keeper.changed))
+    dtypes = {name: parameter.dtype for name, parameter in named.items()}
+    take_over(named, binding=binding, weights=weights, gradients=gradients, training=training, optimizer=original)
+    parts = Parts(
+        model=model,
+        named=named,
+        layout=layout,
+        binding=binding,
+        conductor=conductor,
+        segments=segments,
+        keeper=keeper,
+        weights=weights,
+        training=training,
+        root=watch_root(model, keeper),
+        whole_calls=WholeCalls(model, binding),
+        parameter_dtypes=dtypes,
+        buffer_dtypes=cast_buffers(model, torch.float32),
+        host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
+    )
+    session = Session(parts)
+    if original is not None:
+        session.attach(ManagedOptimizer(original, target=session, names=names))
+    binding.session_name = repr(session)
+    _log.info("%r: %d chunks of %d elements; %s", session, layout.n_chunks, layout.chunk_numel, budgets)
+    return session

@@ -1,0 +1,90 @@
+"""Switches the meter of live bytes on and off around steps, and holds it against the budget where that is a hard bound."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from patrickstar.core.machine import Tier
+from patrickstar.errors import BudgetError
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.tracing.meter import LiveBytes
+from patrickstar.units import format_bytes
+
+__all__ = ["Metering"]
+
+_log = logging.getLogger("patrickstar")
+
+
+class Metering:
+    """The meter of one session.
+
+    It counts from the beginning of a forward to the end of its backward, and is left when the next stretch of the step begins.
+
+    Args:
+        is_slot: whether a tensor lies over a slot. enforce: whether slots and live bytes together may not exceed the budget.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        *,
+        compute: Tier,
+        budget_bytes: Callable[[], int],
+        is_slot: Callable[[Tensor], bool],
+        enforce: bool,
+    ) -> None:
+        self._conductor = conductor
+        self._compute = compute
+        self._budget_bytes = budget_bytes
+        self._is_slot = is_slot
+        self._enforce = enforce
+
+        self._meter: LiveBytes | None = None
+
+    def start(self) -> Callable[[], int]:
+        """Switches the meter on; gives the function that restarts its peak."""
+        meter = LiveBytes(self._is_slot, self._on_change)
+        meter.__enter__()
+        self._meter = meter
+        self._conductor.nonmodel_bytes = lambda: meter.live
+        return meter.restart_peak
+
+    def pause(self) -> None:
+        """What is made from now on is no part of the step. (A mode cannot be left from inside a backward call.)"""
+        if self._meter is not None:
+            self._meter.counts = False
+            self._conductor.nonmodel_bytes = None
+            self._conductor.mover.ledger.nonmodel(self._compute, 0)
+
+    def stop(self) -> None:
+        """Switches it off."""
+        meter, self._meter = self._meter, None
+        if meter is None:
+            return
+        self._conductor.nonmodel_bytes = None
+        self._conductor.mover.ledger.nonmodel(self._compute, 0)
+        if meter.is_on_top():
+            meter.__exit__(None, None, None)
+        else:
+            _log.warning(
+                "another dispatch mode was entered inside a step and not left: live bytes are counted on until it is"
+            )
+
+    def _on_change(self, live: int) -> None:
+        ledger = self._conductor.mover.ledger
+        ledger.nonmodel(self._compute, live)
+        held, budget = ledger.in_use(self._compute), self._budget_bytes()
+        if self._enforce and held > budget:
+            segment = self._conductor.pilot.segment
+            raise BudgetError(
+                f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {segment.position} of the {segment.name}: "
+                f"{format_bytes(held)} = chunk slots {format_bytes(ledger.chunks(self._compute))} + activations {format_bytes(live)}",
+                tier=self._compute.label,
+                moment=f"{segment.position} {segment.name}",
+                needed_bytes=held,
+                available_bytes=budget,
+                smallest_bytes=held,
+            )

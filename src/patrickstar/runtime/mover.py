@@ -1,0 +1,101 @@
+"""Carries out actions on the state and on the bytes alike, so that neither can be ahead of the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from patrickstar.core.ledger import Ledger
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import PlaneRef
+from patrickstar.errors import DeviceError
+from patrickstar.memory.store import ChunkStore
+from patrickstar.plan import residency
+from patrickstar.plan.actions import Action, Copy, Drop, Wait
+from patrickstar.plan.residency import Residency
+
+__all__ = ["Mover"]
+
+
+class Mover:
+    """The one place where the plan's state and the store's bytes change.
+
+    Attributes:
+        log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
+    """
+
+    def __init__(self, state: Residency, store: ChunkStore, ledger: Ledger) -> None:
+        self.state = state
+        self.store = store
+        self.ledger = ledger
+        self.keep_log = False
+        self.log: list[Action] = []
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Does what the actions say, in order.
+
+        A transfer that fails raises DeviceError and changes nothing: what was to be written back is still where it was, and what was to be
+        fetched is still at home. Other transfers under way are waited for first.
+        """
+        for action in actions:
+            try:
+                self.store.carry_out(action)
+            except DeviceError:
+                if isinstance(action, Wait):
+                    self._give_up(action)
+                self._settle()
+                raise
+            residency.apply(self.state, action)
+            if self.keep_log:
+                self.log.append(action)
+
+    def _give_up(self, action: Wait) -> None:
+        """Undoes a transfer whose wait has failed."""
+        ref, tier = action.ref, action.tier
+        del self.state.in_flight[ref]
+        if tier is self.state.compute:
+            self.store.carry_out(Drop(ref, tier, self.state.slots[ref]))
+            self.state.slots_used -= self.state.slots[ref]
+        elif tier is not self.state.home[ref]:
+            self.store.carry_out(Drop(ref, tier, self.state.slots[ref]))
+
+    def _settle(self) -> None:
+        for ref, (_, tier) in list(self.state.in_flight.items()):
+            action = Wait(ref, tier)
+            try:
+                self.store.carry_out(action)
+            except DeviceError:
+                self._give_up(action)
+            else:
+                residency.apply(self.state, action)
+        # A unit staged on its way out whose copy on the compute tier still holds the same bytes may go; one that is newer than the disk
+        # and no longer on the compute tier must stay, and is written when it is next asked for.
+        for ref, newer in list(self.state.staged.items()):
+            if newer and ref not in self.state.resident:
+                self._back_to_compute(ref)
+            if not newer or ref in self.state.resident:
+                with contextlib.suppress(residency.InvariantError):
+                    drop = Drop(ref, Tier.HOST, self.state.slots[ref])
+                    residency.apply(self.state, drop)
+                    self.store.carry_out(drop)
+
+    def _back_to_compute(self, ref: PlaneRef) -> None:
+        slots = self.state.slots[ref]
+        for action in (Copy(ref, Tier.HOST, self.state.compute, slots), Wait(ref, self.state.compute)):
+            self.store.carry_out(action)
+            residency.apply(self.state, action)
+        residency.mark_written(self.state, ref)
+
+    def wrote(self, ref: PlaneRef) -> None:
+        """A resident unit has been written on the compute tier."""
+        residency.mark_written(self.state, ref)
+
+    def forget(self, ref: PlaneRef) -> None:
+        """Nobody wants the unit's contents any more: its slots go when room is needed."""
+        residency.mark_free(self.state, ref)
+
+    def release(self, ref: PlaneRef) -> None:
+        """Nobody wants the unit's contents any more: its slots are given back."""
+        if ref in self.state.free and ref not in self.state.resident:
+            return
+        self.carry_out(residency.release(self.state, ref))

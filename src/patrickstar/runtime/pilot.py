@@ -1,0 +1,158 @@
+"""Answers one question: what must happen before this moment?
+
+Inside a segment (a forward with its backward, the norm, the optimizer's step) that has a plan, the answer is read off the plan, as long as
+the moments come as its trace has them. From the first that does not, and where there is no plan, the answer is decided on the spot, by the
+same rule and with the same actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan.actions import Action, Drop
+from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import NoRoom, Residency, make_room
+from patrickstar.units import format_bytes
+
+__all__ = ["Pilot", "Segment"]
+
+
+@dataclass(slots=True)
+class Segment:
+    """A stretch of a step that is planned as one: its trace and plan where they are known, and how far it has come.
+
+    `reserve_bytes` is the room that is left to non-model data where moments are decided on the spot. `reason`: why they are.
+    """
+
+    name: str
+    trace: Trace | None = None
+    plan: Plan | None = None
+    reserve_bytes: int = 0
+    reason: str = ""
+
+    position: int = 0
+    worth: Worth | None = field(default=None, repr=False)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the plan is being followed."""
+        return self.plan is not None and not self.reason
+
+    @property
+    def complete(self) -> bool:
+        """Whether every moment of the trace has come, as planned."""
+        return self.planned and self.trace is not None and self.position == len(self.trace.moments)
+
+
+class Pilot:
+    """Decides, moment by moment. Moves nothing.
+
+    Args:
+        state: where every unit is now; the mover changes it.
+        budget_bytes: what the compute tier may hold now, slots and non-model data together.
+        policy: "next-use" or "lru".
+
+    Attributes:
+        capacity_slots: how many slots may be in use at the moment that was asked about last.
+    """
+
+    def __init__(self, state: Residency, *, budget_bytes: Callable[[], int], policy: str) -> None:
+        self._state = state
+        self._budget_bytes = budget_bytes
+        self._policy = policy
+
+        self.segment = Segment("outside")
+        self.capacity_slots = 0
+        self._clock = 0
+        self._last_use: dict[PlaneRef, int] = {}
+
+    def begin(self, segment: Segment) -> None:
+        """The next moments belong to this segment."""
+        self.segment = segment
+
+    def actions(
+        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+    ) -> Sequence[Action]:
+        """What must happen before a moment that touches these units while `held` are in use.
+
+        Raises:
+            BudgetError: what it needs at once does not fit.
+        """
+        self._clock += 1
+        for touch in touches:
+            self._last_use[touch.ref] = self._clock
+        segment = self.segment
+        # What reads state after the last moment (gradients, a checkpoint) is no part of the segment.
+        if segment.planned and not (segment.complete and phase is Phase.STEP):
+            planned = self._planned(segment, phase, touches, held)
+            if planned is not None:
+                segment.position += 1
+                return planned
+        return self._decided(segment, phase, label, touches, held)
+
+    def _planned(
+        self, segment: Segment, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef]
+    ) -> Sequence[Action] | None:
+        assert segment.trace is not None
+        assert segment.plan is not None
+        number = segment.position
+        if number == len(segment.trace.moments):
+            segment.reason = f"the {segment.name} has more than the {number} moments of its trace"
+            return None
+        moment = segment.trace.moments[number]
+        if moment.phase is not phase or moment.touches != tuple(touches):
+            came = " ".join(str(touch) for touch in touches)
+            segment.reason = (
+                f"at moment {number} of the {segment.name} came {phase} {came} where the trace has {moment}"
+            )
+            return None
+        budget = segment.plan.machine.budget[self._state.compute]
+        self.capacity_slots = (budget - moment.nonmodel_bytes) // self._state.slot_bytes
+        actions = segment.plan.moments[number]
+        for action in actions:
+            if isinstance(action, Drop) and action.tier is self._state.compute and action.ref in held:
+                segment.reason = f"at moment {number} of the {segment.name} {action.ref} is still in use, which its trace did not have"
+                return None
+        return actions
+
+    def _decided(
+        self, segment: Segment, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+    ) -> Sequence[Action]:
+        needed = [touch.ref for touch in touches]
+        budget = self._budget_bytes()
+        slot_bytes = self._state.slot_bytes
+        order = self._order(segment)
+        self.capacity_slots = (budget - segment.reserve_bytes) // slot_bytes
+        try:
+            return make_room(self._state, needed=needed, pinned=held, capacity_slots=self.capacity_slots, order=order)
+        except NoRoom:
+            # The reserve is a forecast; what is asked for now is a fact. The meter, where there is one, has the last word.
+            self.capacity_slots = budget // slot_bytes
+        try:
+            return make_room(self._state, needed=needed, pinned=held, capacity_slots=self.capacity_slots, order=order)
+        except NoRoom as refusal:
+            needed_bytes = refusal.needed_slots * slot_bytes
+            raise BudgetError(
+                f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
+                f"  needed {format_bytes(needed_bytes)} = {refusal.needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once; "
+                f"budget {format_bytes(budget)}\n"
+                "  let go of views and copies of parameters and of gradients that are still held, or give a larger budget",
+                tier=self._state.compute.label,
+                moment=f"{segment.position} {phase} {label}",
+                needed_bytes=needed_bytes,
+                available_bytes=budget,
+                smallest_bytes=needed_bytes,
+            ) from None
+
+    def _order(self, segment: Segment) -> Callable[[Iterable[PlaneRef]], list[PlaneRef]]:
+        if segment.trace is not None and segment.position < len(segment.trace.moments):
+            if segment.worth is None:
+                segment.worth = policy_named(self._policy)(Uses(segment.trace))
+            worth, now = segment.worth, segment.position
+            return lambda held: eviction_order(held, state=self._state, worth=worth, now=now)
+        return lambda held: sorted(held, key=lambda ref: (self._last_use.get(ref, -1), ref))

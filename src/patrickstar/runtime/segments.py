@@ -1,0 +1,284 @@
+"""What is known of each kind of forward, and the plan of each stretch of a step.
+
+A stretch is planned when it begins, from where every unit is then; the same start gives the same plan again, which is kept. What follows is
+expected to be what followed last time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine
+from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Phase, Trace
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.plan import Plan
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.metering import Metering
+from patrickstar.runtime.pilot import Segment
+from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+from patrickstar.tracing.recorder import Recorder
+from patrickstar.tracing.signature import can_be_traced, signature
+
+__all__ = ["Known", "Segments", "with_retention"]
+
+_KEPT_KINDS = 64
+_KEPT_PLANS = 64
+_MEASUREMENTS = 3
+_UNKNOWN_SHARE = 4
+_log = logging.getLogger("patrickstar")
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of one kind of forward.
+
+    Attributes:
+        trace: what it is expected to do. offline: the forecast it started from. measured: what it did when it was last recorded.
+        reason: why there is no trace. measurements: how often a measured trace has taken the place of another.
+    """
+
+    trace: Trace | None = None
+    offline: Trace | None = None
+    measured: Trace | None = None
+    reason: str = ""
+    measurements: int = 0
+    measure_next: bool = False
+
+
+class Segments:
+    """Begins and ends the stretches of a step.
+
+    Args:
+        machine: the tiers and their budgets. policy: of eviction.
+        retains: how much memory the allocator takes for each byte of activations that is alive.
+        taken_bytes: what of the compute tier's budget the user has taken over (gradients read as `p.grad`).
+        metering: counts live bytes. always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
+
+    Attributes:
+        planned_steps, reactive_steps, reason: steps that went as planned and that did not, and why the last of these did not.
+    """
+
+    def __init__(
+        self,
+        *,
+        conductor: Conductor,
+        layout: Layout,
+        machine: Machine,
+        policy: str,
+        tracer: OfflineTracer,
+        retains: float,
+        taken_bytes: Callable[[], int],
+        metering: Metering,
+        always_meter: bool,
+    ) -> None:
+        self._conductor = conductor
+        self._layout = layout
+        self._machine = machine
+        self._policy = policy
+        self._tracer = tracer
+        self._retains = retains
+        self._taken_bytes = taken_bytes
+        self._metering = metering
+        self._always_meter = always_meter
+
+        self._known: OrderedDict[Hashable, Known] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
+        self._follower: dict[str, Trace] = {}
+        self._current: Known | None = None
+        self._recorded = False
+        self._ended: Segment | None = None
+        self._largest_bytes = 0
+        self._step_reasons: list[str] = []
+        self.planned_steps = 0
+        self.reactive_steps = 0
+        self.reason = ""
+        self.training: Segment | None = None
+
+    # forwards
+
+    def begin_forward(
+        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """A forward of the whole model begins.
+
+        Raises:
+            BudgetError: it does not fit. Nothing has changed then.
+        """
+        self.end()
+        known = self._explore(model, named, args, kwargs)
+        recorded = torch.is_grad_enabled()
+        name = "training step" if recorded else "evaluation"
+        if known.trace is None:
+            reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
+            segment = Segment(name, reserve_bytes=reserve, reason=f"the forward cannot be traced: {known.reason}")
+        else:
+            segment = self._segment(name, known.trace, following="step" if recorded else name)
+            if known.measure_next:
+                segment.reason = "the forward did not go as its trace; it is being measured"
+        if self._always_meter or known.trace is None or known.measure_next:
+            restart_peak = self._metering.start()
+            if known.trace is not None or can_be_traced((args, kwargs)):
+                self._conductor.recorder = Recorder(restart_peak)
+        self._current, self._recorded = known, False
+        self._begin(segment)
+        if recorded:
+            self.training = segment
+
+    def _explore(
+        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Known:
+        if not can_be_traced((args, kwargs)):
+            return Known(reason="its inputs hold objects that a trial run could change")
+        key = signature(model, args, kwargs)
+        known = self._known.get(key)
+        if known is None:
+            known = Known()
+            try:
+                known.trace = known.offline = with_retention(self._tracer.trace(model, named, args, kwargs), self._retains)
+            except CannotTrace as problem:
+                known.reason = str(problem)
+                _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
+            else:
+                # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
+                self._refuse_unless_it_fits(known.trace)
+            self._known[key] = known
+            if len(self._known) > _KEPT_KINDS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        if known.trace is not None:
+            self._largest_bytes = max(self._largest_bytes, known.trace.peak)
+        return known
+
+    def _refuse_unless_it_fits(self, trace: Trace) -> None:
+        state = self._conductor.mover.state
+        if worst_moment(trace, layout=self._layout, start=state).nbytes > self._budget_bytes():
+            make_plan(trace, layout=self._layout, machine=self._machine_now(), start=state, policy=self._policy)
+
+    # any stretch
+
+    def begin(self, name: str, trace: Trace, *, following: str, frees: Iterable[tuple[int, PlaneRef]] = ()) -> None:
+        """A stretch whose moments are known begins: the norm, the optimizer's step."""
+        self.end()
+        self._begin(self._segment(name, trace, following=following, frees=tuple(frees)))
+
+    def _begin(self, segment: Segment) -> None:
+        if segment.trace is not None:
+            self._follower[segment.name] = segment.trace
+        self._conductor.pilot.begin(segment)
+
+    def _segment(
+        self, name: str, trace: Trace, *, following: str, frees: tuple[tuple[int, PlaneRef], ...] = ()
+    ) -> Segment:
+        state = self._conductor.mover.state
+        machine = self._machine_now()
+        after = self._follower.get(following)
+        contents = (frozenset(state.resident.items()), frozenset(state.free), frozenset(state.void))
+        # Traces are told apart by identity: those in a key are kept alive beside the plan.
+        key = (name, id(trace), id(after), contents, machine.budget[machine.compute], frees)
+        if key not in self._plans:
+            plan = make_plan(
+                trace,
+                layout=self._layout,
+                machine=machine,
+                start=state,
+                policy=self._policy,
+                following=after,
+                frees=frees,
+            )
+            self._plans[key] = plan, (trace, after)
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return Segment(name, trace, self._plans[key][0], reserve_bytes=trace.peak)
+
+    def end(self) -> None:
+        """The stretch that was under way is over."""
+        segment = self._conductor.pilot.segment
+        recorder, self._conductor.recorder = self._conductor.recorder, None
+        known, self._current = self._current, None
+        if known is not None:
+            if recorder is not None:
+                self._learn(known, recorder.trace(), segment)
+            elif segment.reason and known.trace is not None and not self._recorded:
+                known.measure_next = known.measurements < _MEASUREMENTS
+            self._metering.stop()
+        if segment is not self._ended and segment.name != "outside":
+            if segment.reason:
+                self._step_reasons.append(segment.reason)
+            elif not segment.complete and segment.name != "evaluation":
+                self._step_reasons.append(f"the {segment.name} ended after {segment.position} moments of its trace")
+        self._ended = segment
+        self._conductor.pilot.begin(Segment("outside"))
+
+    def _learn(self, known: Known, recorded: Trace, segment: Segment) -> None:
+        recorded = with_retention(recorded, self._retains)
+        known.measure_next = False
+        whole = any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or segment.name == "evaluation"
+        if not recorded.moments or not whole:
+            return
+        known.measured = recorded
+        self._largest_bytes = max(self._largest_bytes, recorded.peak)
+        if segment.reason and known.measurements < _MEASUREMENTS:
+            known.measurements += 1
+            known.trace = recorded
+
+    def backward_ended(self) -> None:
+        """A backward call is over: its last moment ends, whatever the user does next."""
+        recorder, self._conductor.recorder = self._conductor.recorder, None
+        if recorder is not None and self._current is not None:
+            self._learn(self._current, recorder.trace(), self._conductor.pilot.segment)
+            self._recorded = True
+        self._metering.pause()
+
+    def pause(self) -> None:
+        """State is read or written between stretches: one whose moments have all come is over."""
+        if self._conductor.pilot.segment.complete:
+            self.end()
+
+    def step_ended(self) -> None:
+        """The optimizer has updated: what came since the last update was one step."""
+        self.end()
+        current = self._step_reasons
+        if current:
+            self.reactive_steps += 1
+            self.reason = current[-1]
+            _log.info("step %d was not as planned: %s", self.planned_steps + self.reactive_steps, self.reason)
+        else:
+            self.planned_steps += 1
+        self._step_reasons = []
+
+    # budgets
+
+    def has_room_for(self, nbytes: int, traces: Iterable[Trace]) -> bool:
+        """Whether everything known, and these traces, would still fit if the user took that much of the budget."""
+        known = [entry.trace for entry in self._known.values() if entry.trace is not None]
+        state = self._conductor.mover.state
+        needs = [worst_moment(trace, layout=self._layout, start=state).nbytes for trace in (*known, *traces)]
+        return max(needs, default=0) + nbytes <= self._budget_bytes()
+
+    def _budget_bytes(self) -> int:
+        return self._machine.budget[self._machine.compute] - self._taken_bytes()
+
+    def _machine_now(self) -> Machine:
+        taken = self._taken_bytes()
+        if not taken:
+            return self._machine
+        budget = {**self._machine.budget, self._machine.compute: self._budget_bytes()}
+        return Machine(self._machine.compute, budget)
+
+
+def with_retention(trace: Trace, retains: float) -> Trace:
+    """The trace as the process sees it: an allocator takes `retains` bytes for each byte of activations alive."""
+    if retains == 1:
+        return trace
+    return Trace(tuple(replace(moment, nonmodel_bytes=int(moment.nonmodel_bytes * retains)) for moment in trace.moments))

@@ -1,0 +1,394 @@
+"""A session: a model and an optimizer under management, from `manage` to `close`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.checkpoint.mapping import LazyStateDict
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, PlaneRef
+from patrickstar.core.trace import Trace
+from patrickstar.errors import BudgetError, ConfigError, StateError
+from patrickstar.hooks import Watched
+from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.whole_calls import WholeCalls
+from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.optim.state import State, pack, unpack
+from patrickstar.plan.plan import Plan
+from patrickstar.runtime.buffers import restore_buffers
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.keeper import Keeper
+from patrickstar.runtime.saving import Saving
+from patrickstar.runtime.segments import Segments
+from patrickstar.runtime.stats import Stats
+from patrickstar.runtime.training import Training
+from patrickstar.runtime.weights import Weights
+from patrickstar.units import format_bytes
+
+__all__ = ["Parts", "Session"]
+
+_log = logging.getLogger("patrickstar")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a session is made of; `manage` puts it together.
+
+    `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: what they were before. `host_budget_bytes`: what
+    the user allowed the process to hold, or None.
+    """
+
+    model: nn.Module
+    named: Mapping[str, nn.Parameter]
+    layout: Layout
+    binding: Binding
+    conductor: Conductor
+    segments: Segments
+    keeper: Keeper
+    weights: Weights
+    training: Training | None
+    root: Watched
+    whole_calls: WholeCalls
+    parameter_dtypes: Mapping[str, torch.dtype]
+    buffer_dtypes: Mapping[str, torch.dtype]
+    host_budget_bytes: int | None
+
+
+class Session:
+    """Made by `patrickstar.manage`. Use as a context manager, or call `close()`.
+
+    `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.layout = parts.layout
+        self.optimizer: ManagedOptimizer | None = None
+        """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
+
+        self._closed = False
+        self._steps_before = 0
+        self._saving = Saving(
+            model=parts.model,
+            binding=parts.binding,
+            layout=parts.layout,
+            conductor=parts.conductor,
+            weights=parts.weights,
+            groups=self._groups,
+            steps=parts.training.steps if parts.training is not None else {},
+            forget=self._forget,
+        )
+
+    def __repr__(self) -> str:
+        model = type(self._parts.model).__name__
+        return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._closed else ''}>"
+
+    def attach(self, optimizer: ManagedOptimizer) -> None:
+        """The optimizer that asks this session to step; `manage` calls this once."""
+        self.optimizer = optimizer
+
+    def _groups(self) -> list[dict[str, Any]] | None:
+        return None if self.optimizer is None else self.optimizer.param_groups
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last training step's forward and backward; None before the first, and where there was none."""
+        segment = self._parts.segments.training
+        return None if segment is None else segment.plan
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that plan was made from."""
+        segment = self._parts.segments.training
+        return None if segment is None else segment.trace
+
+    # numbers
+
+    def stats(self) -> Stats:
+        """What has happened so far."""
+        self._expect_open()
+        parts = self._parts
+        parts.conductor.settle()
+        ledger = parts.conductor.mover.ledger
+        state = parts.conductor.mover.state
+        model_data: dict[str, int] = {}
+        for ref in state.home:
+            if ref not in state.free:
+                model_data[ref.plane] = model_data.get(ref.plane, 0) + state.unit_bytes(ref)
+        segments = parts.segments
+        return Stats(
+            peak={tier.label: ledger.peak(tier) for tier in Tier},
+            moved={link: ledger.moved(link) for link in ("H>D", "D>H", "H>K", "K>H")},
+            model_data=model_data,
+            steps=segments.planned_steps + segments.reactive_steps,
+            planned_steps=segments.planned_steps,
+            reactive_steps=segments.reactive_steps,
+            reason=segments.reason,
+            seconds=dict(parts.keeper.seconds),
+            bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
+        )
+
+    # gradients
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the global norm of all gradients: returns the norm before (0-dim, fp32), as `torch.nn.utils.clip_grad_norm_` does."""
+        return self._training().clip(max_norm)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of every parameter that has one, one at a time."""
+        return self._training().gradients()
+
+    # state
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Sets a parameter's value."""
+        self._begin_access()
+        self._parts.weights.write(name, tensor)
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The keys of `model.state_dict()`, parameters in fp32; each tensor is read when it is asked for."""
+        self._expect_open()
+        parts = self._parts
+        entries = parts.model.state_dict(keep_vars=True)
+        names = {id(bound.parameter): bound.name for bound in parts.binding}
+
+        def read(key: str) -> Tensor:
+            self._begin_access()
+            value = entries[key]
+            name = names.get(id(value))
+            if name is not None:
+                return parts.weights.read(name)
+            return value.detach() if isinstance(value, Tensor) else value
+
+        return LazyStateDict(entries, read)
+
+    def load_state_dict(self, mapping: Mapping[str, Tensor]) -> None:
+        """Takes over weights and persistent buffers. All keys of `model.state_dict()`, no others.
+
+        Raises:
+            ConfigError: missing or unexpected keys, or other shapes. Nothing has changed then.
+        """
+        self._begin_access()
+        parts = self._parts
+        entries = parts.model.state_dict(keep_vars=True)
+        missing, unexpected = (
+            [key for key in entries if key not in mapping],
+            [key for key in mapping if key not in entries],
+        )
+        if missing or unexpected:
+            raise ConfigError(
+                f"load_state_dict: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}; nothing was loaded"
+            )
+        names = {id(bound.parameter): bound.name for bound in parts.binding}
+        tensors = {key: entry for key, entry in entries.items() if isinstance(entry, Tensor)}
+        for key, entry in tensors.items():
+            value = mapping[key]
+            if value.shape != entry.shape:
+                raise ConfigError(
+                    f"load_state_dict: {key} has shape {tuple(value.shape)}, the model's {tuple(entry.shape)}; nothing was loaded"
+                )
+        for key, entry in tensors.items():
+            name = names.get(id(entry))
+            if name is not None:
+                parts.weights.write(name, mapping[key])
+            else:
+                with torch.no_grad():
+                    entry.copy_(mapping[key])
+
+    def save_checkpoint(
+        self, dir: str | Path, extra: Mapping[str, Any] | None = None, wait: bool = True, *, keep: int | None = None
+    ) -> Path:
+        """Writes `dir/step-00000012/` and moves `dir/latest`; returns the first.
+
+        Args:
+            extra: JSON values, tensors, and objects with `state_dict`, such as a scheduler or a data loader.
+            wait: only True until checkpoints can be written in the background.
+            keep: how many of the newest stay; None: all.
+        Raises:
+            DeviceError: it cannot be written; what was written before is intact.
+        """
+        self._begin_access()
+        if wait is not True:
+            raise ConfigError("wait=False: checkpoints are written in the background in a later version; leave it out")
+        if self._parts.training is not None:
+            self._parts.training.expect_whole()
+        return self._saving.save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
+
+    def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002
+        """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
+
+        Raises:
+            CheckpointError: it is damaged or of another model. Nothing has changed then.
+        """
+        self._begin_access()
+        step, extra = self._saving.load(Path(dir))
+        segments = self._parts.segments
+        self._steps_before = step - segments.planned_steps - segments.reactive_steps
+        return extra
+
+    def _steps(self) -> int:
+        segments = self._parts.segments
+        self._parts.conductor.settle()
+        return self._steps_before + segments.planned_steps + segments.reactive_steps
+
+    def _forget(self) -> None:
+        parts = self._parts
+        parts.conductor.settle()
+        parts.segments.end()
+        if parts.training is not None:
+            parts.training.zero_grad(set_to_none=True)
+            parts.training.forget_unfinished()
+
+    # what the optimizer asks for (optim.managed.StepTarget)
+
+    def step_groups(self) -> None:
+        """The optimizer's step."""
+        self._training().step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """The optimizer's `zero_grad`."""
+        names = set(self.optimizer.hypers()) if self.optimizer is not None else None
+        self._training().zero_grad(set_to_none=set_to_none, names=names)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state in torch's format, whole. BudgetError where it does not fit at once."""
+        parts, training = self._parts, self._training()
+        assert self.optimizer is not None
+        self._begin_access()
+        names = {id(parameter): name for name, parameter in parts.named.items()}
+        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in training.steps)
+        room = self._room_bytes()
+        if room is not None and needed > room:
+            raise BudgetError(
+                f"the optimizer's state takes {format_bytes(needed)} as whole tensors, and {format_bytes(room)} of the host budget are free: "
+                "use session.save_checkpoint(dir), which writes it a piece at a time",
+                tier="host",
+                needed_bytes=needed,
+                available_bytes=room,
+            )
+        states = {
+            name: State(count, parts.weights.read_moment(name, EXP_AVG), parts.weights.read_moment(name, EXP_AVG_SQ))
+            for name, count in training.steps.items()
+        }
+        return pack(self.optimizer.param_groups, names, states)
+
+    def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over a state in torch's format."""
+        parts, training = self._parts, self._training()
+        assert self.optimizer is not None
+        self._begin_access()
+        names = {id(parameter): name for name, parameter in parts.named.items()}
+        self.adopt(unpack(state_dict, self.optimizer.param_groups, names), training)
+
+    def adopt(self, states: Mapping[str, State], training: Training) -> None:
+        """Takes over moments and counts of updates, in place of all there were."""
+        parts = self._parts
+        for name in set(training.steps) - set(states):
+            for plane in (EXP_AVG, EXP_AVG_SQ):
+                parts.weights.write_moment(name, plane, torch.zeros(parts.binding.by_name[name].shape_only.shape))
+        training.steps.clear()
+        for name, entry in states.items():
+            parts.weights.write_moment(name, EXP_AVG, entry.exp_avg)
+            parts.weights.write_moment(name, EXP_AVG_SQ, entry.exp_avg_sq)
+            training.steps[name] = entry.step
+
+    def _training(self) -> Training:
+        self._expect_open()
+        if self._parts.training is None:
+            raise StateError("this session manages weights only: pass an optimizer to manage()")
+        return self._parts.training
+
+    # the end
+
+    def close(self) -> None:
+        """Gives the model ordinary parameters with the current weights, in the types they had before. A second call does nothing."""
+        if self._closed:
+            return
+        parts = self._parts
+        if parts.training is not None:
+            parts.training.finish()
+        parts.conductor.settle()
+        parts.segments.end()
+        fits = self._weights_fit()
+        if not fits:
+            _log.warning(
+                "the weights do not fit the host budget as ordinary tensors: the model's parameters are on the meta device now. "
+                "Call session.save_checkpoint(dir) or session.export(dir) before close() to keep them"
+            )
+        self._closed = True
+        parts.root.remove()
+        parts.whole_calls.watched.remove()
+        gradients = self._last_gradients() if fits else {}
+        parts.binding.release(self._taken_back if fits else self._on_meta)
+        for name, gradient in gradients.items():
+            parts.named[name].grad = gradient
+        restore_buffers(parts.model, parts.buffer_dtypes)
+        if self.optimizer is not None:
+            self.optimizer.detach()
+        parts.conductor.mover.store.close()
+
+    def _room_bytes(self) -> int | None:
+        """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""
+        budget, state = self._parts.host_budget_bytes, self._parts.conductor.mover.state
+        if budget is None:
+            return None
+        if state.compute is Tier.DEVICE:
+            resting = [ref for ref, tier in state.home.items() if tier is Tier.HOST]
+        else:
+            resting = [ref for ref, tier in state.home.items() if tier is state.compute]
+        at_rest = sum(state.unit_bytes(ref) for ref in resting)
+        return budget - at_rest - 2 * max(state.unit_bytes(ref) for ref in state.home)
+
+    def _weights_fit(self) -> bool:
+        room = self._room_bytes()
+        needed = sum(bound.shape_only.numel() * 4 for bound in self._parts.binding)
+        return room is None or needed <= room
+
+    def _last_gradients(self) -> dict[str, Tensor]:
+        training = self._parts.training
+        if training is None or training.in_backward:
+            return {}
+        return {name: gradient.to(self._parts.parameter_dtypes[name]) for name, gradient in training.gradients()}
+
+    def _taken_back(self, bound: BoundParameter) -> Tensor:
+        value = self._parts.weights.read(bound.name).to(self._parts.parameter_dtypes[bound.name])
+        state = self._parts.conductor.mover.state
+        if self._last_of[bound.ref] == bound.name and bound.ref in state.resident:
+            self._parts.conductor.mover.release(bound.ref)  # its slots' pages go before the next parameter is read
+        return value
+
+    def _on_meta(self, bound: BoundParameter) -> Tensor:
+        return torch.empty_like(bound.shape_only, dtype=self._parts.parameter_dtypes[bound.name])
+
+    @property
+    def _last_of(self) -> dict[PlaneRef, str]:
+        """The last parameter in each weight unit, in registration order: with it the unit has been read whole."""
+        return {bound.ref: bound.name for bound in self._parts.binding}
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise StateError(f"{self!r} is closed: the model has ordinary parameters; manage it again")
+
+    def _begin_access(self) -> None:
+        """State is about to be read or written: what is pending is done, and a stretch that is complete is over."""
+        self._expect_open()
+        self._parts.conductor.settle()
+        self._parts.segments.pause()

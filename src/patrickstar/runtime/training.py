@@ -1,0 +1,350 @@
+"""From gradients to updated parameters: accumulation, clipping, the deferred step and the step in backward.
+
+Note [Pending step]
+    `optimizer.step()` notes what is to be done, hyper-parameters and clip factor included, and the work is done before anything else
+    happens to the model: usually in the `zero_grad()` that follows, which also tells that the gradients need not be written back anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.plane import GRAD
+from patrickstar.core.trace import Trace
+from patrickstar.errors import BudgetError, StateError
+from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.norm import clip_factor
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.segments import Segments
+from patrickstar.runtime.updates import StepOrder, Updates, norm_trace, step_trace
+from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
+from patrickstar.tracing.choreography import Choreography
+
+__all__ = ["Training"]
+
+
+class Training:
+    """What `optimizer` and gradients mean under management.
+
+    Args:
+        hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
+        max_grad_norm: clipping at every step, or None.
+
+    Attributes:
+        steps: updates so far, by parameter name; a parameter that was never updated has no entry.
+    """
+
+    def __init__(
+        self,
+        *,
+        binding: Binding,
+        layout: Layout,
+        conductor: Conductor,
+        segments: Segments,
+        gradients: Gradients,
+        updates: Updates,
+        choreography: Choreography,
+        hypers: Callable[[], Mapping[str, Hyper]],
+        max_grad_norm: float | None,
+    ) -> None:
+        self._binding = binding
+        self._layout = layout
+        self._conductor = conductor
+        self._segments = segments
+        self._gradients = gradients
+        self._updates = updates
+        self._choreography = choreography
+        self._hypers = hypers
+        self._max_grad_norm = max_grad_norm
+
+        self.steps: dict[str, int] = {}
+        self._traces: dict[tuple[str, frozenset[str], bool], Trace] = {}
+        self._backward: int | None = None
+        self._backward_hypers: Mapping[str, Hyper] = {}
+        self._updated: set[str] = set()
+        self._postponed: set[str] = set()
+        self._unfinished = False
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether parameters are updated as gradients arrive."""
+        return self._choreography.in_backward
+
+    # gradients arriving
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """A gradient has arrived."""
+        bound = self._binding.by_name[name]
+        self._enter_backward()
+        if not self.in_backward:
+            self._gradients.add(bound, gradient)
+            return
+        hyper = self._backward_hypers.get(name)
+        if hyper is not None and self._choreography.updates_at_once(name):
+            self._updated.add(name)
+            self.steps[name] = self.steps.get(name, 0) + 1
+            self._updates.update_now(bound, gradient, hyper=hyper, step=self.steps[name])
+        else:
+            self._gradients.add(bound, gradient)
+            if hyper is not None:
+                self._postponed.add(name)
+
+    def _enter_backward(self) -> None:
+        now = backward_id()
+        if self._backward is None and self.in_backward:
+            if self._updated:
+                raise StateError(
+                    'a second backward before optimizer.step() with step="in_backward": parameters have been updated from the first. '
+                    'Call optimizer.step() after each backward, or manage with step="deferred" to accumulate'
+                )
+            self._backward_hypers = dict(self._hypers())
+            self._unfinished = True
+        if self._backward != now:
+            self._backward = now
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if inside_backward_node():
+            return  # a nested backward of re-entrant checkpointing: the outer one goes on
+        self._backward = None
+        self._segments.backward_ended()
+        if self.in_backward:
+            self._unfinished = False
+            self._update_postponed()
+
+    def _update_postponed(self) -> None:
+        names, self._postponed = self._postponed, set()
+        if names:
+            for name in names:
+                self.steps[name] = self.steps.get(name, 0) + 1
+            order = StepOrder(
+                {name: self._backward_hypers[name] for name in names}, {name: self.steps[name] for name in names}
+            )
+            self._updated |= names
+            self._carry_out(order, free=False)
+            for name in names:
+                self._gradients.drop(name)
+
+    def expect_whole(self) -> None:
+        """Raises StateError where an exception has left an update of the parameters half done."""
+        if not self._unfinished or backward_id() != -1:
+            return
+        if not self.in_backward:
+            raise StateError(
+                "an exception ended an optimizer step after part of the parameters had been updated: the weights are of no one step. "
+                "Call session.load_checkpoint(dir)"
+            )
+        names = sorted(self._updated)
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise StateError(
+            f'an exception ended a backward with step="in_backward" after {len(names)} parameters had been updated ({shown}): '
+            "the weights are of no one step. Call session.load_checkpoint(dir)"
+        )
+
+    def forget_unfinished(self) -> None:
+        """Everything has been loaded anew."""
+        self._unfinished = False
+        self._backward = None
+        self._updated.clear()
+        self._postponed.clear()
+
+    # gradients read and let go
+
+    def hand_over(self, name: str) -> Tensor | None:
+        """The gradient as a tensor of the user's own (`p.grad`)."""
+        if name not in self._gradients.names:
+            if self.in_backward and name in self._updated:
+                raise StateError(
+                    f'{name}.grad with step="in_backward": the gradient has been used and let go; manage with step="deferred"'
+                )
+            return None
+        self._segments.pause()
+        bound = self._binding.by_name[name]
+        needed = bound.shape_only.numel() * bound.shape_only.element_size()
+        if not self._segments.has_room_for(needed, self.all_traces()):
+            raise StateError(
+                f"{name}.grad: reading gradients this way keeps them as ordinary tensors, and {needed} more bytes do not fit the budget. "
+                "Use session.gradients() to read them one at a time, and session.clip_grad_norm_(max_norm) to clip"
+            )
+        try:
+            gradient = self._gradients.read(bound)
+        except BudgetError as refusal:
+            raise StateError(
+                f"{name}.grad does not fit: use session.gradients() or session.clip_grad_norm_(max_norm)"
+            ) from refusal
+        self._gradients.drop(name)
+        return gradient
+
+    def drop_gradient(self, name: str) -> None:
+        """`p.grad = None`, or a tensor of the user's in its place."""
+        self._gradients.drop(name)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of every parameter that has one, in registration order, one at a time."""
+        if self.in_backward:
+            raise StateError(
+                'gradients() with step="in_backward": gradients are used as they arrive; manage with step="deferred"'
+            )
+        self._conductor.settle()
+        for name, bound in self._binding.by_name.items():
+            own = self._binding.own_gradient(name)
+            if own is not None:
+                yield name, own
+            elif name in self._gradients.names:
+                yield name, self._gradients.read(bound)
+
+    def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
+        """Forgets the gradients of these parameters, or makes them zero. None: of all."""
+        wanted = set(self._binding.by_name if names is None else names)
+        if set_to_none and self._gradients.names <= wanted:
+            self._settle_freeing()
+            self._gradients.drop_all()
+            if self._binding.own_gradients <= wanted:
+                self._binding.forget_own_gradients()
+                return
+        self._conductor.settle()
+        with Plain():
+            for name in sorted(self._binding.own_gradients & wanted):
+                parameter = self._binding.by_name[name].parameter
+                if set_to_none:
+                    parameter.grad = None
+                    self._binding.own_gradients.discard(name)
+                elif parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+        if set_to_none:
+            for name in sorted(self._gradients.names & wanted):
+                self._gradients.drop(name)
+        else:
+            self._gradients.fill_with_zeros(wanted)
+
+    # clipping and stepping
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The global norm of all gradients, which are from now on multiplied with the factor that clips it."""
+        if self.in_backward:
+            raise StateError(
+                'clipping with step="in_backward": the norm is known when parameters are updated; manage with step="deferred"'
+            )
+        self._conductor.settle()
+        self._gradients.apply_factors()
+        with self._own_gradients_in_plane():
+            names = self._gradients.names
+            self._segments.begin("norm", self._trace("norm", names), following="step")
+            norm = self._updates.norm(names)
+            self._segments.end()
+        factor = clip_factor(max_norm, norm)
+        self._gradients.factors.append(factor)
+        for name in self._binding.own_gradients:
+            own = self._binding.own_gradient(name)
+            if own is not None:
+                with self._conductor.quiet():
+                    own.mul_(factor)
+        return norm
+
+    def step(self) -> None:
+        """Notes the update of every parameter that has a gradient and is in a group. See Note [Pending step]."""
+        self.expect_whole()
+        if self.in_backward:
+            self._update_postponed()
+            self._updated.clear()
+            self._backward = None
+            self._segments.step_ended()
+            return
+        self._conductor.settle()
+        if self._max_grad_norm is not None:
+            self.clip(self._max_grad_norm)
+        hypers = self._hypers()
+        own = {name for name in self._binding.own_gradients if self._binding.own_gradient(name) is not None}
+        names = [
+            name for name in self._binding.by_name if name in hypers and (name in self._gradients.names or name in own)
+        ]
+        if own or not self._gradients.names <= set(names):
+            self._gradients.apply_factors()
+        for name in names:
+            self.steps[name] = self.steps.get(name, 0) + 1
+        factors = tuple(self._gradients.factors)
+        self._gradients.factors.clear()
+        order = StepOrder({name: hypers[name] for name in names}, {name: self.steps[name] for name in names}, factors)
+        self._conductor.pending = partial(self._carry_out, order, free=False)
+        if own:
+            self._conductor.settle()
+
+    def _settle_freeing(self) -> None:
+        """Carries out a pending step, after which no gradient is wanted."""
+        pending = self._conductor.pending
+        if pending is not None:
+            self._conductor.pending = None
+            pending(free=True)
+
+    def _carry_out(self, order: StepOrder, *, free: bool) -> None:
+        self._unfinished = True
+        with self._own_gradients_in_plane():
+            if order.hypers:
+                trace = self._trace("step", order.hypers, writes=bool(order.factors))
+                frees = tuple(
+                    (index, touch.ref)
+                    for index, moment in enumerate(trace.moments)
+                    for touch in moment.touches
+                    if touch.ref.plane == GRAD
+                )
+                self._segments.begin("step", trace, following="training step", frees=frees if free else ())
+                self._updates.step(order, frees=dict(frees) if free else {})
+        self._unfinished = False
+        if not self.in_backward:
+            self._segments.step_ended()
+
+    def finish(self) -> None:
+        """The session ends: what is pending is done, unless it has failed once."""
+        if not self._unfinished:
+            self._conductor.settle()
+        self._conductor.pending = None
+
+    def all_traces(self) -> list[Trace]:
+        """The norm of all gradients and the update of all parameters: what a step needs at most beside the forward."""
+        names = list(self._hypers())
+        return [self._trace("step", names, writes=True), self._trace("norm", names)]
+
+    def _trace(self, kind: str, names: Iterable[str], *, writes: bool = False) -> Trace:
+        key = kind, frozenset(names), writes
+        if key not in self._traces:
+            if len(self._traces) > 64:
+                self._traces.clear()
+            make = (
+                norm_trace(self._layout, names)
+                if kind == "norm"
+                else step_trace(self._layout, names, writes_gradients=writes)
+            )
+            self._traces[key] = make
+        return self._traces[key]
+
+    def _own_gradients_in_plane(self) -> _InPlane:
+        return _InPlane(self._binding, self._gradients)
+
+
+class _InPlane:
+    """For a while, the gradients that are the user's own are in the plane too."""
+
+    def __init__(self, binding: Binding, gradients: Gradients) -> None:
+        self._binding = binding
+        self._gradients = gradients
+        self._copied: list[BoundParameter] = []
+
+    def __enter__(self) -> None:
+        for name in sorted(self._binding.own_gradients):
+            own = self._binding.own_gradient(name)
+            if own is not None:
+                bound = self._binding.by_name[name]
+                self._gradients.add(bound, own)
+                self._copied.append(bound)
+
+    def __exit__(self, *_: object) -> None:
+        for bound in self._copied:
+            self._gradients.drop(bound.name)

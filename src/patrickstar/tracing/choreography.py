@@ -1,0 +1,63 @@
+"""Which units an event of a step touches: one rule, for the real step and for its twin of fake tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from patrickstar.core.layout import Layout, Part
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, PlaneRef
+from patrickstar.core.trace import Touch
+
+__all__ = ["Choreography"]
+
+
+class Choreography:
+    """Counts uses, and says what a gradient's arrival touches.
+
+    Args:
+        in_backward: whether parameters are updated as their gradients arrive.
+        updates: whether the optimizer updates a parameter, by name.
+
+    Note [Updates in backward]
+        A parameter may be updated as soon as its gradient is complete and its bytes are not needed again in this backward call. A gradient
+        comes in one piece where all uses are in one graph; a use under `no_grad` inside a forward is the mark of re-entrant checkpointing,
+        whose recomputations are graphs of their own, each with a gradient of its own. And a use through `detach()` may need the bytes after
+        the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends.
+    """
+
+    def __init__(self, layout: Layout, *, in_backward: bool, updates: Callable[[str], bool]) -> None:
+        self.layout = layout
+        self.in_backward = in_backward
+        self._updates = updates
+
+        self._uses: Counter[str] = Counter()
+        self._uses_apart: Counter[str] = Counter()
+
+    def begin_forward(self) -> None:
+        """Uses are counted from here on."""
+        self._uses.clear()
+        self._uses_apart.clear()
+
+    def used(self, names: Sequence[str], *, in_graph: bool) -> None:
+        """Parameters are used in a forward; `in_graph`: autograd records it as a use of theirs."""
+        self._uses.update(names)
+        if not in_graph:
+            self._uses_apart.update(names)
+
+    def updates_at_once(self, name: str) -> bool:
+        """Whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
+        if not (self.in_backward and self._updates(name)):
+            return False
+        return not self._uses_apart[name] or self._uses[name] == 1
+
+    def gradient(self, name: str) -> list[tuple[Part, tuple[Touch, ...]]]:
+        """The moments of a gradient's arrival: the piece of it that each is about, and what it touches."""
+        parts = self.layout.parts(name)
+        if not self.updates_at_once(name):
+            return [(part, (Touch(PlaneRef(part.chunk, GRAD), True),)) for part in parts]
+        weight = Touch(self.layout.weight_unit(name), True)
+        return [
+            (part, (weight, Touch(PlaneRef(part.chunk, EXP_AVG), True), Touch(PlaneRef(part.chunk, EXP_AVG_SQ), True)))
+            for part in parts
+        ]

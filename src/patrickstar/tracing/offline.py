@@ -1,0 +1,211 @@
+"""The trace of a step that has not been run: on a twin of the model whose tensors are fake.
+
+Fake *CPU* tensors behave as real ones do, saved tensors and recomputation included, without memory or arithmetic. Nothing of the user's is
+touched: not the model, its gradients or buffers, nor any random state.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import slot_strides
+from patrickstar.torch_private import backward_id
+from patrickstar.tracing.choreography import Choreography
+from patrickstar.tracing.meter import LiveBytes
+from patrickstar.tracing.recorder import Recorder
+
+__all__ = ["CannotTrace", "OfflineTracer"]
+
+
+class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)
+    """Why a step cannot be traced without running it."""
+
+
+class _Twin:
+    """Owns no bytes: writes down what a step asks for."""
+
+    def __init__(self, choreography: Choreography) -> None:
+        self._choreography = choreography
+        self.meter = LiveBytes(self._is_slot)
+        self.recorder = Recorder(self.meter.restart_peak)
+        self.binding: Binding | None = None
+        self._making_slot = False
+
+    def _is_slot(self, tensor: Tensor) -> bool:
+        return self._making_slot or (self.binding is not None and self.binding.leases.locate(tensor) is not None)
+
+    def use(self, refs: Any, names: Any, *, in_graph: bool) -> None:
+        inside = backward_id() != -1
+        if not inside:
+            self._choreography.used(names, in_graph=in_graph)
+        self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], [Touch(ref) for ref in refs])
+
+    def unpack(self, ref: PlaneRef, name: str) -> None:
+        self._moment(Phase.BACKWARD, name, [Touch(ref)])
+
+    def _moment(self, phase: Phase, label: str, touches: Any) -> None:
+        assert self.binding is not None
+        self.recorder.moment(phase, label, touches, self.binding.leases.held())
+
+    def wrap(self, ref: PlaneRef) -> Tensor:
+        layout = self._choreography.layout
+        self._making_slot = True
+        try:
+            return torch.empty(layout.slots(ref) * layout.chunk_numel)
+        finally:
+            self._making_slot = False
+
+    def changed(self, ref: PlaneRef) -> None:
+        pass
+
+    def escaped(self, ref: PlaneRef) -> None:
+        raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        assert self.binding is not None
+        flat = self.binding.by_name[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
+        for _, touches in self._choreography.gradient(name):
+            self._moment(Phase.BACKWARD, name, touches)
+
+    def read_gradient(self, name: str) -> Tensor | None:  # noqa: ARG002
+        raise CannotTrace("the forward reads gradients")
+
+    def drop_gradient(self, name: str) -> None:
+        pass
+
+
+class OfflineTracer:
+    """Makes traces of forwards, with the backward where gradients are on.
+
+    Args:
+        make_choreography: a fresh one for each trace.
+        takes_gradients: whether gradients that arrive are taken off the parameters.
+    """
+
+    def __init__(self, layout: Layout, make_choreography: Callable[[], Choreography], *, takes_gradients: bool) -> None:
+        self._layout = layout
+        self._make_choreography = make_choreography
+        self._takes_gradients = takes_gradients
+
+    def trace(
+        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Trace:
+        """The trace of `model(*args, **kwargs)`, and of a backward of its loss where gradients are on.
+
+        The loss is the output's `loss`, or the output itself where it is a scalar. A loss outside the model cannot be seen: for it twice the
+        bytes of the outputs are reserved through the backward.
+
+        Raises:
+            CannotTrace: the step depends on data, or does something that fake tensors cannot.
+        """
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with ExitStack() as stack:
+            stack.enter_context(_random_states_kept())
+            with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(with_backward))
+            stack.enter_context(fake_mode)
+            owner = _Twin(self._make_choreography())
+            try:
+                twin, twins = _twin_of(model, named)
+                owner.binding = Binding(twins, self._layout, owner, takes_gradients=self._takes_gradients)
+                owner.binding.bind()
+                inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
+                stack.enter_context(owner.meter)
+                output = twin(*inputs, **keywords)
+                if with_backward:
+                    _backward(output)
+                    del output
+            except CannotTrace:
+                raise
+            except Exception as error:
+                reason = str(error).strip().split("\n")[0]
+                raise CannotTrace(f"{type(error).__name__}: {reason}") from error
+            return owner.recorder.trace()
+
+
+def _twin_of(model: nn.Module, named: Mapping[str, nn.Parameter]) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    twins = {
+        name: nn.Parameter(
+            torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=torch.float32),
+            requires_grad=parameter.requires_grad,
+        )
+        for name, parameter in named.items()
+    }
+    memo: dict[int, Any] = {id(named[name]): twin for name, twin in twins.items()}
+    memo.update((id(buffer), torch.empty_like(buffer, device="cpu")) for buffer in model.buffers() if buffer.is_meta)
+    return copy.deepcopy(model, memo), twins
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, Tensor):
+        return mode.from_tensor(value)
+    if isinstance(value, Mapping):
+        faked = {name: _fake(item, mode) for name, item in value.items()}
+        return faked if type(value) is dict else _rebuilt(value, faked)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_fake(item, mode) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_fake(item, mode) for item in value)
+    return value
+
+
+def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
+    rebuilt = copy.copy(value)
+    for name, item in items.items():
+        rebuilt[name] = item  # type: ignore[index]
+    return rebuilt
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in an output: nested containers, mappings, and objects with public tensor attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _backward(output: Any) -> None:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Tensor):
+        loss = output
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        loss.backward()
+        return
+    wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
+    if wanted:
+        scratch = [torch.empty_like(tensor) for tensor in wanted]
+        torch.autograd.backward(wanted, [torch.empty_like(tensor) for tensor in wanted])
+        del scratch
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Python's, NumPy's and torch's random states are afterwards as they were."""
+    python, torch_state = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,40 @@
+"""Writes down a step, moment by moment, while it happens: for real, or on a twin of fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Collects moments into a trace.
+
+    Args:
+        restart_peak: gives the peak of non-model bytes since it was called last; a moment's bytes are those until the next one.
+    """
+
+    def __init__(self, restart_peak: Callable[[], int]) -> None:
+        self._restart_peak = restart_peak
+        self._moments: list[Moment] = []
+
+    def moment(self, phase: Phase, label: str, touches: Iterable[Touch], held: Iterable[PlaneRef]) -> None:
+        """The next moment begins."""
+        self._settle()
+        touches = tuple(sorted(touches, key=lambda touch: touch.ref))
+        touched = {touch.ref for touch in touches}
+        self._moments.append(Moment(phase, label, touches, tuple(sorted(ref for ref in held if ref not in touched))))
+
+    def _settle(self) -> None:
+        peak = self._restart_peak()
+        if self._moments:
+            self._moments[-1] = replace(self._moments[-1], nonmodel_bytes=peak)
+
+    def trace(self) -> Trace:
+        """What has been written down; the last moment ends now."""
+        self._settle()
+        return Trace(tuple(self._moments))

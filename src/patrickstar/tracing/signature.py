@@ -1,0 +1,50 @@
+"""What tells one kind of forward from another: two forwards of one signature are expected to do the same, moment by moment."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["can_be_traced", "signature"]
+
+
+def signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """Shapes and types of the inputs, plain values among them, and the modes that steer a forward.
+
+    Tensor *values* are no part of it, nor what is inside of objects we do not know (a key-value cache): where those make a difference, the
+    step departs from its trace and is finished by the reactive pilot.
+    """
+    # Which modules train and which parameters are frozen decides what is saved for backward.
+    training = hash(tuple(module.training for module in model.modules()))
+    trainable = hash(tuple(parameter.requires_grad for parameter in model.parameters()))
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+    )
+    return _key(args), _key(dict(kwargs)), training, trainable, modes
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device, value.requires_grad
+    if isinstance(value, Mapping):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_key(item) for item in value)
+    if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device):
+        return value
+    return type(value)
+
+
+def can_be_traced(value: Any) -> bool:
+    """Whether inputs hold nothing but tensors, containers and plain values: an unknown object could be changed by a trial run."""
+    if isinstance(value, Mapping):
+        return all(can_be_traced(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(can_be_traced(item) for item in value)
+    return isinstance(value, Tensor | str | int | float | bool | None | torch.dtype | torch.device)

@@ -1,0 +1,166 @@
+"""The sources of the package as syntax trees, and the rules they keep: each gives back what breaks it, by line."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import patrickstar
+
+PACKAGE = Path(patrickstar.__file__).parent
+MAX_LINES = 400
+PURE = ("core", "plan", "config", "units.py", "errors.py")
+
+_HOOKS = re.compile(r"register_(forward_hook|forward_pre_hook|full_backward_\w+|backward_hook|module_\w+)")
+_CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
+_FROZEN_CALLS = {"MappingProxyType", "frozenset", "tuple"}
+_MUTABLE_CALLS = {
+    *("list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ChainMap", "local"),
+    *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "SimpleNamespace"),
+}
+_MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+
+
+def paths() -> list[Path]:
+    """Every source file of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """How tests name a file: its path within the package."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def hook_registrations(tree: ast.Module) -> list[str]:
+    """Every mention of a function that registers a hook on modules, as an attribute, a name or a string."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.alias(name=name) | ast.Constant(value=str(name)):
+                if _HOOKS.fullmatch(name):
+                    found.append(f"line {node.lineno}: {name}")
+    return found
+
+
+def mutable_state(tree: ast.Module) -> list[str]:
+    """Names at the top of a module whose value can change, frozen collections not in capitals, and `global`."""
+    found = [
+        f"line {node.lineno}: global {', '.join(node.names)}" for node in ast.walk(tree) if isinstance(node, ast.Global)
+    ]
+    for statement in _top_level(tree):
+        match statement:
+            case ast.Assign(targets=targets, value=value):
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                names = [name]
+            case ast.AugAssign(target=ast.Name(id=name)):
+                found.append(f"line {statement.lineno}: {name} is changed")
+                continue
+            case _:
+                continue
+        if names == ["__all__"]:
+            continue
+        if _is_mutable(value):
+            found.append(f"line {statement.lineno}: {', '.join(names)} can be changed: wrap it, or pass it along")
+        elif _called(value) in _FROZEN_CALLS and not all(map(_CONSTANT.fullmatch, names)):
+            found.append(f"line {statement.lineno}: {', '.join(names)} is a constant: write it in capitals")
+    return found
+
+
+def foreign_imports(tree: ast.Module) -> list[str]:
+    """Imports, at any depth of the file, of what is neither the standard library nor this package."""
+    found = []
+    for node in ast.walk(tree):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        for module in modules:
+            root = module.partition(".")[0]
+            if root != "patrickstar" and root not in sys.stdlib_module_names:
+                found.append(f"line {node.lineno}: {module}")
+    return found
+
+
+def wrong_all(tree: ast.Module, *, exact: bool) -> list[str]:
+    """What is wrong with `__all__`: not a literal, not sorted, names not there; with `exact`, public names left out."""
+    exported: list[str] | None = None
+    for statement in _top_level(tree):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                exported = list(ast.literal_eval(value))
+    if exported is None:
+        return ["there is no __all__"] if exact else []
+    defined = set().union(*map(_defined, _top_level(tree)))
+    found = []
+    if exported != sorted(set(exported), key=_order):
+        found.append(f"not sorted, or not each once: {exported}")
+    if "__getattr__" not in defined:  # else names may be made when asked for; importing them shows
+        found += [f"{name} is not there" for name in exported if name not in defined]
+    if exact:
+        public = {name for name in defined if not name.startswith("_") or name == "__version__"}
+        found += [f"{name} is public but not in __all__" for name in sorted(public - set(exported))]
+    return found
+
+
+def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
+    """Statements that run when the module is imported, those within `if`, `try` and `with` included."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _top_level(child)
+
+
+def _defined(statement: ast.stmt) -> set[str]:
+    """Names that a statement at the top of a module gives a meaning."""
+    match statement:
+        case ast.Assign(targets=targets):
+            return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+            return set() if future else {alias.asname or alias.name.partition(".")[0] for alias in names}
+    return set()
+
+
+def _order(name: str) -> tuple[int, str]:
+    """The order ruff keeps (RUF022): constants, classes, then the rest."""
+    return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2), name
+
+
+def _called(value: ast.expr) -> str:
+    match value:
+        case ast.Call(func=ast.Name(id=name)) | ast.Call(func=ast.Attribute(attr=name)):
+            return name
+    return ""
+
+
+def _is_mutable(value: ast.expr) -> bool:
+    """Whether a value, or one within a frozen collection, can be changed."""
+    called = _called(value)
+    if called in _FROZEN_CALLS:
+        assert isinstance(value, ast.Call)
+        return any(_is_mutable(part) for argument in value.args for part in _parts(argument))
+    if isinstance(value, ast.Tuple):
+        return any(map(_is_mutable, value.elts))
+    return isinstance(value, _MUTABLE_LITERALS) or called in _MUTABLE_CALLS
+
+
+def _parts(argument: ast.expr) -> list[ast.expr]:
+    """What remains to be looked at once the collection itself is frozen: its items."""
+    match argument:
+        case ast.Dict(values=items) | ast.List(elts=items) | ast.Set(elts=items) | ast.Tuple(elts=items):
+            return list(items)
+        case ast.DictComp(value=item):
+            return [item]
+        case ast.ListComp(elt=item) | ast.SetComp(elt=item) | ast.GeneratorExp(elt=item):
+            return [item]
+        case ast.Call() if _called(argument) in _MUTABLE_CALLS:
+            return list(argument.args)
+    return [argument]

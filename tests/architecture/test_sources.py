@@ -1,0 +1,160 @@
+import ast
+import re
+
+import pytest
+
+import patrickstar
+from tests.architecture.sources import (
+    MAX_LINES,
+    PACKAGE,
+    PURE,
+    foreign_imports,
+    hook_registrations,
+    mutable_state,
+    name_of,
+    paths,
+    wrong_all,
+)
+
+ALL = pytest.mark.parametrize("path", paths(), ids=name_of)
+TO_BE_DONE = re.compile("|".join(["TODO", "FIXME", "XXX"]))
+
+
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@ALL
+def test_only_hooks_py_registers_module_hooks(path):
+    if name_of(path) != "hooks.py":
+        assert hook_registrations(tree(path)) == []
+
+
+@ALL
+def test_no_module_has_state_that_can_change(path):
+    assert mutable_state(tree(path)) == []
+
+
+@ALL
+def test_every_all_is_sorted_and_names_what_is_there(path):
+    assert wrong_all(tree(path), exact=path == PACKAGE / "__init__.py") == []
+
+
+@ALL
+def test_files_stay_below_the_length_where_a_second_noun_is_likely(path):
+    n_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert n_lines <= MAX_LINES, f"{n_lines} lines: ask what the second noun is"
+
+
+@ALL
+def test_nothing_is_left_to_be_done(path):
+    assert TO_BE_DONE.findall(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", [path for path in paths() if name_of(path).split("/")[0] in PURE], ids=name_of)
+def test_the_pure_layers_import_the_standard_library_only(path):
+    assert foreign_imports(tree(path)) == []
+
+
+def test_every_public_name_can_be_imported():
+    assert [name for name in patrickstar.__all__ if not hasattr(patrickstar, name)] == []
+
+
+def test_the_errors_are_public():
+    assert {
+        "BudgetError",
+        "CheckpointError",
+        "ConfigError",
+        "DeviceError",
+        "Error",
+        "LayoutError",
+        "StateError",
+    } <= set(patrickstar.__all__)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "module.register_forward_hook(f)",
+        "self.module.register_full_backward_pre_hook(f)",
+        "torch.nn.modules.module.register_module_forward_hook(f)",
+        "from torch.nn.modules.module import register_module_full_backward_hook",
+        "getattr(module, 'register_forward_pre_hook')(f)",
+    ],
+)
+def test_a_registration_is_found(code):
+    assert len(hook_registrations(ast.parse(code))) == 1
+
+
+def test_hooks_on_tensors_are_no_module_hooks():
+    code = "p.register_post_accumulate_grad_hook(f); p.register_hook(f); optimizer.register_step_post_hook(f)"
+    assert hook_registrations(ast.parse(code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "CACHE = {}",
+        "_seen: set[int] = set()",
+        "NAMES = ['a']",
+        "OF = collections.defaultdict(list)",
+        "SESSIONS = weakref.WeakKeyDictionary()",
+        "TABLE = MappingProxyType({'a': [1]})",
+        "PAIRS = (1, [2])",
+        "table = MappingProxyType({'a': 1})",
+        "names = frozenset({'a'})",
+        "if True:\n    CACHE = [n for n in range(3)]",
+        "N = 1\nN += 1",
+        "N = 1\ndef f():\n    global N\n    N = 2",
+    ],
+)
+def test_state_at_the_top_of_a_module_is_found(code):
+    assert len(mutable_state(ast.parse(code))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "__all__ = ['a']",
+        "TABLE = MappingProxyType({'a': (1, 2), 'b': frozenset({3})})",
+        "TABLE = MappingProxyType({name: f(name) for name in 'ab'})",
+        "NAMES = frozenset({'a'})",
+        "log = logging.getLogger('patrickstar')",
+        "def f():\n    seen = []",
+        "class A:\n    def f(self):\n        self.seen = {}",
+        "try:\n    def f():\n        seen = []\nfinally:\n    pass",
+        "Way = tuple[int, int]",
+    ],
+)
+def test_constants_and_local_state_are_no_state_of_the_module(code):
+    assert mutable_state(ast.parse(code)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("a = 1", "there is no __all__"),
+        ("__all__ = ['b', 'a']\na = b = 1", "not sorted"),
+        ("__all__ = ['a', 'B']\na = B = 1", "not sorted"),
+        ("__all__ = ['a', 'a']\na = 1", "not sorted"),
+        ("__all__ = ['a']", "a is not there"),
+        ("from x import a, b\n__all__ = ['a']", "b is public"),
+        ("__all__ = []\ndef f(): pass", "f is public"),
+        ("__all__ = []\nimport x.y", "x is public"),
+    ],
+)
+def test_an_inexact_all_is_found(code, wrong):
+    found = wrong_all(ast.parse(code), exact=True)
+    assert len(found) == 1
+    assert wrong in found[0]
+
+
+def test_an_exact_all_passes():
+    code = "from __future__ import annotations\nfrom x import y as a\nimport _b\n__all__ = ['a', 'c']\ndef c(): pass"
+    assert wrong_all(ast.parse(code), exact=True) == []
+
+
+@pytest.mark.parametrize("code", ["import torch", "from numpy import array", "def f():\n    import torch.nn"])
+def test_a_foreign_import_is_found(code):
+    assert len(foreign_imports(ast.parse(code))) == 1
+    assert foreign_imports(ast.parse("import os.path\nfrom patrickstar.units import GIB")) == []

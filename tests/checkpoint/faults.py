@@ -1,0 +1,116 @@
+"""Files that fail on demand: at one operation, from one operation on, by dying there, or by losing power."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+from patrickstar.checkpoint.files import Files
+
+KINDS = ("ENOSPC", "EIO", "gone", "short", "short and full", "kill", "kill after half", "power cut")
+_OPERATIONS = (
+    *("status", "names", "free_bytes", "make_directory", "sync_directory", "lock", "create", "write", "set_size"),
+    *("sync", "close", "rename", "replace", "remove_file", "remove_directory", "open", "read"),
+)
+
+
+class Killed(BaseException):
+    """The process ended here: nothing after it happens, clean-up included."""
+
+
+class FaultyFiles(Files):
+    """Files whose operation number `at` fails, as `kind` says; a verified fake of `Files` while `at` is out of reach.
+
+    ENOSPC, EIO: that operation, once. gone: it and all that follow (EIO). short: a transfer of half the bytes.
+    short and full: half the bytes, then ENOSPC for ever. kill: it and all that follow do not happen.
+    kill after half: likewise, but half of a transfer happens. power cut: as kill, and what was not synced is lost.
+    """
+
+    def __init__(self, *, at: int = -1, kind: str = "EIO") -> None:
+        assert kind in KINDS
+        self.at = at
+        self.kind = kind
+
+        self.log: list[str] = []
+        self._dead = self._gone = self._full = False
+        self._unsynced: set[int] = set()  # descriptors of files with bytes that were not synced
+        self._undo: list[Callable[[], object]] = []  # names changed since a directory was synced
+        for name in _OPERATIONS:
+            setattr(self, name, self._failing(name, getattr(super(), name)))
+
+    def unlock(self, descriptor: int) -> None:
+        super().unlock(descriptor)  # the system does it for the dead
+
+    def _failing(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            if self._dead:
+                raise Killed
+            if self._gone:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            number = len(self.log)
+            self.log.append(f"{name} {arguments[0]}")
+            if name == "write" and self._full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if number == self.at:
+                return self._fail(name, act, arguments, options)
+            return self._act(name, act, arguments, options)
+
+        return operation
+
+    def _fail(self, name: str, act: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        half = name in ("write", "read") and self.kind in ("short", "short and full", "kill after half")
+        result: Any = None
+        if half:
+            descriptor, data, offset = arguments
+            result = self._act(name, act, (descriptor, data[: max(1, len(data) // 2)], offset), options)
+        match self.kind:
+            case "ENOSPC" | "EIO":
+                code = getattr(errno, self.kind)
+                raise OSError(code, os.strerror(code))
+            case "gone":
+                self._gone = True
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            case "kill" | "kill after half":
+                self._dead = True
+                raise Killed
+            case "power cut":
+                self._dead = True
+                self._lose()
+                raise Killed
+        self._full = self.kind == "short and full" and name == "write"
+        return result if half else self._act(name, act, arguments, options)
+
+    def _act(self, name: str, act: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Do it, and note what a power cut would take back. Nothing is really synced: that would only take time."""
+        match name:
+            case "sync":
+                self._unsynced.discard(arguments[0])
+                return None
+            case "sync_directory":
+                self._undo.clear()
+                return None
+            case "write":
+                self._unsynced.add(arguments[0])
+            case "close" if arguments[0] in self._unsynced:
+                self._unsynced.remove(arguments[0])
+                self._unsynced.add(os.dup(arguments[0]))  # the file may have another name by the time it is lost
+            case "replace":
+                before = arguments[1].read_bytes() if arguments[1].exists() else None
+        result = act(*arguments, **options)
+        match name:
+            case "rename":
+                self._undo.append(lambda: arguments[1].rename(arguments[0]))
+            case "replace":
+                self._undo.append(lambda: arguments[1].unlink() if before is None else arguments[1].write_bytes(before))
+        return result
+
+    def _lose(self) -> None:
+        for descriptor in self._unsynced:
+            os.ftruncate(descriptor, 0)
+        for undo in reversed(self._undo):
+            # Deleted meanwhile: that was not synced either, but names may be lost in any order.
+            with contextlib.suppress(OSError):
+                undo()

@@ -1,0 +1,86 @@
+"""Small checkpoints to write, to read back, and to spoil."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patrickstar.checkpoint import StepReader, TensorEntry, write_step
+from patrickstar.checkpoint.format import seal
+
+SHARD_BYTES = 10_368  # two files for the weights
+PIECE_NUMEL = 700  # neither a whole block nor a whole tensor
+
+
+def sample(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors of several types, sizes and ranks; two seeds differ in every tensor that has elements."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "steps": torch.tensor(1000 + seed),
+        "wte.weight": torch.randn(40, 64, generator=draw),
+        "flags": torch.rand(13, generator=draw) < 0.5,
+        "ln.bias": torch.randn(7, generator=draw).bfloat16(),
+        "none": torch.empty(0, 4),
+        "exp_avg/wte.weight": torch.randn(40, 64, generator=draw).double(),
+        "counts": torch.randint(0, 99, (3, 5), generator=draw),
+    }
+
+
+def entries_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
+    return [
+        TensorEntry(name, tensor.dtype, tuple(tensor.shape), "moments" if "/" in name else "weights")
+        for name, tensor in tensors.items()
+    ]
+
+
+def in_pieces(tensor: torch.Tensor, numel: int = PIECE_NUMEL) -> Iterator[torch.Tensor]:
+    """The elements in order, each time in the same memory, as a slot that is used again."""
+    slot = torch.empty(numel, dtype=tensor.dtype)
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), numel):
+        part = flat[start : start + numel]
+        slot[: part.numel()] = part
+        yield slot[: part.numel()]
+        slot.fill_(1)
+
+
+def write(directory: Path, step: int, tensors: Mapping[str, torch.Tensor] | None = None, **options: Any) -> Path:
+    """A checkpoint of `sample(step)`, in small files and small blocks."""
+    tensors = sample(step) if tensors is None else tensors
+    options.setdefault("extra", {"epoch": step, "order": torch.arange(step, step + 5), "betas": (0.9, 0.999)})
+    return write_step(
+        directory,
+        step,
+        entries=entries_of(tensors),
+        read=lambda name: in_pieces(tensors[name]),
+        parameters={name: tuple(tensor.shape) for name, tensor in tensors.items() if "." in name and "/" not in name},
+        layout={"chunk_numel": 4096, "digest": "ab12"},
+        **{"state": {"lr": 1e-3}, "shard_bytes": SHARD_BYTES, "block_bytes": 4096, **options},
+    )
+
+
+def contents(reader: StepReader) -> dict[str, torch.Tensor]:
+    return {name: reader.read(name) for name in reader.entries}
+
+
+def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return list(one) == list(other) and all(same_tensor(one[name], other[name]) for name in one)
+
+
+def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.numel() == 0 or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def forge(step: Path, change: Any) -> None:
+    """Change the index as somebody would who knows how its checksum is made."""
+    path = step / "index.json"
+    index = json.loads(path.read_bytes())
+    change(index)
+    digits = index.pop("checksum")
+    path.write_bytes(seal(json.dumps({"checksum": digits, **index}).encode()))

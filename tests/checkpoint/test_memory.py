@@ -1,0 +1,56 @@
+"""A checkpoint passes through a few MiB, in both directions, however large it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from patrickstar.checkpoint import TensorEntry, open_step, write_step
+
+def high_water():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+def reset():
+    Path("/proc/self/clear_refs").write_text("5")
+    return high_water()
+
+MiB = 1 << 20
+numel = 12 * MiB
+slot = torch.zeros(MiB)
+
+def read(name):
+    for number in range(numel // slot.numel()):
+        yield slot.fill_(number)
+
+directory = Path(sys.argv[1])
+for size in (1024, numel):  # the small one first: imports and threads are not what is measured
+    entries = [TensorEntry(name, torch.float32, (size,)) for name in ("a", "b")]
+    before = reset()
+    write_step(directory, 1, entries=entries, read=read if size == numel else lambda name: [torch.zeros(size)],
+               parameters={"a": (size,), "b": (size,)}, shard_bytes=50 * MiB)
+    written = high_water() - before
+    before = reset()
+    with open_step(directory) as reader:
+        reader.verify()
+        verified = high_water() - before
+        before = reset()
+        for name in reader.entries:
+            for number, piece in enumerate(reader.pieces(name, MiB)):
+                assert piece[0] == number and piece[-1] == number
+        read_back = high_water() - before
+print(written, verified, read_back)
+"""
+
+
+def test_96_mib_are_written_verified_and_read_in_a_few(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    written, verified, read_back = map(int, done.stdout.split())
+    # Two blocks of 4 MiB; two blocks of 4 MiB; two pieces of 4 MiB. And the allocator's own.
+    assert max(written, verified, read_back) < 20 << 20, done.stdout

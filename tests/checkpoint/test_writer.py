@@ -1,0 +1,79 @@
+"""A file written through two blocks: its bytes are those appended, whatever their sizes and whatever the device does."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patrickstar.checkpoint.files import Files
+from patrickstar.checkpoint.writer import Blocks, FileWriter
+from patrickstar.errors import DeviceError
+
+LANE = ThreadPoolExecutor(1)
+BLOCKS = Blocks(4096)
+
+
+class NotDirect(Files):
+    """A file system that takes the flag and then refuses what is written."""
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        if self.leave_direct_was_asked:
+            return super().write(descriptor, data, offset)
+        raise OSError(errno.EINVAL, "not aligned")
+
+    leave_direct_was_asked = False
+
+    def leave_direct(self, descriptor: int) -> bool:
+        super().leave_direct(descriptor)
+        first, self.leave_direct_was_asked = not self.leave_direct_was_asked, True
+        return first
+
+
+class Sluggish(Files):
+    """A device that takes a little at a time."""
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        return super().write(descriptor, data[:1000], offset)
+
+
+class Deaf(Files):
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        return 0
+
+
+@given(sizes=st.lists(st.integers(0, 9000), max_size=6), kind=st.sampled_from([Files, NotDirect, Sluggish]))
+def test_a_file_holds_what_was_appended(tmp_path_factory, sizes, kind):
+    path = tmp_path_factory.mktemp("written") / "file"
+    data = os.urandom(sum(sizes))
+    writer = FileWriter(path, files=kind(), lane=LANE, blocks=BLOCKS)
+    at = 0
+    for size in sizes:
+        piece = bytearray(data[at : at + size])
+        writer.append(memoryview(piece))
+        piece[:] = bytes(size)  # whoever appended may use the memory again
+        at += size
+    writer.finish()
+    assert path.read_bytes() == data
+    assert writer.nbytes == len(data)
+
+
+def test_a_device_that_takes_nothing_is_an_error_and_not_a_loop(tmp_path):
+    writer = FileWriter(tmp_path / "file", files=Deaf(), lane=LANE, blocks=BLOCKS)
+    with pytest.raises(DeviceError, match="cannot write 4096 bytes at offset 0: the device took no bytes"):
+        writer.append(memoryview(bytes(9000)))
+    writer.abort()
+    writer.abort()
+
+
+def test_an_existing_file_or_link_is_never_written_through(tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("target", "link"):
+        with pytest.raises(DeviceError, match="cannot make the file"):
+            FileWriter(tmp_path / name, files=Files(), lane=LANE, blocks=BLOCKS)
+    assert (tmp_path / "target").read_text() == "precious"

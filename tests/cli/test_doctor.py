@@ -1,0 +1,71 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from patrickstar.cli import doctor as module
+from patrickstar.cli.main import main
+from patrickstar.memory.allocator import allocator
+
+
+@pytest.fixture
+def report(capsys):
+    def call(*arguments):
+        assert main(["doctor", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_it_says_what_this_machine_has(report):
+    found = json.loads(report("--json"))
+    assert found["torch"].startswith("2.")
+    assert found["threads"]["cores"] >= found["threads"]["torch"] >= 1
+    assert found["memory"]["total"] >= found["memory"]["available"] > 0
+    assert {"instructions", "optimizer kernel", "allocator", "cuda", "lockable memory"} <= set(found)
+    assert "disk" not in found
+
+
+def test_for_people_it_is_a_line_a_finding(report):
+    lines = report().splitlines()
+    assert any(line.startswith("python ") for line in lines)
+    assert any(line.startswith("allocator ") for line in lines)
+
+
+def test_a_directory_is_tried_out_and_left_as_it_was(report, tmp_path):
+    found = json.loads(report("--json", "--disk", str(tmp_path)))
+    assert found["disk"]["free"] > 0
+    assert isinstance(found["disk"]["direct_io"], bool)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_comes_with_the_command_that_makes_it(report, tmp_path):
+    text = report("--disk", str(tmp_path / "a" / "b"))
+    assert f"-> mkdir -p {tmp_path / 'a' / 'b'}" in text
+
+
+def test_without_tcmalloc_the_command_that_installs_it_is_named(report, monkeypatch):
+    glibc = replace(allocator(), name="glibc")
+    monkeypatch.setattr("patrickstar.memory.allocator.allocator", lambda: glibc)
+    monkeypatch.setattr("patrickstar.memory.allocator.tcmalloc_library", lambda: None)
+    assert "apt install libtcmalloc-minimal4" in report()
+    monkeypatch.setattr("patrickstar.memory.allocator.tcmalloc_library", lambda: Path("/lib/libtcmalloc.so"))
+    text = report()
+    assert "apt install" not in text
+    assert "LD_PRELOAD=/lib/libtcmalloc.so" in text
+
+
+def test_a_file_system_without_direct_io_is_said_to_be_one(tmp_path, monkeypatch):
+    real = module.os.open
+
+    def refuse(path, flags, *rest):
+        if flags & module.os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(module.os, "open", refuse)
+    (found,) = module._disk(tmp_path)
+    assert found.value["direct_io"] is False
+    assert "page cache" in found.advice
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,81 @@
+import click
+import pytest
+
+from patrickstar.cli.options import Device, Invocation, Size, Spelling, VariadicCommand, debug_option
+
+
+def parse(arguments):
+    @click.command(cls=VariadicCommand)
+    @click.option("--data", multiple=True)
+    @click.option("--steps", type=int)
+    @click.option("--resume", is_flag=True)
+    def verb(**given):
+        return given
+
+    return verb.main(arguments, standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data"),
+    [
+        (["--data", "a"], ("a",)),
+        (["--data", "a", "b", "c"], ("a", "b", "c")),
+        (["--data", "a", "b", "--steps", "3", "--data", "c"], ("a", "b", "c")),
+        (["--resume", "--data", "a", "b", "--resume"], ("a", "b")),
+        (["--data=a", "--steps", "3"], ("a",)),
+        (["--data", "-", "b"], ("-", "b")),
+        (["--steps", "3"], ()),
+    ],
+)
+def test_data_takes_all_words_up_to_the_next_option(arguments, data):
+    assert parse(arguments)["data"] == data
+
+
+@pytest.mark.parametrize("arguments", [["a"], ["--steps", "3", "a"], ["--data", "a", "--steps", "3", "b"], ["--data"]])
+def test_a_word_that_belongs_to_no_option_is_refused(arguments):
+    with pytest.raises(click.UsageError):
+        parse(arguments)
+
+
+@pytest.mark.parametrize("word", ["cpu", "emulated", "cuda", "cuda:0", "cuda:13"])
+def test_devices_are_taken_as_they_are(word):
+    assert Device().convert(word, None, None) == word
+
+
+@pytest.mark.parametrize("word", ["CPU", "cuda:", "cuda:x", "cuda1", "", "mps"])
+def test_other_devices_are_refused(word):
+    with pytest.raises(click.UsageError, match="is none of cpu, emulated, cuda, cuda:N"):
+        Device().convert(word, None, None)
+
+
+@pytest.mark.parametrize("text", ["4096", "512MiB", "1.5GB", "70%"])
+def test_sizes_stay_as_written(text):
+    assert Size().convert(text, None, None) == text
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "101%", "3 apples"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(click.UsageError):
+        Size().convert(text, None, None)
+
+
+def test_a_misspelt_word_is_told_its_neighbour():
+    with pytest.raises(click.UsageError, match=r'constnt. is none of constant, cosine; did you mean "constant"'):
+        Spelling("constant", "cosine").convert("constnt", None, None)
+
+
+def test_debug_is_heard_wherever_it_stands():
+    @click.group()
+    @debug_option
+    def cli():
+        pass
+
+    @cli.command()
+    @debug_option
+    def verb():
+        pass
+
+    for arguments in (["--debug", "verb"], ["verb", "--debug"]):
+        invocation = Invocation()
+        cli.main(arguments, standalone_mode=False, obj=invocation)
+        assert invocation.debug, arguments

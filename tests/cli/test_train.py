@@ -1,0 +1,193 @@
+import os
+import signal
+
+import pytest
+
+from patrickstar.cli import compare
+from patrickstar.cli.events import EventLog
+
+START = {"event", "config", "parameters", "model_data_bytes", "predicted", "plan"}
+STEP = {"event", "step", "loss", "loss_hex", "seconds", "tokens_per_second", "grad_norm", "peak", "rss"}
+SUMMARY = {"event", "steps", "first_loss", "last_loss", "validation_loss", "peak", "rss_peak_growth", "moved"} | {
+    *("predicted", "model_data_bytes", "parameters")
+}
+# Embedding and positions, two blocks of twelve tensors, the last norm.
+PARAMETERS = 512 * 32 + 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
+
+
+@pytest.fixture
+def signal_after(monkeypatch):
+    """Sends this process a signal, once or more often, when a step's row has been written."""
+
+    def arm(step, number, times=1):
+        write = EventLog.write
+
+        def write_and_send(log, row):
+            write(log, row)
+            if row.get("step") == step and row["event"] == "step":
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(EventLog, "write", write_and_send)
+
+    return arm
+
+
+def test_a_run_logs_its_start_every_step_and_a_summary(runs, capsys):
+    assert runs.train(steps=30) == 0
+    start, *steps, summary = runs.rows()
+    assert set(start) >= START
+    assert all(set(row) >= STEP for row in steps)
+    assert set(summary) >= SUMMARY
+    assert [row["step"] for row in steps] == list(range(1, 31))
+    assert start["parameters"] == summary["parameters"] == PARAMETERS
+    assert set(start["predicted"]) == set(summary["predicted"]) == {"peak", "moved", "step_seconds"}
+    assert set(summary["peak"]) == {"device", "host", "disk"}
+    assert set(summary["moved"]) == {"H>D", "D>H", "H>K", "K>H"}
+    assert (summary["steps"], summary["first_loss"]) == (30, steps[0]["loss"])
+    assert summary["last_loss"] == steps[-1]["loss"] == float.fromhex(steps[-1]["loss_hex"])
+    assert summary["validation_loss"] < summary["first_validation_loss"] - 0.5
+    assert steps[0]["grad_norm"] is None
+    assert "30/30" in capsys.readouterr().out
+
+
+def test_the_seed_decides_every_bit(runs):
+    for log, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert runs.train("--seed", seed, log=log) == 0
+    assert runs.losses("a") == runs.losses("b")
+    assert not set(runs.losses("a").values()) & set(runs.losses("c").values())
+
+
+def test_stopping_and_resuming_gives_the_bits_of_not_stopping(runs, capsys):
+    assert runs.train(steps=6, log="whole") == 0
+    assert runs.train("--checkpoint-dir", runs.checkpoints, steps=3) == 0
+    assert runs.saved() == ["step-00000003"]
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", steps=6) == 0
+    assert runs.losses() == runs.losses("whole")
+    assert [row["event"] for row in runs.rows()].count("start") == 2
+    assert runs.rows()[-1]["first_loss"] == runs.rows("whole")[-1]["first_loss"]
+    assert runs.rows()[-1]["validation_loss"] == runs.rows("whole")[-1]["validation_loss"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_run_goes_on_later_as_if_nothing_had_been(
+    runs, signal_after, monkeypatch, number, status
+):
+    assert runs.train(steps=5, log="whole") == 0
+    with monkeypatch.context():
+        signal_after(2, number)
+        assert runs.train("--checkpoint-dir", runs.checkpoints, steps=5) == status
+    assert runs.saved() == ["step-00000002"]
+    assert runs.rows()[-1]["event"] == "summary"
+    monkeypatch.undo()
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", steps=5) == 0
+    assert runs.losses() == runs.losses("whole")
+
+
+def test_a_second_signal_stops_at_once_and_saves_nothing(runs, signal_after):
+    signal_after(2, signal.SIGINT, times=2)
+    assert runs.train("--checkpoint-dir", runs.checkpoints) == 130
+    assert runs.saved() == []
+    assert [row["event"] for row in runs.rows()] == ["start", "step", "step"]
+
+
+def test_the_newest_checkpoints_stay(runs):
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--save-every", 2, "--keep", 2, steps=7) == 0
+    assert runs.saved() == ["step-00000006", "step-00000007"]
+
+
+def test_resuming_where_nothing_was_saved_starts_afresh_with_a_note(runs, capsys):
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume") == 0
+    assert "no checkpoint to resume from yet: starting afresh" in capsys.readouterr().out
+    assert len(runs.losses()) == 4
+
+
+def test_resuming_a_finished_run_takes_no_step(runs):
+    assert runs.train("--checkpoint-dir", runs.checkpoints) == 0
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume") == 0
+    assert len(runs.rows(event="step")) == 4
+    assert runs.rows()[-1]["steps"] == 4
+
+
+def test_a_damaged_newest_checkpoint_is_refused_naming_the_newest_intact_one(runs, capsys):
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--save-every", 2) == 0
+    damaged = max((runs.checkpoints / "step-00000004").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", steps=6) == 1
+    error = capsys.readouterr().err
+    assert damaged.name in error
+    assert "step-00000002" in error
+    assert len(runs.rows(event="step")) == 4
+
+
+def test_starting_afresh_over_another_runs_checkpoints_is_refused(runs, capsys):
+    assert runs.train("--checkpoint-dir", runs.checkpoints) == 0
+    assert runs.train("--checkpoint-dir", runs.checkpoints) == 2
+    assert "--resume goes on from it" in capsys.readouterr().err
+
+
+def test_resuming_with_another_data_order_is_refused(runs, capsys):
+    assert runs.train("--checkpoint-dir", runs.checkpoints) == 0
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", "--seed", 5, steps=6) == 1
+    assert "seed was 0, is 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--clip", 0.1, "--accumulate", 3], ["--step", "in_backward"]])
+def test_plain_pytorch_gives_the_same_bits(runs, capsys, arguments):
+    assert runs.train("--compare-plain", *arguments) == 0
+    assert "plain PyTorch gives the same bits: every loss and all 29 tensors" in capsys.readouterr().out
+    norms = [row["grad_norm"] for row in runs.rows(event="step")]
+    assert all(norm > 0.1 for norm in norms) if "--clip" in arguments else norms == [None] * 4
+
+
+def test_a_difference_from_plain_pytorch_fails_the_run(runs, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "EPS", 2e-8)
+    assert runs.train("--compare-plain") == 1
+    assert "plain PyTorch gives other bits" in capsys.readouterr().out
+
+
+def test_a_budget_moves_chunks_and_changes_no_bit(runs):
+    assert runs.train(log="whole") == 0
+    assert runs.train("--device", "emulated", "--device-memory", "512KiB", log="tight") == 0
+    assert runs.losses("tight") == runs.losses("whole")
+    moved = runs.rows("tight")[-1]["moved"]
+    assert moved["H>D"] > 0
+    assert runs.rows("whole")[-1]["moved"]["H>D"] == 0
+    assert runs.rows("tight")[-1]["peak"]["device"] <= 512 << 10
+
+
+def test_what_does_not_fit_exits_3_before_the_first_step(runs, capsys):
+    assert runs.train("--host-memory", "4KiB", "--disk", runs.home / "disk") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("patrickstar: BudgetError: ")
+    assert "Traceback" not in error
+    assert runs.rows(event="step") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "is empty"), (b"\xff\xfe\x00", "not UTF-8"), (b"a\0b", "zero byte")]
+)
+def test_text_that_is_none_is_an_error_on_the_way(runs, capsys, content, says):
+    runs.text.write_bytes(content)
+    assert runs.train() == 1
+    assert says in capsys.readouterr().err
+
+
+def test_text_too_short_for_a_sequence_is_an_error_on_the_way(runs, capsys):
+    runs.text.write_text("a few words only, so that the tail is nothing\n")
+    assert runs.train() == 1
+    assert "less than one sequence of 16" in capsys.readouterr().err
+
+
+def test_files_that_are_no_text_are_skipped_in_one_warning(runs, capsys):
+    for name in ("a.png", "b.png"):
+        (runs.home / name).write_bytes(b"\x89PNG\xff")
+    assert runs.train("--data", runs.home) == 0
+    assert capsys.readouterr().out.count("warning: skipped 2 files that are not UTF-8 text") == 1
+
+
+def test_a_log_that_cannot_be_written_is_an_error_on_the_way(runs, capsys):
+    assert runs.train("--log-json", runs.home / "missing" / "log.jsonl") == 1
+    assert "No such file or directory" in capsys.readouterr().err

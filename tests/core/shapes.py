@@ -1,0 +1,113 @@
+"""The parameters of well-known models, as specs: names and shapes only, in registration order."""
+
+from patrickstar.core.spec import TensorSpec
+
+
+def _specs(shapes):
+    return [TensorSpec(name, tuple(shape)) for name, shape in shapes]
+
+
+def _linear(name, rows, cols):
+    return [(f"{name}.weight", (rows, cols)), (f"{name}.bias", (rows,))]
+
+
+def _norm(name, width):
+    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
+
+
+def gpt2(layers=12, width=768, vocabulary=50257, positions=1024):
+    shapes = [("wte.weight", (vocabulary, width)), ("wpe.weight", (positions, width))]
+    for i in range(layers):
+        shapes += _norm(f"h.{i}.ln_1", width)
+        shapes += [(f"h.{i}.attn.c_attn.weight", (width, 3 * width)), (f"h.{i}.attn.c_attn.bias", (3 * width,))]
+        shapes += _linear(f"h.{i}.attn.c_proj", width, width) + _norm(f"h.{i}.ln_2", width)
+        shapes += [(f"h.{i}.mlp.c_fc.weight", (width, 4 * width)), (f"h.{i}.mlp.c_fc.bias", (4 * width,))]
+        shapes += [(f"h.{i}.mlp.c_proj.weight", (4 * width, width)), (f"h.{i}.mlp.c_proj.bias", (width,))]
+    return _specs(shapes + _norm("ln_f", width))
+
+
+def llama(layers, width, hidden, vocabulary=32000, kv_width=None):
+    kv_width = kv_width or width
+    shapes = [("embed_tokens.weight", (vocabulary, width))]
+    for i in range(layers):
+        rows = {"q": width, "k": kv_width, "v": kv_width, "o": width}
+        shapes += [(f"layers.{i}.self_attn.{name}_proj.weight", (n, width)) for name, n in rows.items()]
+        shapes += [(f"layers.{i}.mlp.{name}_proj.weight", (hidden, width)) for name in ("gate", "up")]
+        shapes += [(f"layers.{i}.mlp.down_proj.weight", (width, hidden))]
+        shapes += [(f"layers.{i}.{name}_layernorm.weight", (width,)) for name in ("input", "post_attention")]
+    return _specs([*shapes, ("norm.weight", (width,)), ("lm_head.weight", (vocabulary, width))])
+
+
+def bert(layers=12, width=768, vocabulary=30522):
+    rows = {"word": vocabulary, "position": 512, "token_type": 2}
+    shapes = [(f"embeddings.{name}_embeddings.weight", (n, width)) for name, n in rows.items()]
+    shapes += _norm("embeddings.LayerNorm", width)
+    for i in range(layers):
+        for name in ("query", "key", "value"):
+            shapes += _linear(f"layer.{i}.attention.self.{name}", width, width)
+        shapes += _linear(f"layer.{i}.attention.output.dense", width, width)
+        shapes += _norm(f"layer.{i}.attention.output.LayerNorm", width)
+        shapes += _linear(f"layer.{i}.intermediate.dense", 4 * width, width)
+        shapes += _linear(f"layer.{i}.output.dense", width, 4 * width)
+        shapes += _norm(f"layer.{i}.output.LayerNorm", width)
+    return _specs(shapes + _linear("pooler.dense", width, width))
+
+
+def t5(layers=12, width=768, hidden=3072, heads=12, vocabulary=32128):
+    shapes = [("shared.weight", (vocabulary, width))]
+    for stack, blocks in (("encoder", ("self",)), ("decoder", ("self", "cross"))):
+        for i in range(layers):
+            for block in blocks:
+                name = f"{stack}.block.{i}.{block}"
+                shapes += [(f"{name}.{part}.weight", (width, width)) for part in "qkvo"]
+                if i == 0 and block == "self":
+                    shapes.append((f"{name}.relative_attention_bias.weight", (32, heads)))
+                shapes.append((f"{name}.layer_norm.weight", (width,)))
+            shapes.append((f"{stack}.block.{i}.wi.weight", (hidden, width)))
+            shapes.append((f"{stack}.block.{i}.wo.weight", (width, hidden)))
+            shapes.append((f"{stack}.block.{i}.layer_norm.weight", (width,)))
+        shapes.append((f"{stack}.final_layer_norm.weight", (width,)))
+    return _specs(shapes)
+
+
+def vit(layers=12, width=768, patch=16, tokens=197, classes=1000):
+    shapes = [("cls_token", (1, 1, width)), ("position_embeddings", (1, tokens, width))]
+    shapes += [("patch.weight", (width, 3, patch, patch)), ("patch.bias", (width,))]
+    for i in range(layers):
+        for name in ("query", "key", "value", "output"):
+            shapes += _linear(f"layer.{i}.attention.{name}", width, width)
+        shapes += _linear(f"layer.{i}.intermediate", 4 * width, width) + _linear(f"layer.{i}.output", width, 4 * width)
+        shapes += _norm(f"layer.{i}.before", width) + _norm(f"layer.{i}.after", width)
+    return _specs(shapes + _norm("layernorm", width) + _linear("classifier", classes, width))
+
+
+def mixtral(layers=32, width=4096, hidden=14336, experts=8, vocabulary=32000):
+    shapes = [("embed_tokens.weight", (vocabulary, width))]
+    for i in range(layers):
+        rows = {"q": width, "k": width // 4, "v": width // 4, "o": width}
+        shapes += [(f"layers.{i}.self_attn.{name}_proj.weight", (n, width)) for name, n in rows.items()]
+        shapes.append((f"layers.{i}.gate.weight", (experts, width)))
+        for expert in range(experts):
+            for name, shape in (("w1", (hidden, width)), ("w2", (width, hidden)), ("w3", (hidden, width))):
+                shapes.append((f"layers.{i}.experts.{expert}.{name}.weight", shape))
+        shapes += [(f"layers.{i}.{name}_layernorm.weight", (width,)) for name in ("input", "post_attention")]
+    return _specs([*shapes, ("norm.weight", (width,)), ("lm_head.weight", (vocabulary, width))])
+
+
+MODELS = {
+    "gpt2": gpt2(),
+    "gpt2-xl": gpt2(48, 1600),
+    "gpt3-175b": gpt2(96, 12288, positions=2048),
+    "gpt2-class of 4M": gpt2(4, 256, vocabulary=4096),
+    "tinyllama": llama(22, 2048, 5632, kv_width=256),
+    "llama-7b": llama(32, 4096, 11008),
+    "llama3-8b": llama(32, 4096, 14336, vocabulary=128256, kv_width=1024),
+    "llama-70b": llama(80, 8192, 28672, kv_width=1024),
+    "bert-base": bert(),
+    "bert-large": bert(24, 1024),
+    "t5-base": t5(),
+    "t5-small": t5(6, 512, 2048, 8),
+    "vit-base": vit(),
+    "vit-huge": vit(32, 1280, 14, 257),
+    "mixtral-8x7b": mixtral(),
+}

@@ -1,0 +1,39 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, FP32_FORMATS, GRAD, REST, WEIGHT, PlaneRef
+
+PLANES = (WEIGHT, REST, GRAD, EXP_AVG, EXP_AVG_SQ)
+
+
+def test_a_unit_prints_as_chunk_and_plane():
+    assert str(PlaneRef(12, WEIGHT)) == "c12.weight"
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(PLANES))
+def test_a_unit_parses_back(chunk, plane):
+    assert PlaneRef.parse(str(PlaneRef(chunk, plane))) == PlaneRef(chunk, plane)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "c", "c.weight", "12.weight", "c12", "c12.", "c-1.weight", "c12.weight x2", "c².grad"]
+)
+def test_what_is_no_unit_is_refused_by_its_text(text):
+    with pytest.raises(ValueError, match="is not a plane of a chunk") as refusal:
+        PlaneRef.parse(text)
+    assert repr(text) in str(refusal.value)
+
+
+def test_units_sort_by_chunk_then_plane():
+    units = [PlaneRef(10, GRAD), PlaneRef(9, WEIGHT), PlaneRef(10, EXP_AVG)]
+    assert sorted(units) == [PlaneRef(9, WEIGHT), PlaneRef(10, EXP_AVG), PlaneRef(10, GRAD)]
+
+
+def test_fp32_has_four_planes_of_four_bytes_and_cannot_be_changed():
+    assert {plane: form.itemsize for plane, form in FP32_FORMATS.items()} == dict.fromkeys(
+        (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), 4
+    )
+    with pytest.raises(TypeError):
+        FP32_FORMATS[REST] = FP32_FORMATS[GRAD]

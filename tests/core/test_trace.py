@@ -1,0 +1,103 @@
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.core.plane import EXP_AVG, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+
+W0, W2, G0 = PlaneRef(0, WEIGHT), PlaneRef(2, WEIGHT), PlaneRef(0, GRAD)
+
+units = st.builds(PlaneRef, st.integers(0, 30), st.sampled_from([WEIGHT, GRAD, EXP_AVG]))
+labels = st.one_of(st.text(string.printable + "é☃\u2028", max_size=12), st.just("-"), st.just("held"))
+moments = st.builds(
+    Moment,
+    phase=st.sampled_from(Phase),
+    label=labels,
+    touches=st.lists(st.builds(Touch, units, st.booleans()), max_size=5).map(tuple),
+    held=st.lists(units, max_size=3).map(tuple),
+    nonmodel_bytes=st.integers(0, 2**48),
+    ends=st.lists(units, max_size=3).map(tuple),
+)
+traces = st.builds(Trace, st.lists(moments, max_size=8).map(tuple))
+
+
+def example():
+    return Trace(
+        (
+            Moment(Phase.FORWARD, "wte.weight", (Touch(W0),), nonmodel_bytes=4096),
+            Moment(Phase.BACKWARD, "wte.weight", (Touch(W0), Touch(G0, writes=True)), (W2,), 81920, ends=(W0,)),
+        )
+    )
+
+
+def test_a_trace_prints_one_compact_line_a_moment():
+    assert str(example()).splitlines() == [
+        "trace of 2 moments",
+        "forward wte.weight 4096 c0.weight",
+        "backward wte.weight 81920 c0.grad* c0.weight held c2.weight ends c0.weight",
+    ]
+
+
+@settings(deadline=None)
+@given(traces)
+def test_a_trace_parses_back(trace):
+    text = str(trace)
+    assert Trace.parse(text) == trace
+    assert len(text.splitlines()) == 1 + len(trace)
+
+
+@settings(deadline=None)
+@given(traces, traces)
+def test_digests_and_differences_agree_with_equality(one, other):
+    assert (one.digest() == other.digest()) == (one == other)
+    assert (one.differences(other) == []) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda text: text.rsplit("\n", 1)[0], "not a whole trace"),
+        (lambda text: text.replace("trace of", "plan of"), "not a whole trace"),
+        (lambda text: text.replace("forward", "foreward"), "foreward"),
+        (lambda text: text.replace("c2.weight", "2.weight"), "is not a plane of a chunk"),
+        (lambda _: "", "not a whole trace"),
+    ],
+)
+def test_text_that_is_no_whole_trace_is_refused(spoil, why):
+    with pytest.raises(ValueError, match=why):
+        Trace.parse(spoil(str(example())))
+
+
+def test_a_moment_keeps_its_units_sorted_each_once_and_a_write_over_a_read():
+    moment = Moment(
+        Phase.STEP, "", (Touch(W2), Touch(W0, writes=True), Touch(W2, writes=True), Touch(W0)), (W2, W0, W2)
+    )
+    assert moment.touches == (Touch(W0, writes=True), Touch(W2, writes=True))
+    assert moment.held == (W0, W2)
+
+
+def test_the_peak_is_the_largest_non_model_bytes():
+    assert example().peak == 81920
+    assert Trace(()).peak == 0
+
+
+def test_messages_name_a_moment_by_number_phase_and_label():
+    assert example().name(1) == "1 backward wte.weight"
+    assert Trace((Moment(Phase.STEP, "", ()),)).name(0) == "0 step"
+
+
+def test_differences_name_the_moment_and_what_changed():
+    other = Trace(
+        (
+            Moment(Phase.FORWARD, "wte.weight", (Touch(W0), Touch(W2)), nonmodel_bytes=5000),
+            example().moments[1],
+            Moment(Phase.STEP, "wte.weight", ()),
+        )
+    )
+    assert example().differences(other) == [
+        "moment 0 forward wte.weight: touches +c2.weight, nonmodel_bytes 4096 -> 5000",
+        "moment 2 step wte.weight: only in the other",
+    ]
+    assert other.differences(example())[-1] == "moment 2 step wte.weight: missing in the other"

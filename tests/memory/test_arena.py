@@ -1,0 +1,247 @@
+"""memory/arena.py: what is resident is what is committed, and a tensor over a slot outlives everything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from patrickstar.errors import DeviceError, StateError
+from patrickstar.memory.arena import Arena
+from patrickstar.memory.mapping import HUGE_PAGE_BYTES, reserve
+from patrickstar.memory.process import resident_bytes
+from patrickstar.units import KIB, MIB
+
+# Odd multiples of 8 KiB too: the layout gives such slots, and they share huge pages.
+SLOT_BYTES = pytest.mark.parametrize("slot_bytes", [4 * MIB, 5 * MIB, 3 * MIB + 8 * KIB, MIB + 8 * KIB])
+TOLERANCE = 256 * KIB  # what else the process may touch, and the kernel's per-processor counters
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warmed_up():
+    """What a first use leaves behind (thread pools, code pages) is no growth of an arena."""
+    host = Arena(4 * MIB, virtual_slots=4, name="host")
+    touch(host, host.take(4), 4)
+    assert host.tensor(0, 4, torch.float32).eq(1.0).all()
+
+
+def arena(slot_bytes: int = 8 * KIB, virtual_slots: int = 32) -> Arena:
+    return Arena(slot_bytes, virtual_slots=virtual_slots, name="host")
+
+
+def touch(arena: Arena, first: int, n: int = 1) -> None:
+    arena.tensor(first, n, torch.float32).fill_(1.0)
+
+
+class Growth:
+    """Resident bytes since it was made."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.base = resident_bytes()
+
+    def __eq__(self, expected: object) -> bool:
+        assert isinstance(expected, int)
+        return abs(resident_bytes() - self.base - expected) <= TOLERANCE
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"growth of {resident_bytes() - self.base}"
+
+
+@SLOT_BYTES
+def test_resident_is_what_was_touched_and_never_a_neighbour(slot_bytes):
+    host = arena(slot_bytes)
+    growth = Growth()
+    slots = [host.take() for _ in range(12)]
+    assert growth == 0
+    for slot in slots[::2]:
+        touch(host, slot)
+    assert growth == 6 * slot_bytes
+    assert host.in_use == host.committed_slots == 12
+
+
+@SLOT_BYTES
+def test_trim_gives_the_pages_of_free_slots_back_at_once(slot_bytes):
+    host = arena(slot_bytes)
+    growth = Growth()
+    slots = [host.take() for _ in range(12)]
+    for slot in slots:
+        touch(host, slot)
+    for slot in slots[::2]:
+        host.give(slot)
+    assert growth == 12 * slot_bytes  # warm until trimmed
+    host.trim(8)
+    assert growth == 8 * slot_bytes
+    assert (host.in_use, host.committed_slots, host.committed_bytes) == (6, 8, 8 * slot_bytes)
+    host.trim(0)
+    assert growth == 6 * slot_bytes
+    for slot in slots[1::2]:
+        assert host.tensor(slot, 1, torch.float32).eq(1.0).all()
+
+
+def test_a_trimmed_slot_reads_as_zeros_and_a_warm_one_as_it_was_left():
+    host = arena()
+    warm, cold = host.take(), host.take()
+    touch(host, warm)
+    touch(host, cold)
+    host.give(cold)
+    host.trim(1)
+    host.give(warm)
+    assert host.tensor(cold, 1, torch.float32).eq(0.0).all()
+    assert host.tensor(warm, 1, torch.float32).eq(1.0).all()
+
+
+def test_a_run_of_slots_is_one_tensor():
+    host = arena()
+    first = host.take(3)
+    whole = host.tensor(first, 3, torch.float32)
+    whole.copy_(torch.arange(whole.numel()))
+    pieces = [host.tensor(first + i, 1, torch.float32) for i in range(3)]
+    assert torch.equal(torch.cat(pieces), whole)
+    assert whole.numel() == 3 * host.slot_bytes // 4
+    assert host.tensor(first, 1, torch.bfloat16).numel() == host.slot_bytes // 2
+
+
+def test_every_tensor_has_a_storage_of_its_own_over_the_same_bytes():
+    host = arena()
+    slot = host.take()
+    one, other = host.tensor(slot, 1, torch.float32), host.tensor(slot, 1, torch.float32)
+    one.fill_(7.0)
+    assert other.eq(7.0).all()
+    ended = []
+    weakref.finalize(one.untyped_storage(), ended.append, True)
+    view = one[3:5]
+    del one
+    gc.collect()
+    assert not ended
+    del view
+    gc.collect()
+    assert ended
+
+
+def test_a_tensor_made_in_inference_mode_is_a_normal_one():
+    host = arena()
+    slot = host.take()
+    with torch.inference_mode():
+        weight = host.tensor(slot, 1, torch.float32)
+        assert torch.is_inference_mode_enabled()
+    weight.fill_(2.0)
+    x = torch.ones_like(weight, requires_grad=True)
+    (x * weight).sum().backward()  # saved for backward
+    assert not weight.is_inference()
+    assert x.grad is not None
+    assert x.grad.eq(2.0).all()
+
+
+def test_slots_lie_at_their_addresses():
+    host = arena(slot_bytes=12 * KIB)
+    start, stop = host.address_range
+    first = host.take(2)
+    tensor = host.tensor(first, 2, torch.float32)
+    assert start % HUGE_PAGE_BYTES == 0
+    assert stop - start == 32 * 12 * KIB
+    assert tensor.data_ptr() == start + first * 12 * KIB
+    assert host.slot_at(tensor.data_ptr()) == first
+    assert host.slot_at(tensor[-1:].data_ptr()) == first + 1
+    assert host.slot_at(start - 1) == host.slot_at(stop) == -1
+
+
+def test_a_buffer_is_the_bytes_of_its_slots():
+    host = arena()
+    first = host.take(2)
+    buffer = host.buffer(first, 2)
+    buffer[:] = bytes([7]) * len(buffer)
+    assert len(buffer) == 2 * host.slot_bytes
+    assert host.tensor(first, 2, torch.uint8).eq(7).all()
+
+
+def test_poison_is_nan_in_every_floating_type_and_stays_in_its_slots():
+    host = arena()
+    slots = [host.take() for _ in range(3)]
+    for slot in slots:
+        touch(host, slot)
+    host.give(slots[1], poison=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert host.tensor(slots[1], 1, dtype).isnan().all()
+    assert host.tensor(slots[0], 1, torch.float32).eq(1.0).all()
+    assert host.tensor(slots[2], 1, torch.float32).eq(1.0).all()
+
+
+def test_the_memory_goes_with_the_last_tensor_after_close():
+    growth = Growth()
+    host = arena(4 * MIB)
+    kept, gone = host.take(), host.take()
+    touch(host, kept)
+    touch(host, gone)
+    host.give(gone)
+    view = host.tensor(kept, 1, torch.float32)[:10]
+    host.close()
+    host.close()
+    del host
+    assert growth == 4 * MIB  # the free slot's pages went at once
+    assert view.eq(1.0).all()
+    del view
+    gc.collect()
+    assert growth == 0
+
+
+def test_a_closed_arena_says_so():
+    host = arena()
+    slot = host.take()
+    host.close()
+    for call in (host.take, lambda: host.buffer(slot), lambda: host.tensor(slot, 1, torch.float32)):
+        with pytest.raises(StateError, match="host arena is closed"):
+            call()
+    host.give(slot, poison=True)  # what ends late still ends
+
+
+@pytest.mark.parametrize("slot_bytes", [0, -4096, 4095, 6 * KIB])
+def test_slots_are_whole_blocks(slot_bytes):
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        arena(slot_bytes)
+
+
+@pytest.mark.parametrize(("first", "n"), [(-1, 1), (31, 2), (32, 1), (0, 0)])
+def test_slots_beyond_the_arena_are_refused(first, n):
+    host = arena()
+    with pytest.raises(IndexError):
+        host.buffer(first, n)
+    with pytest.raises(IndexError):
+        host.tensor(first, n, torch.float32)
+
+
+def test_address_space_that_cannot_be_had_is_an_error_that_says_what_to_do():
+    with pytest.raises(DeviceError, match="ulimit -v"):
+        reserve(1 << 60)
+
+
+def test_a_forked_child_is_told_and_does_not_disturb_the_parent():
+    host = arena()
+    slot = host.take()
+    touch(host, slot)
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork in a process with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            host.tensor(slot, 1, torch.float32)
+        except StateError as error:
+            os.write(write, str(error).encode())
+        host.close()
+        del host
+        gc.collect()  # must not unmap what lies at this address in the child
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        message = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert f"belongs to process {os.getpid()}" in message
+    assert host.tensor(slot, 1, torch.float32).eq(1.0).all()

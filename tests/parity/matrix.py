@@ -1,0 +1,144 @@
+"""The rows of the parity matrix: a covering array, computed afresh at each collection and always the same.
+
+Guarantees, proven by `test_matrix.py`:
+
+(1) Every pair of values of two dimensions that any allowed row can have stands in a row.
+(2) So does every triple of model, budget and tier: each model runs at each budget on each kind of machine.
+(3) So does every combination of everything but the model, for some model.
+(4) No row breaks a rule of `allowed`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from itertools import combinations, product
+
+from tests.parity.zoo import CASES
+
+__all__ = ["DIMENSIONS", "PRECISION_ROWS", "ROWS", "STRENGTHS", "Row", "allowed", "allowed_rows", "cover", "targets"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training run of the matrix."""
+
+    model: str
+    checkpointing: str
+    accumulation: int
+    clipping: bool
+    step: str
+    eviction: str
+    budget: str
+    """ "fits": everything; "between"; "minimum": the least that runs."""
+    tier: str
+    """ "emulated": device over host; "cpu+disk": host over disk; "emulated+disk": all three."""
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        clip = "clip" if self.clipping else "noclip"
+        parts = (self.model, self.checkpointing, f"x{self.accumulation}", clip, self.step, self.eviction)
+        end = () if self.precision == "fp32" else (self.precision,)
+        return "-".join((*parts, self.budget, self.tier, *end))
+
+
+DIMENSIONS: Mapping[str, Sequence[str | int | bool]] = {
+    "model": tuple(CASES),
+    "checkpointing": ("none", "non-reentrant", "reentrant"),
+    "accumulation": (1, 4),
+    "clipping": (False, True),
+    "step": ("deferred", "in_backward"),
+    "eviction": ("next-use", "lru"),
+    "budget": ("fits", "between", "minimum"),
+    "tier": ("emulated", "cpu+disk", "emulated+disk"),
+}
+
+# Sets of dimensions of which every combination of values is covered: all pairs, what each model must face, and every
+# way of training there is.
+STRENGTHS: tuple[tuple[str, ...], ...] = (
+    *combinations(DIMENSIONS, 2),
+    ("model", "budget", "tier"),
+    tuple(name for name in DIMENSIONS if name != "model"),
+)
+
+Target = tuple[tuple[str, str | int | bool], ...]
+
+
+def allowed(row: Row) -> bool:
+    """What can be run at all, and what shows something."""
+    if row.checkpointing not in CASES[row.model].checkpointing:
+        return False
+    if row.step == "in_backward" and (row.accumulation > 1 or row.clipping):
+        return False  # it promises one backward a step and no clipping
+    # With all of it on the device no third tier takes part: that row is the one of two tiers.
+    return not (row.tier == "emulated+disk" and row.budget == "fits")
+
+
+def allowed_rows() -> Iterator[Row]:
+    """Every row that could stand in the matrix, in the order of `DIMENSIONS`."""
+    for values in product(*DIMENSIONS.values()):
+        row = Row(*values)  # type: ignore[arg-type]
+        if allowed(row):
+            yield row
+
+
+def targets(row: Row) -> Iterator[Target]:
+    """The combinations that this row covers."""
+    for names in STRENGTHS:
+        yield tuple((name, getattr(row, name)) for name in names)
+
+
+def cover(rows: Sequence[Row], goals: Callable[[Row], Iterator[Target]] = targets) -> list[Row]:
+    """Few of the rows that together have every goal any of them has.
+
+    Greedily the row with most new goals, the first of equals. What a row would add only shrinks as others are taken, so
+    a stale gain is an upper bound, and most rows need no second look.
+    """
+    numbers: dict[Target, int] = {}
+    masks = []
+    for row in rows:
+        mask = 0
+        for goal in goals(row):
+            mask |= 1 << numbers.setdefault(goal, len(numbers))
+        masks.append(mask)
+    covered, everything, chosen = 0, (1 << len(numbers)) - 1, []
+    heap = [(-mask.bit_count(), index) for index, mask in enumerate(masks)]
+    heapq.heapify(heap)
+    while covered != everything:
+        _, index = heapq.heappop(heap)
+        gain = (masks[index] & ~covered).bit_count()
+        if heap and (-gain, index) > heap[0]:
+            heapq.heappush(heap, (-gain, index))
+            continue
+        chosen.append(index)
+        covered |= masks[index]
+    return [rows[index] for index in chosen]
+
+
+def by_oracle(row: Row) -> tuple[object, ...]:
+    """Sorts rows that share an oracle run, and then those that share a search for budgets, next to each other."""
+    places = [list(values) for values in DIMENSIONS.values()]
+    keys = [place.index(value) for place, value in zip(places, astuple(row), strict=False)]
+    return tuple(keys)
+
+
+def shuffled(row: Row) -> int:
+    """A fixed order without pattern, so that rows of equal gain come from all models alike."""
+    return zlib.crc32(str(row).encode())
+
+
+ROWS: tuple[Row, ...] = tuple(sorted(cover(sorted(allowed_rows(), key=shuffled)), key=by_oracle))
+
+# What the next version brings; until then `manage` refuses the precision.
+PRECISION_ROWS: tuple[Row, ...] = (
+    Row("gpt2", "none", 1, False, "deferred", "next-use", "minimum", "emulated", "bf16"),
+    Row("gpt2", "reentrant", 4, True, "deferred", "next-use", "minimum", "cpu+disk", "bf16"),
+    Row("llama", "non-reentrant", 4, True, "deferred", "lru", "between", "emulated", "bf16"),
+    Row("bert", "none", 1, False, "in_backward", "next-use", "minimum", "cpu+disk", "bf16"),
+    Row("gpt2", "none", 1, False, "deferred", "next-use", "minimum", "emulated", "fp16"),
+    Row("llama", "none", 4, True, "deferred", "next-use", "minimum", "cpu+disk", "fp16"),
+)
+
+assert [f.name for f in fields(Row)][:-1] == list(DIMENSIONS), "a row lists its dimensions in their order"

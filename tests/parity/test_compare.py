@@ -1,0 +1,218 @@
+"""Spoiled twins: a comparison with the oracle fails when one bit, one count or one operation is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity import oracle
+from tests.parity.compare import differences, same_bits
+from tests.parity.oracle import Moments, Record, update
+from tests.parity.zoo import CASES
+
+
+@cache
+def run(name: str, clipping: bool = False) -> Record:
+    return oracle.train(CASES[name], clipping=clipping)
+
+
+def flip_a_gradient_bit(record: Record) -> None:
+    flat = record.gradients[2]["towers.1.3.weight"].reshape(-1)
+    flat[17:18].view(torch.int32).bitwise_xor_(1)
+
+
+def flip_a_loss_bit(record: Record) -> None:
+    record.losses[4].reshape(1).view(torch.int32).bitwise_xor_(1)
+
+
+def lose_a_loss(record: Record) -> None:
+    record.losses.pop()
+
+
+def lose_a_step_of_gradients(record: Record) -> None:
+    record.gradients.pop()
+
+
+def lose_a_gradient(record: Record) -> None:
+    del record.gradients[0]["towers.0.0.bias"]
+
+
+def make_a_gradient_of_none(record: Record) -> None:
+    record.gradients[0]["towers.0.9.bias"] = torch.zeros(44)
+
+
+def turn_a_zero_negative(record: Record) -> None:
+    record.gradients[1]["towers.0.1.bias"][3] = -0.0
+
+
+def swap_moments(record: Record) -> None:
+    record.exp_avg, record.exp_avg_sq = record.exp_avg_sq, record.exp_avg
+
+
+def count_an_update_twice(record: Record) -> None:
+    record.updates["towers.0.0.weight"] += 1
+
+
+def swap_two_weights(record: Record) -> None:
+    weights = record.weights
+    weights["towers.0.0.weight"], weights["towers.0.1.weight"] = (
+        weights["towers.0.1.weight"],
+        weights["towers.0.0.weight"],
+    )
+
+
+def flip_a_norm_bit(record: Record) -> None:
+    record.norms[0].reshape(1).view(torch.int32).bitwise_xor_(1)
+
+
+def round_a_weight_through_bf16(record: Record) -> None:
+    name = "towers.1.5.weight"
+    record.weights[name] = record.weights[name].bfloat16().float()
+
+
+def lose_an_evaluation(record: Record) -> None:
+    record.evaluations.pop()
+
+
+def spoil_a_buffer(record: Record) -> None:
+    record.buffers["noise"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        flip_a_gradient_bit,
+        flip_a_loss_bit,
+        lose_a_loss,
+        lose_a_step_of_gradients,
+        lose_a_gradient,
+        make_a_gradient_of_none,
+        turn_a_zero_negative,
+        swap_moments,
+        count_an_update_twice,
+        swap_two_weights,
+        flip_a_norm_bit,
+        round_a_weight_through_bf16,
+        lose_an_evaluation,
+        spoil_a_buffer,
+    ],
+)
+def test_the_comparison_fails_for_a_wrong_record(spoil: Callable[[Record], None]) -> None:
+    want = copy.deepcopy(run("tower", clipping=True))
+    want.gradients[1]["towers.0.1.bias"][3] = 0.0
+    got = copy.deepcopy(want)
+    assert differences(want, got) == []
+    spoil(got)
+    assert len(differences(want, got)) >= 1
+
+
+def test_the_comparison_reads_bits_and_not_values() -> None:
+    nan, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert same_bits(nan, nan)
+    assert not same_bits(nan, other)
+    assert not same_bits(torch.zeros(2), -torch.zeros(2))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert not same_bits(torch.zeros(2), torch.zeros(1, 2))
+    assert same_bits(torch.ones(2, 3).t(), torch.ones(3, 2))  # strides are not part of a value
+
+
+Update = Callable[..., None]
+
+
+def momentum_by_two_products(
+    weight: Tensor, gradient: Tensor, moments: dict[str, Moments], name: str, group: Any, *, algorithm: str
+) -> None:
+    """The textbook m = b1 m + (1 - b1) g: the same number on paper."""
+    before = moments[name].exp_avg.copy() if name in moments else np.zeros(gradient.shape, np.float32)
+    update(weight, gradient, moments, name, group, algorithm=algorithm)
+    b1 = group["betas"][0]
+    moments[name].exp_avg[...] = before * np.float32(b1) + gradient.numpy() * np.float32(1 - b1)
+
+
+def decay_after(
+    weight: Tensor, gradient: Tensor, moments: dict[str, Moments], name: str, group: Any, *, algorithm: str
+) -> None:
+    """Decays the updated weight instead of the old one."""
+    update(weight, gradient, moments, name, {**group, "weight_decay": 0.0}, algorithm=algorithm)
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+def twice(*arguments: Any, algorithm: str) -> None:
+    """A chunk updated twice."""
+    update(*arguments, algorithm=algorithm)
+    update(*arguments, algorithm=algorithm)
+
+
+def one_count_for_all(
+    weight: Tensor, gradient: Tensor, moments: dict[str, Moments], name: str, group: Any, *, algorithm: str
+) -> None:
+    """The optimizer's step count where the parameter's own is meant."""
+    latest = max((kept.updates for other, kept in moments.items() if other != name), default=0)
+    if name in moments:
+        moments[name].updates = max(moments[name].updates, latest - 1)
+    update(weight, gradient, moments, name, group, algorithm=algorithm)
+
+
+def first_groups_rate(
+    weight: Tensor, gradient: Tensor, moments: dict[str, Moments], name: str, group: Any, *, algorithm: str
+) -> None:
+    """One learning rate for all groups."""
+    update(weight, gradient, moments, name, {**group, "lr": 1e-3}, algorithm=algorithm)
+
+
+def root_in_torch(
+    weight: Tensor, gradient: Tensor, moments: dict[str, Moments], name: str, group: Any, *, algorithm: str
+) -> None:
+    """torch's own square root, which is not always the nearest."""
+    exact, oracle.root = oracle.root, lambda x: torch.from_numpy(x).sqrt().numpy()
+    try:
+        update(weight, gradient, moments, name, group, algorithm=algorithm)
+    finally:
+        oracle.root = exact
+
+
+@pytest.mark.parametrize(
+    ("spoil", "case"),
+    [
+        (momentum_by_two_products, "tower"),
+        (decay_after, "tower"),
+        (twice, "tower"),
+        (one_count_for_all, "branches"),
+        (first_groups_rate, "tower"),
+        (root_in_torch, "gpt2"),
+    ],
+)
+def test_the_comparison_fails_for_a_wrong_update(spoil: Update, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = run(case)
+    monkeypatch.setattr(oracle, "update", spoil)
+    assert differences(want, oracle.train(CASES[case]))
+
+
+def norm_in_fp32(gradients: dict[str, Tensor]) -> Tensor:
+    """What `torch.nn.utils.get_total_norm` computes: a norm of norms, in fp32."""
+    return torch.nn.utils.get_total_norm(list(gradients.values()))
+
+
+def test_the_comparison_fails_for_a_norm_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = {name: run(name, clipping=True) for name in ("gpt2", "conv", "long-embedding")}
+    monkeypatch.setattr(oracle, "global_norm", norm_in_fp32)
+    assert any(differences(record, oracle.train(CASES[name], clipping=True)) for name, record in want.items())
+
+
+def test_the_comparison_fails_where_a_zero_gradient_stands_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = run("scalars")
+    case = CASES["scalars"]
+
+    def with_zeros(model: torch.nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    assert differences(want, oracle.train(replace(case, before_step=with_zeros)))

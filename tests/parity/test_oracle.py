@@ -1,0 +1,220 @@
+"""The oracle is right by other arithmetic than its own: exact fractions and torch's optimizers."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.parity import oracle
+from tests.parity.compare import differences, same_bits
+from tests.parity.oracle import clip_factor, fma, global_norm, narrow, update
+from tests.parity.zoo import CASES, micro_seed, schedule
+
+HYPER = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def test_the_oracle_shares_nothing_with_the_library() -> None:
+    for file in ("zoo.py", "modules.py", "oracle.py", "compare.py", "matrix.py"):
+        tree = ast.parse((Path(__file__).parent / file).read_text())
+        imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        imported += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert imported
+        assert [name for name in imported if name.split(".")[0] == "patrickstar"] == []
+
+
+# The arithmetic, against exact fractions and against torch's kernels
+
+
+def nearest_single(exact: Fraction) -> np.float32:
+    """The fp32 nearest to a fraction, ties to the even one, by trying the neighbours of a first guess."""
+    guess = np.float32(float(exact))
+    around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+    return min(
+        (x for x in around if np.isfinite(x)),
+        key=lambda x: (abs(Fraction(float(x)) - exact), int(np.atleast_1d(x).view(np.int32)[0]) & 1),
+    )
+
+
+singles = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
+
+
+@settings(max_examples=400, deadline=None)
+@given(a=singles, b=singles, c=singles)
+def test_fma_rounds_once(a: float, b: float, c: float) -> None:
+    a, b, c = np.float32(a), np.float32(b), np.float32(c)
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    got = fma(a, np.atleast_1d(b), np.atleast_1d(c))[0]
+    assert got == nearest_single(exact) if abs(exact) < Fraction(float(np.finfo(np.float32).max)) else np.isinf(got)
+
+
+def test_fma_sees_what_two_roundings_lose() -> None:
+    a = np.float32(1 + 2**-12)  # a * a = 1 + 2^-11 + 2^-24: half a place above an fp32
+    tie = fma(a, np.atleast_1d(a), np.atleast_1d(np.float32(2**-80)))  # and the addend decides
+    assert tie[0] == np.float32(1 + 2**-11 + 2**-23)
+    assert np.float32(np.float64(a) * np.float64(a) + 2.0**-80) == np.float32(1 + 2**-11)
+
+
+def wide_range(generator: torch.Generator, numel: int) -> Tensor:
+    """Normal numbers over many orders of magnitude, with zeros of both signs."""
+    values = torch.randn(numel, generator=generator) * torch.exp(4 * torch.randn(numel, generator=generator))
+    values[0], values[1] = 0.0, -0.0
+    return values
+
+
+@pytest.mark.parametrize("algorithm", ["AdamW", "Adam"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_definition_is_what_torchs_fused_kernel_computes(algorithm: str, decay: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    ours = wide_range(generator, 4096)  # a multiple of 16: the kernel's scalar tail has other bits
+    theirs, moments = ours.clone(), {}
+    m, v, step = torch.zeros(4096), torch.zeros(4096), torch.zeros(())
+    kernel = torch._fused_adamw_ if algorithm == "AdamW" else torch._fused_adam_
+    group = {**HYPER, "weight_decay": decay}
+    for _ in range(6):
+        gradient = wide_range(generator, 4096)
+        update(ours, gradient, moments, "p", group, algorithm=algorithm)
+        step += 1
+        kernel(
+            [theirs], [gradient.clone()], [m], [v], [], [step], lr=group["lr"], beta1=0.9, beta2=0.999,
+            weight_decay=decay, eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+    assert same_bits(torch.from_numpy(moments["p"].exp_avg), m)
+    assert same_bits(torch.from_numpy(moments["p"].exp_avg_sq), v)
+    assert same_bits(ours, theirs)
+
+
+@dataclass
+class Step:
+    """One step of one of torch's own optimizers."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[Tensor]
+
+
+def torch_step(name: str, accumulation: int, *, fused: bool) -> Step:
+    """The loop everybody writes, once around."""
+    case = CASES[name]
+    model = case.build()
+    groups = [{**group, **schedule(group, 1)} for group in case.groups(model)]
+    optimizer = getattr(torch.optim, case.algorithm)(groups, lr=1.0, fused=fused)
+    losses = []
+    for micro, batch in enumerate(case.batches(seed=0, count=accumulation)):
+        torch.manual_seed(micro_seed(1, micro))
+        loss = case.loss_of(model, batch)
+        (loss / accumulation).backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return Step(model, optimizer, losses)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_one_step_of_torchs_optimizer_has_equal_moments_and_nearly_equal_weights(name: str, accumulation: int) -> None:
+    ours = oracle.train(CASES[name], accumulation=accumulation, steps=1)
+    theirs = torch_step(name, accumulation, fused=False)
+    before = dict(CASES[name].build().named_parameters())
+    rates = {id(p): group["lr"] for group in theirs.optimizer.param_groups for p in group["params"]}
+    places = []
+    assert all(map(same_bits, ours.losses, theirs.losses))
+    for parameter_name, p in theirs.model.named_parameters():
+        got, state = ours.weights[parameter_name], theirs.optimizer.state.get(p)
+        if not state:
+            assert parameter_name not in ours.exp_avg
+            assert same_bits(got, p)
+            continue
+        assert p.grad is not None
+        assert same_bits(ours.gradients[0][parameter_name], p.grad)
+        assert same_bits(ours.exp_avg[parameter_name], state["exp_avg"])
+        assert same_bits(ours.exp_avg_sq[parameter_name], state["exp_avg_sq"])
+        scale = torch.maximum(p.detach().abs(), before[parameter_name].detach().abs()).clamp(min=rates[id(p)])
+        places.append(((got.double() - p.detach().double()).abs() / (scale.double() * 2.0**-23)).flatten())
+    off = torch.cat(places)
+    assert off.max() <= 3
+    assert (off > 1).double().mean() <= 0.005
+    assert any(not same_bits(p, ours.weights[parameter_name]) for parameter_name, p in before.items())
+
+
+def but_for_the_tail(values: Tensor, like: Tensor) -> Tensor:
+    """The values at all places but the last `numel % 16` in the parameter's memory, where the kernel leaves vectors."""
+    kept = torch.ones_like(like, dtype=torch.bool)
+    kept.as_strided((like.numel(),), (1,))[like.numel() - like.numel() % 16 :] = False
+    return values[kept]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_step_of_torchs_fused_optimizer_has_equal_bits_but_in_its_tails(name: str) -> None:
+    ours = oracle.train(CASES[name], steps=1)
+    theirs = torch_step(name, 1, fused=True)
+    for parameter_name, p in theirs.model.named_parameters():
+        if state := theirs.optimizer.state.get(p):
+            for want, got in (
+                (ours.exp_avg[parameter_name], state["exp_avg"]),
+                (ours.exp_avg_sq[parameter_name], state["exp_avg_sq"]),
+                (ours.weights[parameter_name], p.detach()),
+            ):
+                assert same_bits(but_for_the_tail(want, p), but_for_the_tail(got, p))
+
+
+def test_the_global_norm_is_the_norm_by_blocks_of_65536() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gradients = {"a": torch.randn(200, 500, generator=generator), "b": torch.randn(7, generator=generator)}
+    flat = gradients["a"].reshape(-1)
+    total = flat[:65_536].double().square().sum()
+    total = total + flat[65_536:].double().square().sum()
+    total = total + gradients["b"].double().square().sum()
+    assert same_bits(global_norm(gradients), total.sqrt().float())
+    exact = sum(Fraction(float(x)) ** 2 for x in [*flat.tolist(), *gradients["b"].tolist()])
+    assert abs(Fraction(global_norm(gradients).item()) ** 2 / exact - 1) < Fraction(1, 2**22)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-9, 0.3, 0.99999, 1.0, 1.7, 33.3, 3e30, float("inf"), float("nan")])
+def test_the_clip_factor_is_torchs(norm: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    total = torch.tensor(norm)
+    torch.nn.utils.clip_grads_with_norm_([parameter], 1.0, total)
+    factor = clip_factor(total, 1.0)
+    assert same_bits(torch.ones(3) * factor, parameter.grad) or (np.isnan(norm) and parameter.grad.isnan().all())
+
+
+def test_the_clip_factor_is_torchs_at_many_norms() -> None:
+    generator = torch.Generator().manual_seed(3)
+    divided = 0
+    for norm in 50 * torch.rand(500, generator=generator):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.ones(1)
+        torch.nn.utils.clip_grads_with_norm_([parameter], 0.7, norm)
+        assert same_bits(parameter.grad, clip_factor(norm, 0.7).reshape(1))
+        divided += min(np.float32(0.7) / (np.float32(norm) + np.float32(1e-6)), 1) != parameter.grad.item()
+    assert divided > 50  # one division instead of a reciprocal and a product is another number
+
+
+def test_a_weight_in_bf16_is_its_master_rounded_to_nearest_and_ties_go_away_from_zero() -> None:
+    exact = torch.randn(10_000, generator=torch.Generator().manual_seed(5))
+    halfway = exact.view(torch.int32) & 0xFFFF == 0x8000
+    assert same_bits(narrow(exact, torch.bfloat16)[~halfway], exact.bfloat16()[~halfway])
+    ties = torch.tensor([1 + 2**-8, -(1 + 2**-8), 1 + 3 * 2**-8])
+    assert narrow(ties, torch.bfloat16).tolist() == [1 + 2**-7, -(1 + 2**-7), 1 + 4 * 2**-8]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_types_train_on_an_fp32_master(precision: str) -> None:
+    first = oracle.train(CASES["llama"], precision=precision, accumulation=4, clipping=True)
+    assert not differences(first, oracle.train(CASES["llama"], precision=precision, accumulation=4, clipping=True))
+    assert all(gradient.dtype is torch.float32 for step in first.gradients for gradient in step.values())
+    kept = [
+        name
+        for name, weight in first.weights.items()
+        if not same_bits(weight, narrow(weight, oracle.NARROW[precision]).float())
+    ]
+    assert kept, "the master has digits that its weight lacks"

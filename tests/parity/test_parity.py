@@ -1,0 +1,69 @@
+"""No budget, tier, policy or way of stepping changes a bit: the library against plain PyTorch, row by row.
+
+Each row trains five steps in both, with slots poisoned as they are given back, and compares bit patterns: every loss,
+every gradient, norms, evaluations between steps, then weights, both moments, update counts and buffers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+import patrickstar
+from tests.parity import managed, oracle
+from tests.parity.compare import differences, same_bits
+from tests.parity.matrix import PRECISION_ROWS, ROWS, Row
+from tests.parity.oracle import Record
+from tests.parity.zoo import CASES, STEPS
+
+pytestmark = pytest.mark.slow
+
+# Links over which a run must have moved bytes, or it has shown nothing about moving them.
+LINKS = {
+    "emulated": ("H>D", "D>H"),
+    "cpu+disk": ("K>H", "H>K"),
+    "emulated+disk": ("H>D", "D>H", "K>H", "H>K"),
+}
+
+
+@lru_cache(maxsize=4)  # rows are sorted so that those with one oracle follow each other
+def want(model: str, checkpointing: str, accumulation: int, clipping: bool, precision: str) -> Record:
+    return oracle.train(
+        CASES[model],
+        checkpointing=checkpointing,
+        accumulation=accumulation,
+        clipping=clipping,
+        precision=precision,
+    )
+
+
+def assert_parity(row: Row, directory: Path) -> None:
+    """Runs the row and fails with the first differences, in the order in which training meets them."""
+    expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision)
+    outcome = managed.least(row, managed.limits_of(row), directory)
+    unseen = {"gradients"} if row.step == "in_backward" else set()
+    if not outcome.record.norms:
+        unseen.add("norms")  # `max_grad_norm` clips inside `step()`
+    found = differences(expected, outcome.record, unseen=unseen)
+    if found:
+        pytest.fail("\n".join([f"{row} at {outcome.limits}", *found]), pytrace=False)
+    for name, parameter in outcome.closed.items():
+        if row.precision == "fp32":
+            assert same_bits(expected.weights[name], parameter), f"{row}: {name} changed in close()"
+    assert outcome.stats.steps == STEPS
+    if row.budget != "fits":
+        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
+        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path) -> None:
+    assert_parity(row, tmp_path)
+
+
+@pytest.mark.xfail(raises=patrickstar.ConfigError, strict=True, reason="16-bit types come next")
+@pytest.mark.parametrize("row", PRECISION_ROWS, ids=str)
+def test_no_bit_depends_on_where_16_bit_model_data_lives(row: Row, tmp_path: Path) -> None:
+    assert_parity(row, tmp_path)

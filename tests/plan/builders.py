@@ -1,0 +1,188 @@
+"""Small layouts, traces and machines written as text, and Hypothesis strategies for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.plane import EXP_AVG, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.spec import TensorSpec
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
+from patrickstar.plan.snapshot import CopyState, Snapshot
+
+CHUNK_NUMEL = 16
+SLOT_BYTES = CHUNK_NUMEL * 4
+PLENTY = 1 << 40
+
+# No deadline: another process on the machine is no failure. Fewer examples where each one is an instance.
+few = settings(max_examples=20, deadline=None)
+some = settings(max_examples=50, deadline=None)
+
+
+def unit(text: str) -> PlaneRef:
+    return PlaneRef.parse(text)
+
+
+def units(text: str) -> list[PlaneRef]:
+    return [PlaneRef.parse(word) for word in text.split()]
+
+
+def layout_of(*lengths: int) -> Layout:
+    """A layout of runs of these lengths, one tensor each."""
+    specs = [TensorSpec(f"p{i}", (length * CHUNK_NUMEL,)) for i, length in enumerate(lengths)]
+    return build_layout(specs, chunk_numel=CHUNK_NUMEL)
+
+
+def trace_of(*moments: str, nonmodel: int | Sequence[int] = 0) -> Trace:
+    """A trace from texts such as `"c0.weight c1.grad* held c2.weight"`."""
+    sizes = [nonmodel] * len(moments) if isinstance(nonmodel, int) else nonmodel
+    lines = [f"forward p{i} {size} {text}".rstrip() for i, (text, size) in enumerate(zip(moments, sizes, strict=True))]
+    return Trace(tuple(map(Moment.parse, lines)))
+
+
+def host_over_disk(slots: int, *, nonmodel: int = 0) -> Machine:
+    return Machine(Tier.HOST, {Tier.HOST: slots * SLOT_BYTES + nonmodel, Tier.DISK: PLENTY})
+
+
+def device_over_host(slots: int) -> Machine:
+    return Machine(Tier.DEVICE, {Tier.DEVICE: slots * SLOT_BYTES, Tier.HOST: PLENTY, Tier.DISK: PLENTY})
+
+
+def resting(
+    layout: Layout,
+    *,
+    compute: Tier = Tier.HOST,
+    home: Tier = Tier.DISK,
+    planes: Sequence[str] = (WEIGHT, GRAD),
+    free: Iterable[PlaneRef] = (),
+) -> Residency:
+    """Every unit at one home below, with contents."""
+    return Residency.at_rest(layout, compute=compute, home=dict.fromkeys(layout.units(planes), home), free=set(free))
+
+
+def state_of(
+    text: str, *, compute: Tier = Tier.HOST, home: Tier = Tier.DISK, slots: Mapping[str, int] | None = None
+) -> Residency:
+    """A state from text such as `"c0.weight clean, c1.weight away"`; slots are 1 where not given."""
+    conditions = {unit(word): condition for word, condition in (entry.split() for entry in text.split(", "))}
+    return Residency.of(
+        Snapshot(
+            compute=compute,
+            slot_bytes=SLOT_BYTES,
+            home={ref: compute if condition == "here" else home for ref, condition in conditions.items()},
+            slots={ref: (slots or {}).get(str(ref), 1) for ref in conditions},
+            resident=_copies(conditions),
+            free=frozenset(ref for ref, condition in conditions.items() if condition in ("free", "void")),
+        )
+    )
+
+
+def _copies(conditions: Mapping[PlaneRef, str]) -> dict[PlaneRef, CopyState]:
+    copies = {"here": CopyState.HERE, "clean": CopyState.CLEAN, "dirty": CopyState.DIRTY, "void": CopyState.DIRTY}
+    return {ref: copies[condition] for ref, condition in conditions.items() if condition in copies}
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Everything `make_plan` takes."""
+
+    layout: Layout
+    trace: Trace
+    machine: Machine
+    start: Residency
+    frees: tuple[tuple[int, PlaneRef], ...] = ()
+    following: Trace | None = None
+
+    @property
+    def budget(self) -> int:
+        return self.machine.budget[self.machine.compute]
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        return {"layout": self.layout, "machine": self.machine, "start": self.start, "frees": self.frees}
+
+
+@st.composite
+def traces(draw: st.DrawFn, refs: Sequence[PlaneRef], *, most_moments: int = 8, writes: bool = True) -> Trace:
+    """Moments that touch up to three units; some of them stay held for a while."""
+    moments: list[Moment] = []
+    held: dict[PlaneRef, int] = {}
+    for index in range(draw(st.integers(1, most_moments))):
+        touches = draw(st.lists(st.sampled_from(refs), max_size=3, unique=True))
+        moments.append(
+            Moment(
+                phase=draw(st.sampled_from(Phase)),
+                label=f"p{index}",
+                touches=tuple(Touch(ref, writes and draw(st.booleans())) for ref in touches),
+                held=tuple(held),
+                nonmodel_bytes=draw(st.integers(0, 3 * SLOT_BYTES)),
+            )
+        )
+        held = {ref: left - 1 for ref, left in held.items() if left > 1}
+        held |= {ref: left for ref in touches if (left := draw(st.sampled_from([0, 0, 0, 1, 2])))}
+    return Trace(tuple(moments))
+
+
+@st.composite
+def starts(draw: st.DrawFn, layout: Layout, refs: Sequence[PlaneRef], compute: Tier) -> Residency:
+    """Every unit at some home and in some condition."""
+    below = [Tier.HOST, Tier.DISK] if compute is Tier.DEVICE else [Tier.DISK]
+    home, resident, free = {}, {}, set()
+    for ref in refs:
+        home[ref] = draw(st.sampled_from([*below, *below, compute]))
+        condition = draw(st.sampled_from(["free", "away", "clean", "dirty", "void"]))
+        if condition in ("free", "void"):
+            free.add(ref)
+        if home[ref] is compute and condition != "free":
+            resident[ref] = CopyState.HERE
+        elif condition in ("dirty", "void"):
+            resident[ref] = CopyState.DIRTY
+        elif condition == "clean":
+            resident[ref] = CopyState.CLEAN
+    slots = {ref: slots_of(ref, layout) for ref in refs}
+    return Residency.of(Snapshot(compute, bytes_of_slot(layout), home, slots, resident, frozenset(free)))
+
+
+@st.composite
+def instances(draw: st.DrawFn, *, lower_tiers: bool = False) -> Instance:
+    """Any layout, trace, start and budget. `lower_tiers`: host and disk budgets may bind too."""
+    layout = layout_of(*draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    refs = list(layout.units((WEIGHT, GRAD, EXP_AVG)[: draw(st.integers(1, 3))]))
+    compute = draw(st.sampled_from([Tier.HOST, Tier.DEVICE]))
+    trace = draw(traces(refs))
+    start = draw(starts(layout, refs, compute))
+    most_slots = sum(start.slots.values()) + 3
+    sizes = st.integers(0, most_slots * SLOT_BYTES)
+    budget = {tier: draw(sizes) if lower_tiers else PLENTY for tier in (Tier.HOST, Tier.DISK)}
+    budget[compute] = draw(sizes)
+    moments = st.integers(0, len(trace) - 1)
+    frees = draw(st.sets(st.tuples(moments, st.sampled_from(refs)), max_size=2))
+    following = draw(st.none() | traces(refs, most_moments=3))
+    return Instance(layout, trace, Machine(compute, budget), start, tuple(sorted(frees)), following)
+
+
+@st.composite
+def tight_instances(draw: st.DrawFn) -> Instance:
+    """Instances whose budget is the smallest that fits, or a slot or two more."""
+    instance = draw(instances())
+    least = worst_moment(instance.trace, layout=instance.layout, start=instance.start, frees=instance.frees).nbytes
+    budget = {**instance.machine.budget, instance.start.compute: least + draw(st.integers(0, 2 * SLOT_BYTES))}
+    return replace(instance, machine=Machine(instance.start.compute, budget))
+
+
+@st.composite
+def paging(draw: st.DrawFn, *, units_at_most: int = 5, most_moments: int = 10) -> Instance:
+    """Equal units that are only read, on a host over a disk: what page replacement is known to be optimal for."""
+    layout = layout_of(*[1] * draw(st.integers(2, units_at_most)))
+    refs = list(layout.units([WEIGHT]))
+    trace = draw(traces(refs, most_moments=most_moments, writes=False))
+    needed = max(len({t.ref for t in m.touches} | set(m.held)) * SLOT_BYTES + m.nonmodel_bytes for m in trace.moments)
+    machine = Machine(Tier.HOST, {Tier.HOST: needed + draw(st.integers(0, 3 * SLOT_BYTES)), Tier.DISK: PLENTY})
+    return Instance(layout, trace, machine, resting(layout, planes=[WEIGHT]))

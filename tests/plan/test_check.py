@@ -1,0 +1,215 @@
+"""Each invariant is found broken in plans that break it, under its number."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.trace import Trace
+from patrickstar.plan.actions import Copy, Create, Drop, Wait, parse_action
+from patrickstar.plan.check import check
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.plan import Plan
+from tests.plan.builders import (
+    SLOT_BYTES,
+    Instance,
+    device_over_host,
+    few,
+    host_over_disk,
+    layout_of,
+    resting,
+    tight_instances,
+    trace_of,
+    unit,
+)
+
+LAYOUT = layout_of(1, 1, 1)
+TRACE = trace_of("c0.weight*", "c1.weight held c0.weight", "c2.weight", "c0.weight", "c1.weight")
+MACHINE = host_over_disk(2)
+
+
+def plan_of(trace: Trace = TRACE, machine: Machine = MACHINE) -> Plan:
+    start = resting(LAYOUT, compute=machine.compute, planes=("weight", "grad"), free=LAYOUT.units(["grad"]))
+    return make_plan(trace, layout=LAYOUT, machine=machine, start=start)
+
+
+def with_moments(plan: Plan, **moments: str) -> Plan:
+    """The plan with the actions of some moments replaced: `m2="c0.weight H!"`."""
+    actions = list(plan.moments)
+    for name, text in moments.items():
+        actions[int(name[1:])] = tuple(map(parse_action, filter(None, text.split(", "))))
+    return replace(plan, moments=tuple(actions))
+
+
+def violations(plan: Plan, trace: Trace = TRACE, machine: Machine = MACHINE) -> list[str]:
+    return check(plan, trace, LAYOUT, machine)
+
+
+def numbers(found: list[str]) -> set[int]:
+    return {int(re.match(r"\((\d)\) ", text)[1]) for text in found}
+
+
+def test_the_plan_that_is_spoiled_below_keeps_all_invariants() -> None:
+    plan = plan_of()
+    assert [", ".join(map(str, actions)) for actions in plan.moments] == [
+        "c0.weight K>H, c0.weight H?",
+        "c1.weight K>H, c1.weight H?",
+        "c1.weight H!, c2.weight K>H, c2.weight H?",
+        "",
+        "c2.weight H!, c1.weight K>H, c1.weight H?",
+    ]
+    assert violations(plan) == []
+
+
+def test_1_one_unit_of_a_moment_is_forgotten() -> None:
+    found = violations(with_moments(plan_of(), m1=""))
+    assert "(1) moment 1 forward p1: c1.weight is used but is not on the host" in found
+
+
+def test_1_a_held_unit_must_be_there_as_well() -> None:
+    trace = trace_of("c0.weight", "held c1.weight")
+    assert numbers(violations(with_moments(plan_of(trace), m1=""), trace)) == {1, 9}
+
+
+def test_1_contents_older_than_the_last_write_are_noticed() -> None:
+    # c0 is dropped and fetched again after it was written, without having been written back.
+    spoiled = with_moments(
+        plan_of(), m2="c1.weight H!, c0.weight H!, c0.weight K>H, c0.weight H?, c2.weight K>H, c2.weight H?"
+    )
+    assert "(1) moment 3 forward p3: c0.weight is used but the host holds older contents" in violations(spoiled)
+
+
+def test_2_a_drop_that_is_missing_overfills_the_tier() -> None:
+    found = violations(with_moments(plan_of(), m2="c2.weight K>H, c2.weight H?"))
+    assert "(2) moment 2 forward p2: the host holds 192 bytes of chunks and 0 others; budget 128" in found
+
+
+def test_2_slots_are_given_back_before_others_are_taken_not_after() -> None:
+    spoiled = with_moments(plan_of(), m2="c2.weight K>H, c2.weight H?, c1.weight H!")
+    assert numbers(violations(spoiled)) == {2}
+
+
+def test_2_nonmodel_bytes_count() -> None:
+    trace = trace_of(*map(str.strip, _lines(TRACE)), nonmodel=[0, 0, 1, 0, 0])
+    assert numbers(violations(plan_of(), trace)) == {2}
+
+
+def test_2_homes_and_staging_count_on_the_tiers_below() -> None:
+    assert numbers(violations(plan_of(), machine=Machine(Tier.HOST, {Tier.HOST: 2 * SLOT_BYTES, Tier.DISK: 1}))) == {2}
+    staged = plan_of(machine=device_over_host(2))
+    small = Machine(Tier.DEVICE, {Tier.DEVICE: 2 * SLOT_BYTES, Tier.HOST: SLOT_BYTES - 1, Tier.DISK: 1 << 20})
+    assert numbers(violations(staged, machine=small)) == {2}
+
+
+def test_2_slots_cannot_be_given_back_twice() -> None:
+    assert 2 in numbers(violations(with_moments(plan_of(), m3="c1.weight H!")))
+
+
+@pytest.mark.parametrize("moved", ["c0.weight H>K, c0.weight K?", "c0.weight H!"])
+def test_3_a_held_unit_is_moved_or_dropped(moved: str) -> None:
+    spoiled = with_moments(plan_of(), m1=f"{moved}, c1.weight K>H, c1.weight H?")
+    assert 3 in numbers(violations(spoiled))
+
+
+def test_4_a_dirty_copy_is_dropped_without_write_back() -> None:
+    spoiled = with_moments(plan_of(), m2="c0.weight H!, c2.weight K>H, c2.weight H?")
+    assert "(4) moment 2 forward p2: c0.weight H!: it is the last valid copy" in violations(spoiled)
+
+
+def test_4_a_write_back_that_is_only_issued_does_not_count() -> None:
+    spoiled = with_moments(plan_of(), m2="c0.weight H>K, c0.weight H!, c0.weight K?, c2.weight K>H, c2.weight H?")
+    assert {4, 5} <= numbers(violations(spoiled))
+
+
+def test_5_a_wait_is_dropped() -> None:
+    found = violations(with_moments(plan_of(), m1="c1.weight K>H"))
+    assert "(5) moment 1 forward p1: c1.weight is used before the wait for its transfer" in found
+
+
+def test_5_a_wait_comes_after_the_use() -> None:
+    found = violations(
+        with_moments(plan_of(), m1="c1.weight K>H", m2="c1.weight H?, c1.weight H!, c2.weight K>H, c2.weight H?")
+    )
+    assert numbers(found) == {1, 5}
+
+
+def test_5_the_last_transfer_is_never_waited_for() -> None:
+    found = violations(with_moments(plan_of(), m4="c2.weight H!, c1.weight K>H, c1.weight H?, c0.weight H>K"))
+    assert "(5) the end: the transfer of c0.weight to the disk was never waited for" in found
+
+
+def test_5_slots_that_a_transfer_still_reads_are_given_back() -> None:
+    spoiled = with_moments(
+        plan_of(), m2="c1.weight H!, c0.weight H>K, c0.weight H!, c0.weight K?, c2.weight K>H, c2.weight H?"
+    )
+    assert "(5) moment 2 forward p2: c0.weight H!: a transfer still uses these slots" in violations(spoiled)
+
+
+def test_5_a_unit_is_written_while_a_transfer_reads_it() -> None:
+    trace = trace_of("c0.weight*", "c1.weight", "c0.weight*")
+    spoiled = with_moments(plan_of(trace), m1="c0.weight H>K, c1.weight K>H, c1.weight H?", m2="")
+    assert "(5) moment 2 forward p2: c0.weight is written while a transfer reads it" in violations(spoiled, trace)
+
+
+def test_6_what_is_no_action_of_one_rank_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Gather:
+        ref = unit("c0.weight")
+        slots = 1
+
+    plan = plan_of()
+    spoiled = replace(plan, moments=((*plan.moments[0], Gather()), *plan.moments[1:]))
+    assert numbers(violations(spoiled)) == {6}
+
+
+def test_7_a_copy_carries_exactly_its_unit() -> None:
+    assert numbers(violations(with_moments(plan_of(), m1="c1.weight K>H x2, c1.weight H?"))) >= {7}
+
+
+def test_8_a_gradient_is_not_begun_again_while_it_has_contents() -> None:
+    trace = trace_of("c0.grad*", "c1.weight", "c0.grad*")
+    spoiled = with_moments(
+        plan_of(trace), m1="c0.grad H>K, c0.grad K?, c0.grad H!, c1.weight K>H, c1.weight H?", m2="c0.grad 0>H"
+    )
+    assert numbers(violations(spoiled, trace)) == {8}
+
+
+def test_9_the_end_is_where_the_actions_lead() -> None:
+    plan = plan_of()
+    assert numbers(violations(replace(plan, end=plan.start))) == {9}
+
+
+def test_9_nothing_stays_staged() -> None:
+    machine = device_over_host(2)
+    plan = plan_of(machine=machine)
+    spoiled = with_moments(plan, m4=", ".join(map(str, plan.moments[4][:-1])))
+    assert violations(spoiled, machine=machine) == ["(9) the end: c1.weight is still staged on the host"]
+
+
+def test_9_a_plan_is_for_one_layout_and_one_trace() -> None:
+    plan = plan_of()
+    assert numbers(violations(replace(plan, layout="another"))) == {9}
+    assert numbers(violations(plan, trace_of(*_lines(TRACE), "c1.weight"))) == {9}
+
+
+def _lines(trace: Trace) -> list[str]:
+    return [str(moment).split(" ", 3)[3] for moment in trace.moments]
+
+
+@few
+@given(instance=tight_instances(), data=st.data())
+def test_no_action_of_a_plan_can_be_left_out(instance: Instance, data: st.DataObject) -> None:
+    plan = make_plan(instance.trace, following=instance.following, **instance.arguments)
+    actions = list(plan.actions())
+    number = data.draw(st.integers(0, len(actions) - 1)) if actions else -1
+    position = count()
+    kept = tuple(tuple(action for action in moment if next(position) != number) for moment in plan.moments)
+    found = check(replace(plan, moments=kept), instance.trace, instance.layout, instance.machine)
+    wrong = {Copy: {5}, Wait: {5}, Drop: {2, 5, 9}, Create: {1, 2, 4, 9}}
+    assert numbers(found) & wrong[type(actions[number])] if actions else not found

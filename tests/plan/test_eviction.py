@@ -1,0 +1,111 @@
+"""The order in which units leave, exactly: it is a contract between ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patrickstar.core.trace import Trace
+from patrickstar.errors import ConfigError
+from patrickstar.plan.eviction import NEVER, POLICIES, Ranking, Uses, eviction_order, policy_named
+from patrickstar.plan.residency import mark_written
+from patrickstar.plan.snapshot import CopyState
+from tests.plan.builders import Instance, few, instances, state_of, trace_of, unit, units
+
+TRACE = trace_of("c0.weight", "c1.weight", "c2.weight", "c1.weight", "c0.weight")
+
+
+def order(policy: str, state: str, now: int, trace: Trace = TRACE, following: Trace | None = None) -> list[str]:
+    residency = state_of(state)
+    worth = POLICIES[policy](Uses(trace, following))
+    return list(map(str, eviction_order(residency.resident, state=residency, worth=worth, now=now)))
+
+
+def test_next_use_gives_up_what_is_used_furthest_away() -> None:
+    assert order("next-use", "c0.weight clean, c1.weight clean, c2.weight clean", now=1) == [
+        "c0.weight", "c1.weight", "c2.weight",
+    ]  # fmt: skip
+
+
+def test_next_use_gives_up_first_what_is_never_used_again() -> None:
+    assert order("next-use", "c0.weight clean, c9.weight dirty", now=1) == ["c9.weight", "c0.weight"]
+
+
+def test_lru_gives_up_what_was_used_longest_ago() -> None:
+    assert order("lru", "c0.weight clean, c1.weight clean, c2.weight clean", now=3) == [
+        "c0.weight", "c2.weight", "c1.weight",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ties_go_clean_before_dirty_and_then_by_id(policy: str) -> None:
+    together = trace_of("c0.weight c1.weight c2.weight c3.weight", "c9.weight")
+    state = "c3.weight clean, c2.weight dirty, c1.weight clean, c0.weight dirty"
+    assert order(policy, state, now=1, trace=together) == ["c1.weight", "c3.weight", "c0.weight", "c2.weight"]
+
+
+def test_a_trace_follows_itself() -> None:
+    uses = Uses(TRACE)
+    assert [uses.after(unit(f"c{chunk}.weight"), 4) for chunk in (0, 1, 2, 3)] == [5, 6, 7, NEVER]
+    assert [uses.until(unit(f"c{chunk}.weight"), -1) for chunk in (0, 1, 2, 3)] == [-1, -2, -3, -NEVER]
+
+
+def test_what_follows_counts_before_the_trace_comes_again() -> None:
+    uses = Uses(TRACE, trace_of("c2.weight", "c7.weight"))
+    assert [uses.after(unit(f"c{chunk}.weight"), 4) for chunk in (2, 7, 0, 1)] == [5, 6, 7, 8]
+    assert [uses.until(unit(f"c{chunk}.weight"), -1) for chunk in (2, 7, 0, 1)] == [-2, -1, -3, -4]
+
+
+@few
+@given(instance=instances())
+def test_uses_are_those_of_the_traces_written_one_after_another(instance: Instance) -> None:
+    follower = instance.following or instance.trace
+    touched = [{t.ref for t in moment.touches} for moment in (instance.trace.moments + follower.moments) * 3]
+    period = len(touched) // 3
+    uses = Uses(instance.trace, instance.following)
+    for ref in instance.start.home:
+        for now in range(-1, len(instance.trace)):
+            after = (at for at in range(period + now + 1, 3 * period) if ref in touched[at])
+            until = (at for at in range(period + now, -1, -1) if ref in touched[at])
+            assert uses.after(ref, now) == next(after, NEVER + period) - period
+            assert uses.until(ref, now) == next(until, period - NEVER) - period
+
+
+@few
+@given(instance=instances(), policy=st.sampled_from(sorted(POLICIES)), data=st.data())
+def test_a_ranking_keeps_up_the_order_as_units_are_used(instance: Instance, policy: str, data: st.DataObject) -> None:
+    state = instance.start.copy()
+    worth = POLICIES[policy](Uses(instance.trace, instance.following))
+    ranking = Ranking(state, worth=worth)
+    ranked_at = dict.fromkeys(state.resident, -1)
+    for now, moment in enumerate(instance.trace.moments):
+        for touch in moment.touches:
+            state.free.discard(touch.ref)
+            state.void.discard(touch.ref)
+            state.resident.setdefault(touch.ref, CopyState.CLEAN)
+            if touch.writes:
+                mark_written(state, touch.ref)
+            ranking.used(touch.ref, now)
+            ranked_at[touch.ref] = now
+        evictable = [ref for ref, copy in state.resident.items() if copy is not CopyState.HERE]
+        assert all(worth(ref, now) == worth(ref, ranked_at[ref]) for ref in evictable)
+        want = eviction_order(evictable, state=state, worth=worth, now=now)
+        assert list(ranking(())) == want
+        if want and data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(want))
+            del state.resident[gone]
+            ranking.gone(gone)
+            assert gone not in ranking
+
+
+def test_units_at_home_here_are_not_ranked() -> None:
+    state = state_of("c0.weight here, c1.weight clean")
+    ranking = Ranking(state, worth=lambda ref, now: now)
+    ranking.used(unit("c0.weight"), 0)
+    assert list(ranking(state.resident)) == units("c1.weight")
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r'eviction="next_use".*did you mean "next-use"'):
+        policy_named("next_use")

@@ -1,0 +1,86 @@
+"""A plan as people read it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from patrickstar.core.machine import Tier
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.render import render, render_diff, render_moment
+from tests.plan.builders import (
+    Instance,
+    device_over_host,
+    few,
+    host_over_disk,
+    layout_of,
+    resting,
+    tight_instances,
+    trace_of,
+    unit,
+)
+
+LAYOUT = layout_of(1, 2, 1)
+TRACE = trace_of("c0.weight*", "c1.weight", "c3.weight c0.grad*", "c1.weight", nonmodel=[0, 64, 0, 5])
+START = resting(LAYOUT, free=LAYOUT.units(["grad"]))
+
+
+def test_a_plan_reads_as_a_line_per_moment_with_reasons() -> None:
+    machine = host_over_disk(3)
+    plan = make_plan(TRACE, layout=LAYOUT, machine=machine, start=START, frees=[(2, unit("c0.grad"))])
+    assert render(plan, TRACE, LAYOUT, machine).splitlines()[:4] == [
+        f"plan {plan.digest()} by next-use: 4 moments, host budget 192 B, disk budget 1.00 TiB, slots of 64 B",
+        "peak host 192 B, disk 512 B;  moved H>K 64 B, K>H 384 B",
+        "0 forward   p0     1 slots +        0 B   fetch c0.weight K>H",
+        (
+            "1 forward   p1     2 slots +       64 B   "
+            "write back c0.weight H>K and drop it (next use 0 moments into the next trace);  fetch c1.weight x2 K>H"
+        ),
+    ]
+    assert render_moment(plan, TRACE, 2) == [
+        "drop c1.weight x2 (clean; next use at moment 3)",
+        "create c0.grad (zeros)",
+        "fetch c3.weight K>H",
+    ]
+    assert render_moment(plan, TRACE, 3) == [
+        "drop c0.grad (its contents are no longer wanted)",
+        "drop c3.weight (clean; next use 2 moments into the next trace)",
+        "fetch c1.weight x2 K>H",
+    ]
+
+
+def test_lru_gives_its_own_reasons() -> None:
+    machine = host_over_disk(3)
+    plan = make_plan(TRACE, layout=LAYOUT, machine=machine, start=START, policy="lru")
+    assert render_moment(plan, TRACE, 2)[0] == "drop c1.weight x2 (clean; last used at moment 1)"
+
+
+def test_a_staged_transfer_is_told_as_one() -> None:
+    machine, start = device_over_host(3), resting(LAYOUT, compute=Tier.DEVICE)
+    plan = make_plan(TRACE, layout=LAYOUT, machine=machine, start=start)
+    assert render_moment(plan, TRACE, 1) == [
+        "write back c0.weight D>H H>K and drop it (next use 0 moments into the next trace)",
+        "fetch c1.weight x2 K>H H>D",
+    ]
+
+
+def test_a_diff_stands_under_the_names_of_moments() -> None:
+    plans = [make_plan(TRACE, layout=LAYOUT, machine=host_over_disk(slots), start=START) for slots in (3, 4)]
+    assert render_diff(plans[0], plans[0], TRACE) == "the plans are equal"
+    assert render_diff(*plans, TRACE).splitlines()[:6] == [
+        "- machine H: H=192 K=1099511627776",
+        "+ machine H: H=256 K=1099511627776",
+        "moment 1 forward p1",
+        "  - c0.weight H>K, c0.weight K?, c0.weight H!, c1.weight K>H x2, c1.weight H?",
+        "  + c1.weight K>H x2, c1.weight H?",
+        "moment 2 forward p2",
+    ]
+
+
+@few
+@given(instance=tight_instances())
+def test_every_plan_has_a_line_per_moment_that_names_all_it_moves(instance: Instance) -> None:
+    plan = make_plan(instance.trace, following=instance.following, **instance.arguments)
+    lines = render(plan, instance.trace, instance.layout, instance.machine, following=instance.following).splitlines()
+    assert len(lines) == 2 + len(instance.trace)
+    for line, actions in zip(lines[2:], plan.moments, strict=True):
+        assert all(f" {action.ref}" in line for action in actions)
