@@ -48,7 +48,7 @@ from patrickstar.memory.allocator import release_free_memory, tcmalloc_library
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
 
 MIB = 1 << 20
-SCENARIOS = ("plain", "checkpointed", "mixed")
+SCENARIOS = ("checkpointed", "mixed", "plain")
 SLACK = 64 * MIB
 THRESHOLDS = {-3: 128 << 10, -1: 128 << 10, -2: 0}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
 
@@ -59,20 +59,23 @@ class Variant(NamedTuple):
     options: Mapping[int, int] = {}  # of mallopt
     properties: Mapping[str, int] = {}  # of tcmalloc
     guard: str = ""
+    aside: bool = False  # an idea tried in one scenario only
 
 
 VARIANTS = {
     "glibc": Variant(),
     "glibc, guard peak": Variant(guard="peak"),
     "glibc, guard tide": Variant(guard="tide"),
-    "glibc 1 MiB": Variant(options={-3: 1 << 20, -1: 1 << 20, -2: 0}),
+    "glibc 1 MiB": Variant(options={-3: 1 << 20, -1: 1 << 20, -2: 0}, aside=True),
     "glibc 128 KiB": Variant(options=THRESHOLDS),
-    "glibc 128 KiB, one arena": Variant(options={**THRESHOLDS, -8: 1}),
-    "glibc 128 KiB, huge pages": Variant(environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, options=THRESHOLDS),
+    "glibc 128 KiB, one arena": Variant(options={**THRESHOLDS, -8: 1}, aside=True),
+    "glibc 128 KiB, huge pages": Variant(
+        environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, options=THRESHOLDS, aside=True
+    ),
     "tcmalloc": Variant(tcmalloc=True),
     "tcmalloc, guard peak": Variant(tcmalloc=True, guard="peak"),
     "tcmalloc, guard tide": Variant(tcmalloc=True, guard="tide"),
-    "tcmalloc, decommit": Variant(tcmalloc=True, properties={"tcmalloc.aggressive_memory_decommit": 1}),
+    "tcmalloc, decommit": Variant(tcmalloc=True, properties={"tcmalloc.aggressive_memory_decommit": 1}, aside=True),
 }
 
 
@@ -95,6 +98,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for scenario in SCENARIOS:
             for name in names:
+                if VARIANTS[name].aside and scenario != SCENARIOS[0]:
+                    continue
                 row = in_a_process(name, scenario, library)
                 rows.setdefault((name, scenario), []).append(row)
                 print(json.dumps(row), flush=True)

@@ -17,7 +17,7 @@ Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 def top_saved_tensors_hooks() -> Packing | None:
     """The (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def backward_id() -> int:

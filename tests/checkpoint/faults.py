@@ -6,11 +6,13 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from patrickstar.checkpoint.files import Files
 
-KINDS = ("ENOSPC", "EIO", "gone", "short", "short and full", "kill", "kill after half", "power cut")
+KINDS = ("ENOSPC", "EIO", "gone", "short", "short and full", "kill", "kill after half", "power cut", "torn cut")
 _OPERATIONS = (
     *("status", "names", "free_bytes", "make_directory", "sync_directory", "lock", "create", "write", "set_size"),
     *("sync", "close", "rename", "replace", "remove_file", "remove_directory", "open", "read"),
@@ -21,12 +23,21 @@ class Killed(BaseException):
     """The process ended here: nothing after it happens, clean-up included."""
 
 
+@dataclass
+class _Change:
+    """A name that changed in a directory (under its present path), and how to take that back."""
+
+    directory: Path
+    undo: Callable[[Path], object]
+
+
 class FaultyFiles(Files):
     """Files whose operation number `at` fails, as `kind` says; a verified fake of `Files` while `at` is out of reach.
 
     ENOSPC, EIO: that operation, once. gone: it and all that follow (EIO). short: a transfer of half the bytes.
     short and full: half the bytes, then ENOSPC for ever. kill: it and all that follow do not happen.
     kill after half: likewise, but half of a transfer happens. power cut: as kill, and what was not synced is lost.
+    torn cut: likewise, but the last of the names that changed has reached the disk, before those changed earlier.
     """
 
     def __init__(self, *, at: int = -1, kind: str = "EIO") -> None:
@@ -37,7 +48,7 @@ class FaultyFiles(Files):
         self.log: list[str] = []
         self._dead = self._gone = self._full = False
         self._unsynced: set[int] = set()  # descriptors of files with bytes that were not synced
-        self._undo: list[Callable[[], object]] = []  # names changed since a directory was synced
+        self._changes: list[_Change] = []  # of names, since their directory was synced
         for name in _OPERATIONS:
             setattr(self, name, self._failing(name, getattr(super(), name)))
 
@@ -76,7 +87,7 @@ class FaultyFiles(Files):
             case "kill" | "kill after half":
                 self._dead = True
                 raise Killed
-            case "power cut":
+            case "power cut" | "torn cut":
                 self._dead = True
                 self._lose()
                 raise Killed
@@ -85,12 +96,13 @@ class FaultyFiles(Files):
 
     def _act(self, name: str, act: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Do it, and note what a power cut would take back. Nothing is really synced: that would only take time."""
+        before = None
         match name:
             case "sync":
                 self._unsynced.discard(arguments[0])
                 return None
             case "sync_directory":
-                self._undo.clear()
+                self._changes = [change for change in self._changes if change.directory != arguments[0]]
                 return None
             case "write":
                 self._unsynced.add(arguments[0])
@@ -100,17 +112,25 @@ class FaultyFiles(Files):
             case "replace":
                 before = arguments[1].read_bytes() if arguments[1].exists() else None
         result = act(*arguments, **options)
-        match name:
-            case "rename":
-                self._undo.append(lambda: arguments[1].rename(arguments[0]))
-            case "replace":
-                self._undo.append(lambda: arguments[1].unlink() if before is None else arguments[1].write_bytes(before))
+        if name in ("create", "rename", "replace"):
+            self._changes.append(self._change(name, arguments, before))
         return result
+
+    def _change(self, name: str, arguments: tuple[Any, ...], before: bytes | None) -> _Change:
+        target = arguments[-1]
+        if name == "create":
+            return _Change(target.parent, lambda now: (now / target.name).unlink())
+        if name == "replace":
+            return _Change(target.parent, lambda _: target.unlink() if before is None else target.write_bytes(before))
+        for change in self._changes:
+            if change.directory == arguments[0]:
+                change.directory = target
+        return _Change(target.parent, lambda _: target.rename(arguments[0]))
 
     def _lose(self) -> None:
         for descriptor in self._unsynced:
             os.ftruncate(descriptor, 0)
-        for undo in reversed(self._undo):
+        for change in reversed(self._changes[:-1] if self.kind == "torn cut" else self._changes):
             # Deleted meanwhile: that was not synced either, but names may be lost in any order.
             with contextlib.suppress(OSError):
-                undo()
+                change.undo(change.directory)

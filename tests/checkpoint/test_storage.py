@@ -81,6 +81,21 @@ def test_a_step_that_is_there_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
+def test_a_step_that_could_not_be_replaced_is_back_in_its_place(tmp_path):
+    class Stuck(Files):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.name.startswith(".tmp-"):
+                raise OSError(5, "Input/output error")
+            super().rename(source, target)
+
+    write(tmp_path, 2)
+    with pytest.raises(DeviceError, match=r"step-00000002: cannot rename \.tmp-\w+ to it: Input/output error"):
+        write(tmp_path, 2, sample(9), files=Stuck())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002"]
+    with open_step(tmp_path) as reader:
+        assert same_bits(contents(reader), sample(2))
+
+
 def test_a_link_or_file_with_the_name_of_the_step_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("here")

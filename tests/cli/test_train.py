@@ -11,8 +11,8 @@ STEP = {"event", "step", "loss", "loss_hex", "seconds", "tokens_per_second", "gr
 SUMMARY = {"event", "steps", "first_loss", "last_loss", "validation_loss", "peak", "rss_peak_growth", "moved"} | {
     *("predicted", "model_data_bytes", "parameters")
 }
-# Embedding and positions, two blocks of twelve tensors, the last norm.
-PARAMETERS = 512 * 32 + 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
+# Embedding and positions, one block, the last norm.
+PARAMETERS = 512 * 32 + 64 * 32 + 12 * 32 * 32 + 13 * 32 + 2 * 32
 
 
 @pytest.fixture
@@ -34,21 +34,21 @@ def signal_after(monkeypatch):
 
 
 def test_a_run_logs_its_start_every_step_and_a_summary(runs, capsys):
-    assert runs.train(steps=30) == 0
+    assert runs.train("--lr", "3e-3", steps=12) == 0
     start, *steps, summary = runs.rows()
     assert set(start) >= START
     assert all(set(row) >= STEP for row in steps)
     assert set(summary) >= SUMMARY
-    assert [row["step"] for row in steps] == list(range(1, 31))
+    assert [row["step"] for row in steps] == list(range(1, 13))
     assert start["parameters"] == summary["parameters"] == PARAMETERS
     assert set(start["predicted"]) == set(summary["predicted"]) == {"peak", "moved", "step_seconds"}
     assert set(summary["peak"]) == {"device", "host", "disk"}
     assert set(summary["moved"]) == {"H>D", "D>H", "H>K", "K>H"}
-    assert (summary["steps"], summary["first_loss"]) == (30, steps[0]["loss"])
+    assert (summary["steps"], summary["first_loss"]) == (12, steps[0]["loss"])
     assert summary["last_loss"] == steps[-1]["loss"] == float.fromhex(steps[-1]["loss_hex"])
-    assert summary["validation_loss"] < summary["first_validation_loss"] - 0.5
+    assert summary["validation_loss"] < summary["first_validation_loss"] - 0.3
     assert steps[0]["grad_norm"] is None
-    assert "30/30" in capsys.readouterr().out
+    assert "12/12" in capsys.readouterr().out
 
 
 def test_the_seed_decides_every_bit(runs):
@@ -137,7 +137,7 @@ def test_resuming_with_another_data_order_is_refused(runs, capsys):
 @pytest.mark.parametrize("arguments", [[], ["--clip", 0.1, "--accumulate", 3], ["--step", "in_backward"]])
 def test_plain_pytorch_gives_the_same_bits(runs, capsys, arguments):
     assert runs.train("--compare-plain", *arguments) == 0
-    assert "plain PyTorch gives the same bits: every loss and all 29 tensors" in capsys.readouterr().out
+    assert "plain PyTorch gives the same bits: every loss and all 17 tensors" in capsys.readouterr().out
     norms = [row["grad_norm"] for row in runs.rows(event="step")]
     assert all(norm > 0.1 for norm in norms) if "--clip" in arguments else norms == [None] * 4
 
@@ -150,12 +150,12 @@ def test_a_difference_from_plain_pytorch_fails_the_run(runs, capsys, monkeypatch
 
 def test_a_budget_moves_chunks_and_changes_no_bit(runs):
     assert runs.train(log="whole") == 0
-    assert runs.train("--device", "emulated", "--device-memory", "512KiB", log="tight") == 0
+    assert runs.train("--device", "emulated", "--device-memory", "700KiB", log="tight") == 0
     assert runs.losses("tight") == runs.losses("whole")
     moved = runs.rows("tight")[-1]["moved"]
     assert moved["H>D"] > 0
     assert runs.rows("whole")[-1]["moved"]["H>D"] == 0
-    assert runs.rows("tight")[-1]["peak"]["device"] <= 512 << 10
+    assert runs.rows("tight")[-1]["peak"]["device"] <= 700 << 10
 
 
 def test_what_does_not_fit_exits_3_before_the_first_step(runs, capsys):

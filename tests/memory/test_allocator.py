@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from pathlib import Path
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_under_tcmalloc_it_is_named_is_left_alone_and_releases():
     )
     name, file, as_is, released, taken = json.loads(run(code, LD_PRELOAD=library))
     assert (name, taken) == ("tcmalloc", False)
-    assert os.path.samefile(file, library)
+    assert Path(file).samefile(library)
     assert as_is > 128
     assert released < 16
 

@@ -65,9 +65,7 @@ def test_version_1_with_its_own_spelling_of_no_limit(tmp_path):
     ) == [(f"{tree}/docker/abc", 2 * GIB, GIB), (f"{tree}/docker", 6 * GIB, 4 * GIB)]
 
 
-@pytest.mark.parametrize(
-    ("mounts", "tree", "stem"), [(V2, "sys/fs/cgroup", "0::"), (V1, "sys/fs/cgroup/memory", "4:memory:")]
-)
+@pytest.mark.parametrize("version", [2, 1])
 @pytest.mark.parametrize(
     ("source", "own"),
     [
@@ -77,10 +75,12 @@ def test_version_1_with_its_own_spelling_of_no_limit(tmp_path):
         ("/", "/docker/abc"),  # the path is the host's, and not to be seen from here
     ],
 )
-def test_in_a_container_the_mount_itself_is_the_group(tmp_path, mounts, tree, stem, source, own):
-    limit, used = (
-        ("memory.max", "memory.current") if stem == "0::" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
+def test_in_a_container_the_mount_itself_is_the_group(tmp_path, version, source, own):
+    if version == 2:
+        mounts, tree, stem, limit, used = V2, "sys/fs/cgroup", "0::", "memory.max", "memory.current"
+    else:
+        mounts, tree, stem = V1, "sys/fs/cgroup/memory", "4:memory:"
+        limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
     found = groups(
         tmp_path, stem + own, mounts.format(root=source), {f"{tree}/{limit}": GIB, f"{tree}/{used}": 300 * MIB}
     )

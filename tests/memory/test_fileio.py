@@ -82,8 +82,12 @@ def test_direct_transfers_and_back(io, file):
         io.set_direct(fd)
         io.pwritev(fd, page(3), 0)
     except OSError as error:
-        assert error.errno == errno.EINVAL
+        reason = error.errno
+    else:
+        reason = 0
+    if reason == errno.EINVAL:
         pytest.skip("no direct I/O on this file system")
+    assert reason == 0
     with pytest.raises(OSError, match="Invalid argument"):
         io.pwritev(fd, page(3)[:100], 0)
     io.set_buffered(fd)

@@ -67,14 +67,14 @@ class Target:
         self.states = copy.deepcopy(unpack(state_dict, self.optimizer.param_groups, self.names))
 
 
-def managed(kind=torch.optim.AdamW, *, groups=None, build_scheduler=None, **options):
+def managed(kind=torch.optim.AdamW, *, groups=None, prepare=None, **options):
     """(ours, original, target): three parameters under management, the third in no group."""
     torch.manual_seed(0)
     parameters = {name: Watched(torch.randn(shape)) for name, shape in (("a", (2, 3)), ("b", (16,)), ("c", (4,)))}
     wanted = groups(parameters) if groups else [parameters["a"], parameters["b"]]
     original = kind(wanted, **options)
-    if build_scheduler:
-        build_scheduler(original)
+    if prepare:
+        prepare(original)
     target = Target(parameters)
     target.optimizer = ManagedOptimizer(original, target=target, names=target.names)
     give_gradients(target)
@@ -161,6 +161,17 @@ def test_after_an_error_in_the_update_the_original_is_still_closed_and_ours_work
     assert target.states["a"].step == 1
 
 
+def test_after_an_error_in_a_users_hook_the_original_is_still_closed():
+    ours, original, target = managed()
+    handle = original.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ours.step()
+    handle.remove()
+    with pytest.raises(StateError):
+        original.step()
+    assert target.calls == []
+
+
 def test_a_closure_runs_once_with_gradients_enabled_and_cannot_step_the_original():
     ours, original, target = managed()
     seen = []
@@ -210,7 +221,7 @@ def test_hooks_registered_before_management_run_too():
         original.register_step_pre_hook(lambda *_: seen.append("pre"))
         original.register_step_post_hook(lambda *_: seen.append("post"))
 
-    ours, _, _ = managed(build_scheduler=register)
+    ours, _, _ = managed(prepare=register)
     ours.step()
     assert seen == ["pre", "post"]
 
@@ -266,7 +277,7 @@ def test_schedulers_on_either_optimizer_do_as_in_plain_torch_and_warn_of_nothing
         warnings.simplefilter("error")
         built = []
         before = (lambda original: built.append(SCHEDULERS[name](original))) if where == "original, before" else None
-        ours, original, target = managed(kind, build_scheduler=before, lr=0.01)
+        ours, original, target = managed(kind, prepare=before, lr=0.01)
         scheduler = built[0] if built else SCHEDULERS[name](ours if where == "ours" else original)
         parameters, plain, plain_step = plain_twin(AdamW, target, lr=0.01)
         plain_scheduler = SCHEDULERS[name](plain)
@@ -393,12 +404,13 @@ def test_adamw_stays_adamw_whatever_it_loads_and_adam_follows_as_in_torch():
     ],
 )
 def test_a_wrong_state_is_refused_before_anything_has_changed(spoil, error):
-    ours, _, _ = managed(lr=0.5)
+    ours, _, target = managed(lr=0.5)
     ours.step()
     before = copy.deepcopy(ours.state_dict())
     wrong = copy.deepcopy(before)
     wrong["param_groups"][0]["lr"] = 0.25
     spoil(wrong)
+    target.load_optimizer_state = target.states.update  # a target that trusts what it is given is given nothing wrong
     with pytest.raises(error):
         ours.load_state_dict(wrong)
     assert_same(ours.state_dict(), before)
@@ -449,6 +461,18 @@ def test_hooks_around_state_dicts_run_once_on_both():
     seen.clear()
     ours.load_state_dict(saved)
     assert seen == ["original loads", "ours loads", "original loaded", "ours loaded"]
+
+
+def test_a_hook_that_saw_the_state_dict_before_management_sees_the_chunks_now():
+    seen = []
+    ours, _, _ = managed(
+        prepare=lambda original: original.register_state_dict_post_hook(
+            lambda _, saved: seen.append(len(saved["state"]))
+        )
+    )
+    ours.step()
+    ours.state_dict()
+    assert seen == [2]
 
 
 def test_moments_are_not_read_or_written_through_state():

@@ -159,9 +159,10 @@ def test_state_that_was_taken_and_returned_goes_on_as_if_nothing_had_been():
     names = names_of(modules[1])
     states = read_state(optimizers[1], names)
     optimizers[1].state.clear()
-    optimizers[1].state[modules[1][0].bias] = {"step": torch.tensor(9.0)}
+    optimizers[1].state[modules[1][1].bias] = {"step": torch.tensor(9.0)}
     states.pop("1.bias")  # what has no state any more loses it
     return_state(optimizers[1], names, states)
+    assert modules[1][1].bias not in optimizers[1].state
     optimizers[0].state.pop(modules[0][1].bias)
     for module, optimizer in zip(modules, optimizers, strict=True):
         train(module, optimizer)

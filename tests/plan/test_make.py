@@ -213,38 +213,22 @@ def test_homes_that_do_not_fit_below_are_refused() -> None:
     assert (refused.value.tier, refused.value.needed_bytes) == ("disk", 4 * SLOT_BYTES)
 
 
-def large_segment(n_chunks: int, n_moments: int) -> tuple[Trace, Trace]:
-    """A forward, recompute and backward over all chunks, and a step."""
-
-    def weights(i: int) -> list[Touch]:
-        first, stop = i * n_chunks * 3 // n_moments, max((i + 1) * n_chunks * 3 // n_moments, 1)
-        return [Touch(PlaneRef(chunk, WEIGHT)) for chunk in range(first, stop)]
-
-    moments = [Moment(Phase.FORWARD, f"p{i}", tuple(weights(i))) for i in range(n_moments // 3)]
-    for i in reversed(range(n_moments // 3)):
-        grads = [Touch(PlaneRef(touch.ref.chunk, GRAD), writes=True) for touch in weights(i)]
-        moments += [Moment(Phase.RECOMPUTE, f"p{i}", tuple(weights(i)))]
-        moments += [Moment(Phase.BACKWARD, f"p{i}", (*weights(i), *grads))]
+def test_planning_time_grows_with_the_plan_not_with_chunks_times_moments() -> None:
+    n_chunks = 2240
+    planes = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ)
+    layout = layout_of(*[1] * n_chunks)
     step = [
-        Moment(Phase.STEP, "", tuple(Touch(PlaneRef(chunk, plane), plane != GRAD) for plane in (WEIGHT, GRAD, EXP_AVG)))
+        Moment(Phase.STEP, "", tuple(Touch(PlaneRef(chunk, plane), plane != GRAD) for plane in planes))
         for chunk in range(n_chunks)
     ]
-    return Trace(tuple(moments)), Trace(tuple(step))
+    start, machine = resting(layout, planes=planes), host_over_disk(2 * n_chunks)
 
-
-def test_planning_time_grows_with_the_plan_not_with_chunks_times_moments() -> None:
-    def seconds(n_chunks: int, n_moments: int) -> float:
-        layout = layout_of(*[1] * n_chunks)
-        trace, following = large_segment(n_chunks, n_moments)
-        planes = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ)
-        start = resting(layout, planes=planes, free=layout.units(planes[1:]))
-        machine = host_over_disk(n_chunks // 4)
+    def seconds() -> float:
         began = time.process_time()
-        plan = make_plan(trace, layout=layout, machine=machine, start=start, following=following)
+        plan = make_plan(Trace(tuple(step)), layout=layout, machine=machine, start=start)
         took = time.process_time() - began
-        assert fetches(plan) > n_chunks
+        assert fetches(plan) == 4 * n_chunks
         return took
 
-    # 8 times the size: 64 times the work if something looked at every chunk at every moment.
-    small = min(seconds(280, 360) for _ in range(3))
-    assert seconds(2240, 2880) < 24 * small
+    # It takes some 0.15 s. Sorting all candidates at each eviction took 2.4; the best of three is no accident.
+    assert any(seconds() < 1 for _ in range(3))

@@ -48,6 +48,15 @@ def test_a_plan_reads_as_a_line_per_moment_with_reasons() -> None:
     ]
 
 
+def test_a_gradient_that_begins_again_is_told_as_two() -> None:
+    machine, trace = host_over_disk(2), trace_of("c0.grad*", "c0.grad*")
+    plan = make_plan(trace, layout=LAYOUT, machine=machine, start=START, frees=[(0, unit("c0.grad"))])
+    assert render_moment(plan, trace, 1) == [
+        "drop c0.grad (its contents are no longer wanted)",
+        "create c0.grad (zeros)",
+    ]
+
+
 def test_lru_gives_its_own_reasons() -> None:
     machine = host_over_disk(3)
     plan = make_plan(TRACE, layout=LAYOUT, machine=machine, start=START, policy="lru")

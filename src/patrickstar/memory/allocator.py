@@ -97,7 +97,8 @@ def set_glibc_thresholds() -> bool:
     if allocator().name != "glibc":
         return False
     options = ((_M_MMAP_THRESHOLD, _THRESHOLD_BYTES), (_M_TRIM_THRESHOLD, _THRESHOLD_BYTES), (_M_TOP_PAD, 0))
-    return all([_process.mallopt(option, value) == 1 for option, value in options])
+    taken = [_process.mallopt(option, value) == 1 for option, value in options]
+    return all(taken)
 
 
 def release_free_memory() -> None:

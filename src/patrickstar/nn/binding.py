@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter, slot_strides
 from patrickstar.nn.classes import alias_classes, parameter_class
 from patrickstar.nn.differentiate import differentiate
-from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, SHAPE_ONLY
+from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, SHAPE_ONLY, accessor
 from patrickstar.nn.leases import Leases
 from patrickstar.nn.packing import Packing
 from patrickstar.torch_private import Plain
@@ -286,9 +286,8 @@ class Binding:
     @contextmanager
     def plain_class(self, found: Sequence[BoundParameter]) -> Iterator[None]:
         """Parameters of the ordinary class for a while, for code that refuses subclasses (torch's fused encoder paths)."""
-        managed = [
-            bound for bound in found if type(bound.parameter) is self._parameter_class
-        ]  # not those of an enclosing call
+        # Not those that an enclosing call has made ordinary already.
+        managed = [bound for bound in found if type(bound.parameter) is self._parameter_class]
         for bound in managed:
             bound.parameter.__class__ = nn.Parameter
         try:
@@ -407,10 +406,11 @@ class Binding:
         key, known = id(alias), self._detached
         reference = weakref.ref(alias, lambda _: known.pop(key, None))
         alias.__class__ = self._detached_class
+        living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
         known[key] = (
             reference,
-            BoundParameter(bound.name, reference, bound.ref, bound.offset, bound.shape_only, bound.standin),
-        )  # type: ignore[arg-type]
+            BoundParameter(bound.name, living, bound.ref, bound.offset, bound.shape_only, bound.standin),
+        )
         return alias
 
     def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
@@ -441,13 +441,13 @@ class Binding:
 
 _SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
-        Tensor.grad.__get__: Binding._get_gradient,
-        Tensor.grad.__set__: Binding._set_gradient,
-        Tensor.grad.__delete__: Binding._delete_gradient,
-        Tensor.data.__get__: Binding._get_data,
-        Tensor.data.__set__: Binding._set_data,
+        accessor("grad", "__get__"): Binding._get_gradient,
+        accessor("grad", "__set__"): Binding._set_gradient,
+        accessor("grad", "__delete__"): Binding._delete_gradient,
+        accessor("data", "__get__"): Binding._get_data,
+        accessor("data", "__set__"): Binding._set_data,
         Tensor.detach: Binding._detach,
-        Tensor.requires_grad.__set__: Binding._set_requires_grad,
+        accessor("requires_grad", "__set__"): Binding._set_requires_grad,
         Tensor.requires_grad_: Binding._set_requires_grad,
     }
 )

@@ -25,7 +25,7 @@ class Handler(Protocol):
         """An ordinary parameter with the same values."""
 
 
-def parameter_class(binding: Handler, base: type[Tensor]) -> type[Tensor]:
+def parameter_class(binding: Handler, base: type[Tensor]) -> type[Any]:
     class ManagedParameter(base):  # type: ignore[misc,valid-type]
         """A parameter whose bytes belong to a session. See Note [Binding]."""
 
@@ -38,7 +38,7 @@ def parameter_class(binding: Handler, base: type[Tensor]) -> type[Tensor]:
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
                 memo[id(self)] = binding.ordinary(self)
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return binding.ordinary(self).__reduce_ex__(protocol)
@@ -57,7 +57,7 @@ def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], t
         def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
             if id(self) not in memo:
                 memo[id(self)] = _ordinary_copy(self)
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _ordinary_copy(self).__reduce_ex__(protocol)

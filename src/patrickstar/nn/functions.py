@@ -11,7 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ESCAPES", "NEEDS_NO_DATA", "SHAPE_ONLY"]
+__all__ = ["ESCAPES", "NEEDS_NO_DATA", "SHAPE_ONLY", "accessor"]
+
+
+def accessor(name: str, kind: str) -> Callable[..., Any]:
+    """What torch's override protocol calls reading ("__get__"), writing ("__set__") or deleting ("__delete__") an attribute of a tensor."""
+    attribute: Any = getattr(Tensor, name)
+    found: Callable[..., Any] = getattr(attribute, kind)
+    return found
 
 
 def _methods(names: str) -> frozenset[Callable[..., Any]]:
@@ -20,7 +27,7 @@ def _methods(names: str) -> frozenset[Callable[..., Any]]:
 
 def _getters(names: str) -> frozenset[Callable[..., Any]]:
     # Which of these attributes exist differs by torch version.
-    return frozenset(getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name))
+    return frozenset(accessor(name, "__get__") for name in names.split() if hasattr(Tensor, name))
 
 
 NEEDS_NO_DATA = (
@@ -33,7 +40,7 @@ NEEDS_NO_DATA = (
         "_backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
         "is_sparse is_sparse_csr is_vulkan is_xla is_xpu"
     )
-    | {Tensor._backward_hooks.__set__, Tensor._post_accumulate_grad_hooks.__set__}
+    | {accessor("_backward_hooks", "__set__"), accessor("_post_accumulate_grad_hooks", "__set__")}
 )
 """Answered by the stand-in as it is: it has the shape, type, device, version and autograd state of the parameter."""
 

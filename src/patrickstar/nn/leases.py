@@ -69,7 +69,7 @@ class Leases:
     def locate(self, tensor: torch.Tensor) -> Located | None:
         """Where the tensor lies if it is over a leased slot, else None."""
         ref = self._unit_of.get(tensor.untyped_storage()._cdata)
-        return None if ref is None else Located(ref, tensor.storage_offset())
+        return None if ref is None else Located(ref, int(tensor.storage_offset()))
 
     def settle(self) -> None:
         """Ends the leases of storages that have died."""

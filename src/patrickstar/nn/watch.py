@@ -58,4 +58,4 @@ class Watch:
 
 
 def _digest(unit: Tensor) -> bytes:
-    return hashlib.blake2b(unit.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(unit.numpy().data, digest_size=16).digest()

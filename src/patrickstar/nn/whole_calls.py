@@ -36,9 +36,9 @@ class WholeCalls:
         self._open.setdefault(id(module), []).append(stack)
         # A container asks for the class of its first layer's parameters, and leaves their bytes to the layer.
         container = isinstance(module, nn.TransformerEncoder)
-        if container and not len(module.layers):
+        owner = next(iter(module.get_submodule("layers").children()), None) if container else module
+        if owner is None:
             return
-        owner = module.layers[0] if container else module
         found = [bound for bound in map(self._binding.bound, owner.parameters()) if bound is not None]
         if module.training or (torch.is_grad_enabled() and any(self._requires_grad(bound) for bound in found)):
             return

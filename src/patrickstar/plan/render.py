@@ -10,7 +10,7 @@ Adjacent actions of one unit are told as one: fetched, written back and dropped,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import LINKS, Machine, Tier
@@ -79,10 +79,9 @@ def _head(plan: Plan, machine: Machine, simulation: Simulation) -> Iterator[str]
 
 
 def _told(
-    actions: Iterable[Action], *, plan: Plan, moment: Moment, uses: Uses, now: int, void: Iterable[PlaneRef]
+    actions: Iterable[Action], *, plan: Plan, moment: Moment, uses: Uses, now: int, void: Collection[PlaneRef]
 ) -> Iterator[str]:
     """One phrase per unit and stay: its actions up to a `Drop` from the compute tier belong to the way out."""
-    gone = set(void)
     written = {touch.ref for touch in moment.touches if touch.writes}
     for ref, path in _journeys(actions):
         slots = plan.start.slots[ref]
@@ -92,8 +91,7 @@ def _told(
             yield f"create {unit} (zeros{'' if ref in written else ', only read'})"
         elif not _leaves(path, plan.start.compute):
             yield f"fetch {unit}{links}"
-        elif ref in gone:
-            gone.discard(ref)
+        elif ref in void:
             yield f"drop {unit} (its contents are no longer wanted)"
         elif links:
             yield f"write back {unit}{links} and drop it ({_reason(ref, plan.policy, uses, now)})"

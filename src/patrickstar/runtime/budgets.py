@@ -13,7 +13,7 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.allocator import allocator, set_glibc_thresholds
-from patrickstar.memory.process import available_bytes, total_bytes
+from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.units import format_bytes, parse_size
 
 __all__ = ["Budgets", "find_budgets"]
@@ -29,14 +29,28 @@ class Budgets:
 
     Attributes:
         host_binds: whether the user gave a bound on what the process holds, so that what the allocator keeps matters.
-        taken_over_bytes: of weights that exist already and will be let go; the host budget is counted without them.
-        retains: bytes the allocator takes for each byte of activations alive.
+        resident_limit_bytes: what the process may have resident: its size now less the weights that it will let go, and the host budget.
+        retains: bytes the allocator takes for each byte of activations alive. extra_bytes: what the first steps leave in the process whatever
+            their size (lazy imports, thread pools, workspaces); kept free where it can be.
     """
 
     machine: Machine
     host_binds: bool
-    taken_over_bytes: int
+    resident_limit_bytes: int
     retains: float
+    extra_bytes: int = 0
+
+    def machine_for(self, need_bytes: int, *, taken_bytes: int = 0) -> Machine:
+        """The machine to plan a stretch for that needs at least so much of the compute tier.
+
+        Args:
+            taken_bytes: what the user has taken of that tier's budget.
+        """
+        compute = self.machine.compute
+        budget = self.machine.budget[compute] - taken_bytes
+        return Machine(
+            compute, {**self.machine.budget, compute: max(budget - self.extra_bytes, min(budget, need_bytes))}
+        )
 
     def prepare_allocator(self) -> None:
         """Makes glibc give freed memory back, where the process must stay within a bound. See decision 0002."""
@@ -76,6 +90,7 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int) -> Budgets:
     else:
         host = int((available_bytes() + weight_bytes) * _HOST_SHARE)
     budget = {Tier.HOST: host}
+    limit = resident_bytes() - weight_bytes + host
     if memory.disk is not None:
         budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory)
     if device == "cpu":
@@ -84,13 +99,15 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int) -> Budgets:
                 f'device_memory={memory.device_memory!r} with device="cpu": there is no device tier, the host computes; '
                 f"give host_memory={memory.device_memory!r}"
             )
-        retains = allocator(thresholds=True).retains if host_binds else 1.0
-        return Budgets(Machine(Tier.HOST, budget), host_binds, weight_bytes, retains)
+        if not host_binds:
+            return Budgets(Machine(Tier.HOST, budget), host_binds, limit, 1.0)
+        known = allocator(thresholds=True)
+        return Budgets(Machine(Tier.HOST, budget), host_binds, limit, known.retains, known.extra_bytes)
     wanted = memory.device_memory
     budget[Tier.DEVICE] = (
         host if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total_bytes())
     )
-    return Budgets(Machine(Tier.DEVICE, budget), host_binds, weight_bytes, 1.0)
+    return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0)
 
 
 def _disk_budget(directory: Path, wanted: int | str | None) -> int:

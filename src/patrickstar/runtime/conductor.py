@@ -18,6 +18,7 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.pressure import Pressure
 from patrickstar.tracing.recorder import Recorder
 
 __all__ = ["Conductor"]
@@ -27,22 +28,31 @@ class Conductor:
     """One moment after another.
 
     Args:
-        held: the units in use from earlier moments, which may not move.
+        held: the units in use from earlier moments, which may not move. pressure: where the process itself has a bound.
 
     Attributes:
         recorder: writes down what happens, where somebody wants to know.
         pending: what must be done before any further moment (an optimizer step that was called and not yet carried out).
     """
 
-    def __init__(self, pilot: Pilot, mover: Mover, *, compute: Tier, held: Callable[[], Collection[PlaneRef]]) -> None:
+    def __init__(
+        self,
+        pilot: Pilot,
+        mover: Mover,
+        *,
+        compute: Tier,
+        held: Callable[[], Collection[PlaneRef]],
+        pressure: Pressure | None = None,
+    ) -> None:
         self.pilot = pilot
         self.mover = mover
         self.lock = threading.RLock()
         self._compute = compute
         self._held = held
+        self._pressure = pressure
 
         self.recorder: Recorder | None = None
-        self.pending: Callable[[], None] | None = None
+        self.pending: Callable[..., None] | None = None
         self.nonmodel_bytes: Callable[[], int] | None = None
 
     def settle(self) -> None:
@@ -61,6 +71,10 @@ class Conductor:
         with self.lock:
             if self.pending is not None:
                 self.settle()
+            if self._pressure is not None:
+                excess = self._pressure.excess_bytes()
+                if excess:
+                    self.pilot.yield_bytes(excess)
             held = self._held()
             if self.recorder is not None and phase is not Phase.STEP:
                 self.recorder.moment(phase, label, touches, held)

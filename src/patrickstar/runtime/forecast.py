@@ -80,7 +80,9 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     budgets = find_budgets(memory, weight_bytes=sum(parameter.nbytes for parameter in named.values()))
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
     tracer = OfflineTracer(
-        layout, lambda: Choreography(layout, in_backward=in_backward, updates=trainable.__contains__), takes_gradients=True
+        layout,
+        lambda: Choreography(layout, in_backward=in_backward, updates=trainable.__contains__),
+        takes_gradients=True,
     )
     try:
         step = with_retention(tracer.trace(model, named, (), batch), budgets.retains)
@@ -112,7 +114,12 @@ def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...]) -> dic
     machine = budgets.machine
     minimum = {tier.label: 0 for tier in Tier}
     if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        homes = {ref: Tier.HOST for trace in traces for moment in trace.moments for ref in (touch.ref for touch in moment.touches)}
+        homes = {
+            ref: Tier.HOST
+            for trace in traces
+            for moment in trace.moments
+            for ref in (touch.ref for touch in moment.touches)
+        }
         start = Residency.at_rest(layout, compute=Tier.HOST, home=homes, free=homes)
         # Weights are there from the beginning, whatever a moment touches.
         for ref in homes:
@@ -142,8 +149,7 @@ def _long_run(
     state: Residency, layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, policy: str
 ) -> tuple[dict[str, int], dict[str, int], tuple[Plan, ...]]:
     """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other."""
-    machine = budgets.machine
-    _fill(state, layout, machine.budget[machine.compute], policy)
+    _fill(state, layout, budgets, policy)
     peak: Counter[str] = Counter()
     starts: list[str] = []
     plans: list[Plan] = []
@@ -152,6 +158,7 @@ def _long_run(
         plans, moved = [], Counter()
         for number, trace in enumerate(traces):
             last = number == len(traces) - 1
+            machine = budgets.machine_for(worst_moment(trace, layout=layout, start=state).nbytes)
             frees = _gradients_freed(trace) if last and len(traces) > 1 else ()
             plan = make_plan(
                 trace,
@@ -177,9 +184,10 @@ def _long_run(
     return dict(peak), dict(moved), tuple(plans)
 
 
-def _fill(state: Residency, layout: Layout, budget_bytes: int, policy: str) -> None:
+def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> None:
     """Weights are put into chunks as `manage` does it."""
-    pilot = Pilot(state, budget_bytes=lambda: budget_bytes, policy=policy)
+    budget_bytes = budgets.machine.budget[state.compute]
+    pilot = Pilot(state, budget_bytes=lambda: budget_bytes, spare_bytes=budgets.extra_bytes, policy=policy)
     for run in layout.runs:
         ref = PlaneRef(run.head, WEIGHT)
         for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
@@ -189,5 +197,8 @@ def _fill(state: Residency, layout: Layout, budget_bytes: int, policy: str) -> N
 
 def _gradients_freed(trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
     return tuple(
-        (index, touch.ref) for index, moment in enumerate(trace.moments) for touch in moment.touches if touch.ref.plane == GRAD
+        (index, touch.ref)
+        for index, moment in enumerate(trace.moments)
+        for touch in moment.touches
+        if touch.ref.plane == GRAD
     )

@@ -43,6 +43,7 @@ from patrickstar.runtime.keeper import Keeper
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.pressure import Pressure
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Parts, Session
 from patrickstar.runtime.takeover import take_over
@@ -226,7 +227,8 @@ def _build_session(
         budget_bytes=lambda: machine.budget[compute] - binding.own_gradient_bytes(),
         policy=options.eviction,
     )
-    conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held)
+    pressure = Pressure(budgets.resident_limit_bytes) if budgets.host_binds and compute is Tier.HOST else None
+    conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held, pressure=pressure)
     metering = Metering(
         conductor,
         compute=compute,
@@ -237,10 +239,9 @@ def _build_session(
     segments = Segments(
         conductor=conductor,
         layout=layout,
-        machine=machine,
+        budgets=budgets,
         policy=options.eviction,
         tracer=OfflineTracer(layout, choreography, takes_gradients=original is not None),
-        retains=budgets.retains,
         taken_bytes=binding.own_gradient_bytes,
         metering=metering,
         always_meter=compute is Tier.DEVICE,

@@ -55,25 +55,35 @@ class Pilot:
     Args:
         state: where every unit is now; the mover changes it.
         budget_bytes: what the compute tier may hold now, slots and non-model data together.
-        policy: "next-use" or "lru".
+        policy: "next-use" or "lru". spare_bytes: of the budget, to be left free where that can be.
 
     Attributes:
         capacity_slots: how many slots may be in use at the moment that was asked about last.
     """
 
-    def __init__(self, state: Residency, *, budget_bytes: Callable[[], int], policy: str) -> None:
+    def __init__(self, state: Residency, *, budget_bytes: Callable[[], int], policy: str, spare_bytes: int = 0) -> None:
         self._state = state
         self._budget_bytes = budget_bytes
         self._policy = policy
+        self._spare_bytes = spare_bytes
 
         self.segment = Segment("outside")
         self.capacity_slots = 0
+        self._handicap_bytes = 0
         self._clock = 0
         self._last_use: dict[PlaneRef, int] = {}
 
     def begin(self, segment: Segment) -> None:
         """The next moments belong to this segment."""
         self.segment = segment
+        self._handicap_bytes = 0
+
+    def yield_bytes(self, nbytes: int) -> None:
+        """Until the segment ends, the budget is less by this much: something else has taken it."""
+        self._handicap_bytes += nbytes
+        self.segment.reason = (
+            self.segment.reason or f"the process holds {format_bytes(nbytes)} more than the plan foresaw"
+        )
 
     def actions(
         self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
@@ -124,10 +134,10 @@ class Pilot:
         self, segment: Segment, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
     ) -> Sequence[Action]:
         needed = [touch.ref for touch in touches]
-        budget = self._budget_bytes()
-        slot_bytes = self._state.slot_bytes
+        budget, slot_bytes = self._budget_bytes(), self._state.slot_bytes
+        withheld = segment.reserve_bytes + self._handicap_bytes + self._spare_bytes
         order = self._order(segment)
-        self.capacity_slots = (budget - segment.reserve_bytes) // slot_bytes
+        self.capacity_slots = (budget - withheld) // slot_bytes
         try:
             return make_room(self._state, needed=needed, pinned=held, capacity_slots=self.capacity_slots, order=order)
         except NoRoom:

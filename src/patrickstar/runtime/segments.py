@@ -22,6 +22,7 @@ from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.plan import Plan
+from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.pilot import Segment
@@ -59,8 +60,7 @@ class Segments:
     """Begins and ends the stretches of a step.
 
     Args:
-        machine: the tiers and their budgets. policy: of eviction.
-        retains: how much memory the allocator takes for each byte of activations that is alive.
+        budgets: the tiers, what they may hold, and what the allocator does. policy: of eviction.
         taken_bytes: what of the compute tier's budget the user has taken over (gradients read as `p.grad`).
         metering: counts live bytes. always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
 
@@ -73,20 +73,18 @@ class Segments:
         *,
         conductor: Conductor,
         layout: Layout,
-        machine: Machine,
+        budgets: Budgets,
         policy: str,
         tracer: OfflineTracer,
-        retains: float,
         taken_bytes: Callable[[], int],
         metering: Metering,
         always_meter: bool,
     ) -> None:
         self._conductor = conductor
         self._layout = layout
-        self._machine = machine
+        self._budgets = budgets
         self._policy = policy
         self._tracer = tracer
-        self._retains = retains
         self._taken_bytes = taken_bytes
         self._metering = metering
         self._always_meter = always_meter
@@ -144,7 +142,9 @@ class Segments:
         if known is None:
             known = Known()
             try:
-                known.trace = known.offline = with_retention(self._tracer.trace(model, named, args, kwargs), self._retains)
+                known.trace = known.offline = with_retention(
+                    self._tracer.trace(model, named, args, kwargs), self._budgets.retains
+                )
             except CannotTrace as problem:
                 known.reason = str(problem)
                 _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
@@ -162,7 +162,7 @@ class Segments:
     def _refuse_unless_it_fits(self, trace: Trace) -> None:
         state = self._conductor.mover.state
         if worst_moment(trace, layout=self._layout, start=state).nbytes > self._budget_bytes():
-            make_plan(trace, layout=self._layout, machine=self._machine_now(), start=state, policy=self._policy)
+            make_plan(trace, layout=self._layout, machine=self._machine_for(trace), start=state, policy=self._policy)
 
     # any stretch
 
@@ -180,16 +180,15 @@ class Segments:
         self, name: str, trace: Trace, *, following: str, frees: tuple[tuple[int, PlaneRef], ...] = ()
     ) -> Segment:
         state = self._conductor.mover.state
-        machine = self._machine_now()
         after = self._follower.get(following)
         contents = (frozenset(state.resident.items()), frozenset(state.free), frozenset(state.void))
         # Traces are told apart by identity: those in a key are kept alive beside the plan.
-        key = (name, id(trace), id(after), contents, machine.budget[machine.compute], frees)
+        key = (name, id(trace), id(after), contents, self._taken_bytes(), frees)
         if key not in self._plans:
             plan = make_plan(
                 trace,
                 layout=self._layout,
-                machine=machine,
+                machine=self._machine_for(trace),
                 start=state,
                 policy=self._policy,
                 following=after,
@@ -221,7 +220,7 @@ class Segments:
         self._conductor.pilot.begin(Segment("outside"))
 
     def _learn(self, known: Known, recorded: Trace, segment: Segment) -> None:
-        recorded = with_retention(recorded, self._retains)
+        recorded = with_retention(recorded, self._budgets.retains)
         known.measure_next = False
         whole = any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or segment.name == "evaluation"
         if not recorded.moments or not whole:
@@ -267,18 +266,18 @@ class Segments:
         return max(needs, default=0) + nbytes <= self._budget_bytes()
 
     def _budget_bytes(self) -> int:
-        return self._machine.budget[self._machine.compute] - self._taken_bytes()
+        machine = self._budgets.machine
+        return machine.budget[machine.compute] - self._taken_bytes()
 
-    def _machine_now(self) -> Machine:
-        taken = self._taken_bytes()
-        if not taken:
-            return self._machine
-        budget = {**self._machine.budget, self._machine.compute: self._budget_bytes()}
-        return Machine(self._machine.compute, budget)
+    def _machine_for(self, trace: Trace) -> Machine:
+        need = worst_moment(trace, layout=self._layout, start=self._conductor.mover.state).nbytes
+        return self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
 
 
 def with_retention(trace: Trace, retains: float) -> Trace:
     """The trace as the process sees it: an allocator takes `retains` bytes for each byte of activations alive."""
     if retains == 1:
         return trace
-    return Trace(tuple(replace(moment, nonmodel_bytes=int(moment.nonmodel_bytes * retains)) for moment in trace.moments))
+    return Trace(
+        tuple(replace(moment, nonmodel_bytes=int(moment.nonmodel_bytes * retains)) for moment in trace.moments)
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from patrickstar.checkpoint.mapping import LazyStateDict
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, PlaneRef
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, WEIGHT, PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError, ConfigError, StateError
 from patrickstar.hooks import Watched
@@ -206,7 +206,12 @@ class Session:
                     entry.copy_(mapping[key])
 
     def save_checkpoint(
-        self, dir: str | Path, extra: Mapping[str, Any] | None = None, wait: bool = True, *, keep: int | None = None
+        self,
+        dir: str | Path,  # noqa: A002 - the name users type
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        *,
+        keep: int | None = None,
     ) -> Path:
         """Writes `dir/step-00000012/` and moves `dir/latest`; returns the first.
 
@@ -224,7 +229,7 @@ class Session:
             self._parts.training.expect_whole()
         return self._saving.save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
 
-    def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002
+    def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
         """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
 
         Raises:
@@ -276,10 +281,12 @@ class Session:
                 needed_bytes=needed,
                 available_bytes=room,
             )
+        parts.conductor.pilot.segment.reserve_bytes += needed  # chunks make room for the whole tensors
         states = {
             name: State(count, parts.weights.read_moment(name, EXP_AVG), parts.weights.read_moment(name, EXP_AVG_SQ))
             for name, count in training.steps.items()
         }
+        parts.conductor.pilot.segment.reserve_bytes -= needed
         return pack(self.optimizer.param_groups, names, states)
 
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -329,6 +336,7 @@ class Session:
         parts.root.remove()
         parts.whole_calls.watched.remove()
         gradients = self._last_gradients() if fits else {}
+        self._let_go_of_the_rest()
         parts.binding.release(self._taken_back if fits else self._on_meta)
         for name, gradient in gradients.items():
             parts.named[name].grad = gradient
@@ -362,10 +370,17 @@ class Session:
 
     def _taken_back(self, bound: BoundParameter) -> Tensor:
         value = self._parts.weights.read(bound.name).to(self._parts.parameter_dtypes[bound.name])
+        self._parts.conductor.pilot.segment.reserve_bytes += value.nbytes
         state = self._parts.conductor.mover.state
         if self._last_of[bound.ref] == bound.name and bound.ref in state.resident:
             self._parts.conductor.mover.release(bound.ref)  # its slots' pages go before the next parameter is read
         return value
+
+    def _let_go_of_the_rest(self) -> None:
+        """Gradients and moments are no longer wanted: weights may take their room as ordinary tensors."""
+        mover = self._parts.conductor.mover
+        for ref in [ref for ref in mover.state.resident if ref.plane != WEIGHT]:
+            mover.release(ref)
 
     def _on_meta(self, bound: BoundParameter) -> Tensor:
         return torch.empty_like(bound.shape_only, dtype=self._parts.parameter_dtypes[bound.name])

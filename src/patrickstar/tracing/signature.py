@@ -38,7 +38,7 @@ def _key(value: Any) -> Hashable:
         return type(value), tuple(_key(item) for item in value)
     if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device):
         return value
-    return type(value)
+    return type(value).__qualname__
 
 
 def can_be_traced(value: Any) -> bool:

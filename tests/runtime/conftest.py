@@ -1,0 +1,41 @@
+"""One thread for models of this size, and what every test of a session may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.builders import MACHINES, Pair
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    """Tiny operations gain nothing from a second thread, and wait for it where another process has the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    """Makes pairs whose sessions are closed when the test is over, whatever has become of it."""
+    pairs: list[Pair] = []
+
+    def make(*args: Any, **keywords: Any) -> Pair:
+        pairs.append(Pair(*args, **keywords))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.session.close()
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Memory so small that a `mlp()` has to move, on each kind of machine."""
+    return MACHINES[request.param](tmp_path / "disk")
