@@ -207,7 +207,7 @@ class Steps:
         self.model.generation_config.pad_token_id = 0
         if scenario != "plain":
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        shapes = [(2, 512), (3, 300), (1, 640), (5, 177), (2, 512)] if self.mixed else [(2, 512), (2, 512)]
+        shapes = [(2, 512), (3, 300), (1, 640)] if self.mixed else [(2, 512)]
         self.batches = [torch.randint(0, config.vocab_size, shape) for shape in shapes]
         self.landed = torch.ones(max(parameter.numel() for parameter in self.model.parameters()))
         self.watch: list[Callable[[], object]] = []

@@ -40,14 +40,35 @@ Generated from docstrings by `docs/make_reference.py`; edit those, not this page
 may change without notice. How to use it all is in the [guide](guide.md).
 """
 
-SESSION = """\
-    optimizer plan trace layout stats clip_grad_norm_ gradients write state_dict load_state_dict save_checkpoint
-    load_checkpoint close""".split()
-OPTIMIZER = "original hypers step zero_grad add_param_group state_dict load_state_dict".split()
+SESSION = [
+    "optimizer",
+    "plan",
+    "trace",
+    "layout",
+    "stats",
+    "clip_grad_norm_",
+    "gradients",
+    "write",
+    "state_dict",
+    "load_state_dict",
+    "save_checkpoint",
+    "load_checkpoint",
+    "close",
+]
+OPTIMIZER = [
+    "original",
+    "param_groups",
+    "hypers",
+    "step",
+    "zero_grad",
+    "add_param_group",
+    "state_dict",
+    "load_state_dict",
+]
 READABLE = {
-    Layout: "n_chunks model_numel padding run_of weight_unit parts tensors_in digest".split(),
-    Trace: "peak name digest differences parse".split(),
-    Plan: "actions digest diff parse".split(),
+    Layout: ["n_chunks", "model_numel", "padding", "digest"],
+    Trace: ["peak", "name", "digest", "differences", "parse"],
+    Plan: ["actions", "digest", "diff", "parse"],
 }
 
 
@@ -66,11 +87,13 @@ def lines() -> Iterator[str]:
     """The page."""
     yield HEAD
     yield from _function(patrickstar.manage, "patrickstar.manage", level=2)
-    yield from _class(patrickstar.Session, "patrickstar.Session", SESSION)
-    yield "## session.optimizer\n"
+    yield "## patrickstar.Session\n"
+    yield from _text(patrickstar.Session.__doc__)
+    yield from _members(patrickstar.Session, "session", SESSION, level=3)
+    yield "## The optimizer of a session\n"
     yield from _text(ManagedOptimizer.__doc__)
-    yield from _members(ManagedOptimizer, "session.optimizer", OPTIMIZER)
-    yield from _fields(Stats, "session.stats()")
+    yield from _members(ManagedOptimizer, "session.optimizer", OPTIMIZER, level=3)
+    yield from _fields(Stats, "What session.stats() returns")
     yield from _fields(patrickstar.Options, "patrickstar.Options")
     for optimizer in (patrickstar.AdamW, patrickstar.Adam):
         yield from _function(optimizer, f"patrickstar.{optimizer.__name__}", level=2)
@@ -84,30 +107,24 @@ def lines() -> Iterator[str]:
     for kind, names in READABLE.items():
         yield f"### {kind.__name__}\n"
         yield from _text(kind.__doc__)
-        yield from _members(kind, f"session.{kind.__name__.lower()}", names)
+        yield from _members(kind, f"session.{kind.__name__.lower()}", names, level=4)
     yield from _command_line()
 
 
-def _class(kind: type, title: str, names: list[str]) -> Iterator[str]:
-    yield f"## {title}\n"
-    yield from _text(kind.__doc__)
-    yield from _members(kind, "session", names)
-
-
-def _members(kind: type, prefix: str, names: list[str]) -> Iterator[str]:
+def _members(kind: type, prefix: str, names: list[str], *, level: int) -> Iterator[str]:
     said = _attribute_docs(kind)
     for name in names:
         member = inspect.getattr_static(kind, name, None)
         if isinstance(member, property):
-            yield f"#### {prefix}.{name}\n"
+            yield f"{'#' * level} {prefix}.{name}\n"
             yield from _text(member.fget.__doc__ if member.fget else None)
         elif member is not None:
-            yield from _function(getattr(kind, name), f"{prefix}.{name}", level=4)
+            yield from _function(getattr(kind, name), f"{prefix}.{name}", level=level)
         else:
             text = said.get(name) or _attribute_of_docstring(kind, name)
             assert text, f"{kind.__name__}.{name} is documented nowhere"
-            yield f"#### {prefix}.{name}\n"
-            yield from _text(text)
+            yield f"{'#' * level} {prefix}.{name}\n"
+            yield from _text(text[0].upper() + text[1:])
 
 
 def _fields(kind: Any, title: str) -> Iterator[str]:
@@ -116,7 +133,7 @@ def _fields(kind: Any, title: str) -> Iterator[str]:
     yield from _text(kind.__doc__)
     said = _attribute_docs(kind)
     for field in dataclasses.fields(kind):
-        default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+        default = "" if field.default is dataclasses.MISSING else f" = {_literal(field.default)}"
         yield f"- `{field.name}: {field.type}{default}`: {_flow(said[field.name])}"
     yield ""
 
@@ -129,25 +146,28 @@ def _function(function: Callable[..., Any], title: str, *, level: int) -> Iterat
 
 def _signature(function: Callable[..., Any], name: str) -> str:
     signature = inspect.signature(function)
-    parameters = [one for one in signature.parameters.values() if one.name not in {"self", "unknown"}]
-    signature = signature.replace(parameters=parameters)
-    one_line = f"{name}{signature}".replace(" -> None", "").replace("'", "")
-    if len(one_line) <= WIDTH:
-        return one_line
     words: list[str] = []
-    keyword_only = False
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
-            keyword_only = True
+    for parameter in signature.parameters.values():
+        if parameter.name in {"self", "unknown"}:
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
-        words.append(str(parameter).replace("'", ""))
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        default = "" if parameter.default is parameter.empty else f" = {_literal(parameter.default)}"
+        words.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
     result = signature.return_annotation
     arrow = "" if result in (None, "None", signature.empty) else f" -> {result}"
-    return f"{name}(\n    " + ",\n    ".join(words) + f",\n){arrow}"
+    one_line = f"{name}({', '.join(words)}){arrow}"
+    return one_line if len(one_line) <= WIDTH else f"{name}(\n    " + ",\n    ".join(words) + f",\n){arrow}"
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 _SECTION = re.compile(r"(Args|Attributes|Raises):$")
-_ENTRY = re.compile(r"((?:\w+(?:, )?)+): (.+)")
+_ENTRY = re.compile(r"(\w+(?:, \w+)*): (.+)")
+_NEXT_ENTRY = re.compile(r"(?:; |\. )(?=(?:[a-z_]+(?:, [a-z_]+)*|\w+Error): )")  # several on a line
 
 
 def _text(docstring: str | None) -> Iterator[str]:
@@ -188,14 +208,13 @@ def _text(docstring: str | None) -> Iterator[str]:
 
 def _enter(line: str, entries: list[str]) -> None:
     """A line of a section: an entry of its own, or the continuation of the one before."""
-    found = _ENTRY.match(line.strip())
-    if found and len(line) - len(line.lstrip()) == 4:
-        names = ", ".join(f"`{name}`" for name in found[1].split(", "))
-        entries.append(f"{names}: {found[2]}")
-    elif entries:
+    if entries and (len(line) - len(line.lstrip()) > 4 or not _ENTRY.match(line.strip())):
         entries[-1] += f" {line.strip()}"
-    else:
-        entries.append(line.strip())
+        return
+    for part in _NEXT_ENTRY.split(line.strip()):
+        found = _ENTRY.match(part)
+        names = ", ".join(f"`{name}`" for name in found[1].split(", ")) if found else ""
+        entries.append(f"{names}: {found[2]}" if found else part)
 
 
 def _flow(text: str) -> str:
@@ -210,7 +229,9 @@ def _attribute_docs(kind: type) -> dict[str, str]:
     for body in bodies:
         for before, after in pairwise(body):
             target = before.target if isinstance(before, ast.AnnAssign) else None
-            name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
+            name = (
+                target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
+            )
             if name and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 found[name] = str(after.value.value)
     return found

@@ -78,7 +78,7 @@ def test_the_sample_has_the_files_that_are_spoiled_here(clean):
 def test_one_flipped_bit_anywhere_is_found_and_its_file_named(runs):
     draw = random.Random(7)
     places = [(file, at) for file in FILES for at in range((runs / STEP / file).stat().st_size)]
-    for file, at in draw.sample(places, 150):
+    for file, at in draw.sample(places, 100):
         path = runs / STEP / file
         data = bytearray(path.read_bytes())
         data[at] ^= 1 << draw.randrange(8)
@@ -308,7 +308,7 @@ def test_random_mutations_are_refused_or_change_nothing(runs, clean):
     """A campaign in small: bytes overwritten, files cut, swapped, renamed, removed, linked."""
     draw = random.Random(11)
     unchanged = refused = 0
-    for _ in range(60):
+    for _ in range(40):
         shutil.rmtree(runs)
         shutil.copytree(clean, runs)
         path = runs / STEP / draw.choice(FILES)
@@ -335,8 +335,8 @@ def test_random_mutations_are_refused_or_change_nothing(runs, clean):
             refused += str(runs / STEP) in str(problem)
         else:
             unchanged += same_bits(found, sample(2))
-    assert unchanged + refused == 60
-    assert refused > 40
+    assert unchanged + refused == 40
+    assert refused > 25
 
 
 def test_what_is_read_by_others_is_json(clean):

@@ -84,8 +84,9 @@ def test_what_is_no_state_is_refused_and_changes_no_generator(spoil):
     before = rng.capture()
     expected = draws()
     rng.restore(before)
-    with pytest.raises(CheckpointError, match=r"^rng: "):
-        rng.restore(tree)
+    for refuses in (rng.check, rng.restore):
+        with pytest.raises(CheckpointError, match=r"^rng: "):
+            refuses(tree)
     assert draws() == expected
 
 

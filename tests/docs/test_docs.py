@@ -18,7 +18,9 @@ WITH_SNIPPETS = [page for page in pages() if snippets(page.read_text())]
 GENERATED = ("make_reference.py", "make_numbers.py")
 
 
-def run(*command: str, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
     return subprocess.run(
@@ -130,7 +132,11 @@ def test_three_dots_stand_for_anything() -> None:
 
 
 def test_headings_have_the_names_that_links_use() -> None:
-    assert anchors("# What is `new`?\n\n## Two\n\n## Two\n\n```\n# no heading\n```\n") == {"what-is-new", "two", "two-1"}
+    assert anchors("# What is `new`?\n\n## Two\n\n## Two\n\n```\n# no heading\n```\n") == {
+        "what-is-new",
+        "two",
+        "two-1",
+    }
 
 
 def test_links_in_code_and_into_the_web_are_left_alone() -> None:

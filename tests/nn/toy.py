@@ -36,7 +36,7 @@ class ToyOwner:
         self.memory = mmap.mmap(-1, (slots + 1) * self.slot_numel * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.slots = slots
         self.resident: dict[PlaneRef, int] = {}
-        self.used: dict[PlaneRef, int] = {}
+        self.last_used: dict[PlaneRef, int] = {}
         self.dirty: set[PlaneRef] = set()
         self.last_given = -1
         self.fetches = self.clock = 0
@@ -54,6 +54,9 @@ class ToyOwner:
             self.memory, dtype=torch.float32, count=self.slot_numel, offset=index * self.slot_numel * 4
         )
 
+    def used(self, names: Sequence[str]) -> None:
+        pass
+
     def unpack(self, ref: PlaneRef, name: str) -> None:
         self.use([ref], [name], in_graph=True)
 
@@ -61,14 +64,14 @@ class ToyOwner:
         held = set(self.binding.leases.held()) | set(refs)
         for ref in refs:
             self.clock += 1
-            self.used[ref] = self.clock
+            self.last_used[ref] = self.clock
             if ref in self.resident:
                 continue
             while len(self.resident) >= self.slots:
                 victims = [other for other in self.resident if other not in held]
                 if not victims:
                     raise NoSlot(f"{names}: {sorted(held)} in {self.slots} slots")
-                self.evict(min(victims, key=lambda other: self.used[other]))
+                self.evict(min(victims, key=lambda other: self.last_used[other]))
             free = [index for index in range(self.slots + 1) if index not in self.resident.values()]
             index = next((index for index in free if index != self.last_given), free[0])
             self.slot(index).copy_(self.homes[ref])

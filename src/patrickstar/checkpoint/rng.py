@@ -10,7 +10,7 @@ import torch
 
 from patrickstar.errors import CheckpointError
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "check", "restore"]
 
 _NUMPY_KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -28,32 +28,51 @@ def capture() -> dict[str, Any]:
     return tree
 
 
+def check(tree: object) -> None:
+    """Return if `restore` will take this tree; changes no generator.
+
+    Raises:
+        CheckpointError: it is not what `capture` gives.
+    """
+    if not isinstance(tree, dict) or not {"torch", "python"} <= tree.keys() <= {"torch", "python", "numpy"}:
+        raise CheckpointError("rng: expected the states of torch, python and numpy")
+    try:
+        # Each is tried on a generator of its own.
+        torch.Generator().set_state(tree["torch"])
+        random.Random().setstate(_python_state(tree))  # noqa: S311 - what is restored is what the user drew from
+        gauss = tree["python"]["gauss"]
+        _require(gauss is None or isinstance(gauss, float), "python: gauss is no number")
+        if "numpy" in tree:
+            import numpy as np  # noqa: PLC0415 - only for those who had it when they saved
+
+            kind = tree["numpy"]["bit_generator"]
+            _require(kind in _NUMPY_KINDS, "numpy: unknown generator")
+            current = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 - the global one is meant
+            _require(kind == current, f"numpy: of a {kind}, and the global generator is a {current}")
+            np.random.RandomState(getattr(np.random, kind)()).set_state(tree["numpy"])
+    except (KeyError, AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"rng: not the state of a random number generator: {problem}") from problem
+
+
 def restore(tree: object) -> None:
     """Set the global generators to what `capture` found. A generator that the tree does not have keeps its state.
 
     Raises:
         CheckpointError: it is no such tree; no generator was changed.
     """
-    if not isinstance(tree, dict) or not {"torch", "python"} <= tree.keys() <= {"torch", "python", "numpy"}:
-        raise CheckpointError("rng: expected the states of torch, python and numpy")
-    try:
-        # Each is tried on a generator of its own first, so that all are set or none.
-        torch.Generator().set_state(tree["torch"])
-        python = tree["python"]
-        state = (python["version"], tuple(python["words"].tolist()), python["gauss"])
-        random.Random().setstate(state)  # noqa: S311 - what is restored is what the user drew from
-        _require(state[2] is None or isinstance(state[2], float), "python: gauss is no number")
-        if "numpy" in tree:
-            import numpy as np  # noqa: PLC0415 - only for those who had it when they saved
-
-            kind = tree["numpy"]["bit_generator"]
-            _require(kind in _NUMPY_KINDS, "numpy: unknown generator")
-            np.random.RandomState(getattr(np.random, kind)()).set_state(tree["numpy"])
-            np.random.set_state(tree["numpy"])  # noqa: NPY002 - the global generator is what is meant
-    except (KeyError, AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"rng: not the state of a random number generator: {problem}") from problem
+    check(tree)
+    assert isinstance(tree, dict)
     torch.set_rng_state(tree["torch"])
-    random.setstate(state)
+    random.setstate(_python_state(tree))
+    if "numpy" in tree:
+        import numpy as np  # noqa: PLC0415 - see check
+
+        np.random.set_state(tree["numpy"])  # noqa: NPY002 - the global one is meant
+
+
+def _python_state(tree: dict[str, Any]) -> tuple[Any, ...]:
+    python = tree["python"]
+    return (python["version"], tuple(python["words"].tolist()), python["gauss"])
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -48,6 +48,9 @@ class Owner(Protocol):
         `in_graph`: autograd records the use as one of the parameters themselves.
         """
 
+    def used(self, names: Sequence[str]) -> None:
+        """The use is over."""
+
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident for a backward that needs what a use has saved."""
 
@@ -282,6 +285,8 @@ class Binding:
                 bound.depth -= 1
                 if not bound.depth:
                     bound.parameter.data = bound.standin
+            if found:
+                self._owner.used([bound.name for bound in found])
 
     @contextmanager
     def plain_class(self, found: Sequence[BoundParameter]) -> Iterator[None]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
@@ -34,14 +34,6 @@ from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.snapshot import CopyState, Snapshot
 
 HERE, CLEAN, DIRTY = CopyState.HERE, CopyState.CLEAN, CopyState.DIRTY
-
-_D, _H, _K = Tier.DEVICE, Tier.HOST, Tier.DISK
-# The legs between a compute tier and a home below it. Device and disk meet only through a slot of the host.
-_WAYS: Final = {
-    (_D, _H): frozenset({(_D, _H), (_H, _D)}),
-    (_H, _K): frozenset({(_H, _K), (_K, _H)}),
-    (_D, _K): frozenset({(_D, _H), (_H, _D), (_H, _K), (_K, _H)}),
-}
 
 Order = Callable[[Iterable[PlaneRef]], Iterable[PlaneRef]]
 """Orders candidates for eviction, best first. It may offer others as well: those are passed over."""
@@ -318,7 +310,7 @@ def _copy(state: Residency, action: Copy) -> None:
     home, compute = state.home[ref], state.compute
     if ref in state.in_flight:
         _refuse(5, action, "an earlier transfer of it has not been waited for")
-    if (src, dst) not in _WAYS.get((compute, home), ()):
+    if not _is_leg(src, dst, compute, home):
         _refuse(9, action, f"it rests on the {home.label}, and this is not its way there or back")
     if dst is compute and ref in state.resident:
         _refuse(5, action, "it has slots there already")
@@ -329,6 +321,13 @@ def _copy(state: Residency, action: Copy) -> None:
     state.in_flight[ref] = src, dst
     if dst is compute:
         state.slots_used += action.slots
+
+
+def _is_leg(src: Tier, dst: Tier, compute: Tier, home: Tier) -> bool:
+    """Whether a copy from `src` to `dst` is on the way between the compute tier and a home below it."""
+    if compute is Tier.DEVICE and home is Tier.DISK:
+        return (src is Tier.HOST) != (dst is Tier.HOST)  # these two meet only through the host
+    return home is not compute and ((src is compute and dst is home) or (src is home and dst is compute))
 
 
 def _valid_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:

@@ -15,6 +15,7 @@ from patrickstar.errors import StateError
 from patrickstar.nn.watch import Watch
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.segments import Segments
+from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.training import Training
 from patrickstar.torch_private import backward_id
 from patrickstar.tracing.choreography import Choreography
@@ -36,14 +37,23 @@ class Keeper:
     _training: Training | None
     _watch: Watch
 
-    def __init__(self, *, model: nn.Module, named: Mapping[str, nn.Parameter], choreography: Choreography) -> None:
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        choreography: Choreography,
+        states: ParameterStates,
+    ) -> None:
         self._model = model
         self._named = named
         self._expected = [id(parameter) for parameter in model.parameters()]
         self.choreography = choreography
+        self.states = states
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0, "step": 0.0}
         self._depth = 0
+        self._records = False
         self._began_s = 0.0
         self._backward_began_s = 0.0
 
@@ -65,6 +75,11 @@ class Keeper:
         self._conductor.moment(
             Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], tuple(Touch(ref) for ref in refs)
         )
+        self.states.entered(names)
+
+    def used(self, names: Sequence[str]) -> None:
+        """See `nn.binding.Owner`."""
+        self.states.left(names, in_forward=self._depth > 0 and backward_id() == -1 and self._records)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
@@ -94,6 +109,7 @@ class Keeper:
         if not self._backward_began_s:
             self._backward_began_s = now
         assert self._training is not None
+        self.states.gradient_arrived(name)
         self._training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
@@ -128,6 +144,9 @@ class Keeper:
         with self._conductor.lock:
             self._segments.begin_forward(module, self._named, args, kwargs)
         self.choreography.begin_forward()
+        self._records = torch.is_grad_enabled()
+        if self._records:
+            self.states.next_step()
         self._depth = 1
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
         return args, kwargs

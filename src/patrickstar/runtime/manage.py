@@ -46,6 +46,7 @@ from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Parts, Session
+from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.takeover import take_over
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.updates import Updates, step_trace
@@ -220,7 +221,8 @@ def _build_session(
     def choreography() -> Choreography:
         return Choreography(layout, in_backward=in_backward, updates=in_a_group)
 
-    keeper = Keeper(model=model, named=named, choreography=choreography())
+    states = ParameterStates(layout)
+    keeper = Keeper(model=model, named=named, choreography=choreography(), states=states)
     binding = Binding(named, layout, keeper, takes_gradients=original is not None)
     pilot = Pilot(
         mover.state,
@@ -264,6 +266,8 @@ def _build_session(
     keeper.connect(conductor, segments, training, Watch(binding.leases.take, binding.leases.held, keeper.changed))
     dtypes = {name: parameter.dtype for name, parameter in named.items()}
     take_over(named, binding=binding, weights=weights, gradients=gradients, training=training, optimizer=original)
+    for name in named:
+        states.filled(name)
     parts = Parts(
         model=model,
         named=named,
