@@ -27,7 +27,6 @@ from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Copy, Create, Drop
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 
@@ -256,24 +255,11 @@ def pending_step() -> str:
     return _table(("budget", "moved a step", "if gradients were kept to the end of the update"), rows)
 
 
-def smallest_budget() -> str:
-    layout, step, update = example()
-    total = model_bytes(layout)
-    rows = []
-    for name, trace in (("forward and backward", step), ("update", update)):
-        need = worst_moment(trace, layout=layout)
-        rows.append(
-            (name, need.moment, f"{need.slots * need.slot_bytes / total:.3f}", f"{need.nonmodel_bytes / total:.3f}")
-        )
-    return _table(("stretch", "worst moment", "chunks", "activations"), rows)
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "adjacent-slots": adjacent_slots,
     "clean-copies": clean_copies,
     "pending-step": pending_step,
     "plans-made": plans_made,
-    "smallest-budget": smallest_budget,
 }
 
 

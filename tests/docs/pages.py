@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +66,10 @@ def snippets(text: str) -> list[Snippet]:
     """The blocks of Python, in order; a `text` block right after one is what it prints."""
     blocks, _ = split(text)
     found = []
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
-        if block.kind == "python":
-            printed = after is not None and after.kind == "text" and after.follows
-            found.append(Snippet(block.line, block.text, after.text if after is not None and printed else None))
+    for block, after in pairwise([*blocks, None]):
+        if block is not None and block.kind == "python":
+            output = after.text if after is not None and after.kind == "text" and after.follows else None
+            found.append(Snippet(block.line, block.text, output))
     return found
 
 

@@ -32,6 +32,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name_of)
 def test_snippets_run_as_written(page: Path, tmp_path: Path) -> None:
     done = run("-m", "tests.docs.run_page", str(page), cwd=tmp_path)

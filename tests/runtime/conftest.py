@@ -39,3 +39,9 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Memory so small that a `mlp()` has to move, on each kind of machine."""
     return MACHINES[request.param](tmp_path / "disk")
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> dict[str, Any]:
+    """The machine with a disk tier, on which what a test itself makes is no matter of a bounded arena."""
+    return MACHINES["cpu+disk"](tmp_path / "disk")

@@ -21,11 +21,12 @@ class ResidentGrowth:
         reset_peak()
         self._before = resident_bytes()
         self._base = self._before - weights
-        self._in_manage = 0
+        self.in_manage = 0
+        """What `manage` took above what was there when it was called."""
 
     def managed(self) -> None:
         """The session has the weights now."""
-        self._in_manage = peak_resident_bytes() - self._before
+        self.in_manage = max(0, peak_resident_bytes() - self._before)
         reset_peak()
 
     def resident(self) -> int:
@@ -33,7 +34,9 @@ class ResidentGrowth:
         return resident_bytes()
 
     def now(self) -> int:
+        """How far it has grown now."""
         return max(0, resident_bytes() - self._base)
 
     def peak(self) -> int:
-        return max(0, self._in_manage, peak_resident_bytes() - self._base)
+        """How far it has grown at most."""
+        return max(self.in_manage, peak_resident_bytes() - self._base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ def run(request: Request, signals: StopSignals) -> int:
         if signals.requested is not None:
             return signals.requested
         if request.compare_plain:
+            gc.collect()  # the session and all it holds: a module and its hooks refer to each other
             verdict = _compare(request, data, display, managed)
             display.note(str(verdict))
             return 0 if verdict.equal else 1
@@ -148,7 +150,7 @@ def _train(
     if request.log_json is not None:
         display.note(f"log: {request.log_json}")
     final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
-    session.close()
+    # Not closed: that would make ordinary parameters of the weights, which nobody wants any more and which may not fit.
     return _Managed(progress.losses, final, random_state)
 
 
@@ -220,6 +222,7 @@ def _summary(training: Training, forecast: Forecast) -> Summary:
         validation_loss=progress.validation_loss,
         peak=stats.peak,
         rss_peak_growth=training.growth.peak(),
+        rss_growth_in_manage=training.growth.in_manage,
         moved=stats.moved,
         moved_per_step=progress.moved_per_step,
         predicted=predicted(forecast),

@@ -13,7 +13,7 @@ from patrickstar.cli.display import Display
 from patrickstar.cli.tokenizer import Tokens, encode, make_tokenizer
 
 # Held-out batches of one evaluation: enough to tell a fall from noise, few enough to cost no more than a few steps.
-VALIDATION_BATCHES: Final = 8
+VALIDATION_BATCHES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,8 @@ class Binding:
                 bound.parameter.__class__ = self._parameter_class
                 self._watch_gradient(bound)
 
-    def release(self, data_of: Callable[[BoundParameter], Tensor]) -> None:
-        """Turns every parameter into an ordinary one again, with the data given."""
+    def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
+        """Turns every parameter into an ordinary one again, with the data given; None: it stays a stand-in."""
         with Plain():
             for bound in self._bound.values():
                 for handle in bound.handles:
@@ -170,16 +170,14 @@ class Binding:
                 bound.handles.clear()
                 bound.parameter.__class__ = nn.Parameter
                 data = data_of(bound)
-                if data.is_meta:  # a tensor cannot change its kind in place, but two may change places
-                    torch.utils.swap_tensors(bound.parameter, nn.Parameter(data, bound.parameter.requires_grad))
-                else:
+                if data is not None:
                     bound.parameter.data = data
             self.own_gradients.clear()
             for reference, bound in list(self._detached.values()):
                 tensor = reference()
                 if tensor is not None:
                     tensor.__class__ = Tensor
-                    tensor.data = self.by_name[bound.name].parameter.data if not data.is_meta else bound.standin
+                    tensor.data = self.by_name[bound.name].parameter.data
             self._detached.clear()
 
     def bound(self, tensor: object) -> BoundParameter | None:

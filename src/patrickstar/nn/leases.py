@@ -68,6 +68,8 @@ class Leases:
 
     def locate(self, tensor: torch.Tensor) -> Located | None:
         """Where the tensor lies if it is over a leased slot, else None."""
+        if self._dead:
+            self.settle()  # an ordinary tensor may have got the address of a lease that has died: it must not be taken for a slot
         ref = self._unit_of.get(tensor.untyped_storage()._cdata)
         return None if ref is None else Located(ref, int(tensor.storage_offset()))
 

@@ -19,6 +19,7 @@ from patrickstar.units import format_bytes, parse_size
 __all__ = ["Budgets", "find_budgets"]
 
 _HOST_SHARE = 0.8
+_SPARE_SHARE = 16
 _DISK_SHARE = 0.9
 _log = logging.getLogger("patrickstar")
 
@@ -49,8 +50,13 @@ class Budgets:
         compute = self.machine.compute
         budget = self.machine.budget[compute] - taken_bytes
         return Machine(
-            compute, {**self.machine.budget, compute: max(budget - self.extra_bytes, min(budget, need_bytes))}
+            compute, {**self.machine.budget, compute: max(budget - self.spare_bytes, min(budget, need_bytes))}
         )
+
+    @property
+    def spare_bytes(self) -> int:
+        """What of the compute tier is kept free where it can be: `extra_bytes`, but no more than a sixteenth of a small budget."""
+        return min(self.extra_bytes, self.machine.budget[self.machine.compute] // _SPARE_SHARE)
 
     def prepare_allocator(self) -> None:
         """Makes glibc give freed memory back, where the process must stay within a bound. See decision 0002."""

@@ -1,4 +1,4 @@
-"""Persistent buffers: found, cast as parameters are, and given their types back."""
+"""What of a module's own tables is changed: persistent buffers are cast and given their types back, parameters put on meta."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_buffers", "persistent_buffers", "restore_buffers"]
+__all__ = ["cast_buffers", "persistent_buffers", "put_on_meta", "restore_buffers"]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -37,3 +37,17 @@ def restore_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None
     for path, module, name, buffer in _places(model):
         if path in dtypes and buffer.dtype is not dtypes[path]:
             module._buffers[name] = buffer.to(dtypes[path])
+
+
+def put_on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Puts parameters without bytes in the place of the model's; tied ones stay tied. (A tensor cannot go to meta in place.)"""
+    made: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or id(parameter) not in names:
+                continue
+            if id(parameter) not in made:
+                bare = torch.empty(parameter.shape, dtype=dtypes[names[id(parameter)]], device="meta")
+                made[id(parameter)] = nn.Parameter(bare, parameter.requires_grad)
+            module._parameters[key] = made[id(parameter)]

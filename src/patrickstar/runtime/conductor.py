@@ -17,7 +17,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.runtime.mover import Mover
-from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.pilot import Pilot, Segment
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.tracing.recorder import Recorder
 
@@ -54,6 +54,7 @@ class Conductor:
         self.recorder: Recorder | None = None
         self.pending: Callable[..., None] | None = None
         self.nonmodel_bytes: Callable[[], int] | None = None
+        self._nonmodel_before = 0
 
     def settle(self) -> None:
         """Does what is pending."""
@@ -82,18 +83,25 @@ class Conductor:
             segment = self.pilot.segment
             ledger = self.mover.ledger
             self.mover.store.limit_slots = self.pilot.capacity_slots
+            now = self._nonmodel_now(segment)
+            # What is alive between two moments is part of both.
+            ledger.nonmodel(self._compute, now if self.nonmodel_bytes is not None else min(now, self._nonmodel_before))
             if actions:
                 self.mover.carry_out(actions)
             self.mover.store.trim()
-            if self.nonmodel_bytes is not None:
-                ledger.begin_moment({self._compute: self.nonmodel_bytes()})
-            elif segment.planned and segment.trace is not None:
-                ledger.begin_moment({self._compute: segment.trace.moments[segment.position - 1].nonmodel_bytes})
-            else:
-                ledger.begin_moment({self._compute: segment.reserve_bytes})
+            ledger.begin_moment({self._compute: now})
+            self._nonmodel_before = now
             for touch in touches:
                 if touch.writes:
                     self.mover.wrote(touch.ref)
+
+    def _nonmodel_now(self, segment: Segment) -> int:
+        """Bytes of non-model data: as metered, else as the trace has it, else what is reserved for it."""
+        if self.nonmodel_bytes is not None:
+            return self.nonmodel_bytes()
+        if segment.planned and segment.trace is not None:
+            return segment.trace.moments[segment.position - 1].nonmodel_bytes
+        return segment.reserve_bytes
 
     def tensor(self, ref: PlaneRef) -> Tensor:
         """A 1-D tensor over a resident unit, on a storage of its own. Valid until the next moment unless a lease is taken."""

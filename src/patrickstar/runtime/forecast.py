@@ -187,7 +187,7 @@ def _long_run(
 def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> None:
     """Weights are put into chunks as `manage` does it."""
     budget_bytes = budgets.machine.budget[state.compute]
-    pilot = Pilot(state, budget_bytes=lambda: budget_bytes, spare_bytes=budgets.extra_bytes, policy=policy)
+    pilot = Pilot(state, budget_bytes=lambda: budget_bytes, spare_bytes=budgets.spare_bytes, policy=policy)
     for run in layout.runs:
         ref = PlaneRef(run.head, WEIGHT)
         for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):

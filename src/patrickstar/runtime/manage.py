@@ -178,7 +178,7 @@ def _build_store(state: Residency, memory: MemoryOptions, budgets: Budgets) -> t
     if on_disk:
         assert memory.disk is not None, "units were placed on a disk that there is not"
         pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
-    ledger = Ledger()
+    ledger = Ledger(keep_moments=False)
     for ref, tier in state.home.items():
         if tier is not machine.compute:
             ledger.add(tier, state.unit_bytes(ref))

@@ -25,7 +25,7 @@ from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.state import State, pack, unpack
 from patrickstar.plan.plan import Plan
-from patrickstar.runtime.buffers import restore_buffers
+from patrickstar.runtime.buffers import put_on_meta, restore_buffers
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.keeper import Keeper
 from patrickstar.runtime.saving import Saving
@@ -337,7 +337,9 @@ class Session:
         parts.whole_calls.watched.remove()
         gradients = self._last_gradients() if fits else {}
         self._let_go_of_the_rest()
-        parts.binding.release(self._taken_back if fits else self._on_meta)
+        parts.binding.release(self._taken_back if fits else lambda _: None)
+        if not fits:
+            put_on_meta(parts.model, parts.parameter_dtypes)
         for name, gradient in gradients.items():
             parts.named[name].grad = gradient
         restore_buffers(parts.model, parts.buffer_dtypes)
@@ -381,9 +383,6 @@ class Session:
         mover = self._parts.conductor.mover
         for ref in [ref for ref in mover.state.resident if ref.plane != WEIGHT]:
             mover.release(ref)
-
-    def _on_meta(self, bound: BoundParameter) -> Tensor:
-        return torch.empty_like(bound.shape_only, dtype=self._parts.parameter_dtypes[bound.name])
 
     @property
     def _last_of(self) -> dict[PlaneRef, str]:

@@ -120,10 +120,10 @@ class OfflineTracer:
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            stack.enter_context(fake_mode)
             owner = _Twin(self._make_choreography())
             try:
-                twin, twins = _twin_of(model, named)
+                twin, twins = _twin_of(model, named, fake_mode)
+                stack.enter_context(fake_mode)
                 owner.binding = Binding(twins, self._layout, owner, takes_gradients=self._takes_gradients)
                 owner.binding.bind()
                 inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
@@ -140,16 +140,23 @@ class OfflineTracer:
             return owner.recorder.trace()
 
 
-def _twin_of(model: nn.Module, named: Mapping[str, nn.Parameter]) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    twins = {
-        name: nn.Parameter(
-            torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=torch.float32),
-            requires_grad=parameter.requires_grad,
+def _twin_of(
+    model: nn.Module, named: Mapping[str, nn.Parameter], mode: FakeTensorMode
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """A copy of the model whose parameters are fake. Other tensors are copied as they are: they are small, and their values may matter."""
+    with mode:
+        twins = {
+            name: nn.Parameter(
+                torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=torch.float32),
+                requires_grad=parameter.requires_grad,
+            )
+            for name, parameter in named.items()
+        }
+        memo: dict[int, Any] = {id(named[name]): twin for name, twin in twins.items()}
+        memo.update(
+            (id(buffer), torch.empty_like(buffer, device="cpu")) for buffer in model.buffers() if buffer.is_meta
         )
-        for name, parameter in named.items()
-    }
-    memo: dict[int, Any] = {id(named[name]): twin for name, twin in twins.items()}
-    memo.update((id(buffer), torch.empty_like(buffer, device="cpu")) for buffer in model.buffers() if buffer.is_meta)
+    # Outside of the mode: a real tensor cannot be copied under it.
     return copy.deepcopy(model, memo), twins
 
 

@@ -1,0 +1,83 @@
+"""Faults of the binding: what autograd keeps, what a view holds, what is changed by hand."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["BINDING"]
+
+SAVED = "tests/nn/test_saved_tensors.py"
+FAULTS = "tests/runtime/test_faults_caught.py"
+
+BINDING: tuple[Mutant, ...] = (
+    Mutant(
+        name="saved-tensors-are-not-bound-to-slots",
+        file="nn/packing.py",
+        old="found = self._find(tensor)",
+        new="found = None",
+        tests=(f"{SAVED}::test_gradients_are_those_of_the_weights_that_the_forward_used",),
+    ),
+    Mutant(
+        name="a-saved-slice-is-read-from-the-start-of-its-unit",
+        file="nn/packing.py",
+        old="saved.shape, saved.stride, saved.offset)",
+        new="saved.shape, saved.stride, 0)",
+        tests=(f"{SAVED}::test_inplace_operations_after_a_layer",),
+    ),
+    Mutant(
+        name="packing-does-not-delegate-to-the-hooks-underneath",
+        file="nn/packing.py",
+        old="if underneath is not None:",
+        new="if False:",
+        tests=(f"{SAVED}::test_the_users_checkpointing_still_recomputes",),
+    ),
+    Mutant(
+        name="no-version-check-of-weights-at-unpacking",
+        file="nn/packing.py",
+        old="if now != saved.version:",
+        new="if False:",
+        tests=(f"{SAVED}::test_a_weight_changed_between_forward_and_backward_raises_as_in_pytorch",),
+    ),
+    Mutant(
+        name="no-version-check-of-activations-at-unpacking",
+        file="nn/packing.py",
+        old="if saved.tensor._version != saved.version:",
+        new="if False:",
+        tests=(f"{SAVED}::test_an_activation_changed_between_forward_and_backward_raises_as_in_pytorch",),
+    ),
+    Mutant(
+        name="a-slot-is-reused-under-a-living-view",
+        file="nn/leases.py",
+        old="return self._count.keys()",
+        new="return ()",
+        tests=(f"{SAVED}::test_a_view_that_outlives_its_moment_keeps_its_slot",),
+    ),
+    Mutant(
+        name="the-conductor-forgets-living-views",
+        file="runtime/conductor.py",
+        old="held = self._held()",
+        new="held = ()",
+        tests=(f"{FAULTS}::test_a_view_keeps_its_weight_while_others_come_and_go",),
+    ),
+    Mutant(
+        name="operations-on-views-are-not-seen",
+        file="nn/binding.py",
+        old="result.__class__ = self._alias_class",
+        new="pass",
+        tests=(f"{SAVED}::test_a_view_is_packed_when_an_operation_saves_it",),
+    ),
+    Mutant(
+        name="a-change-by-hand-does-not-make-dirty",
+        file="runtime/keeper.py",
+        old="self._conductor.mover.wrote(ref)",
+        new="pass",
+        tests=(f"{FAULTS}::test_a_change_by_hand_outlives_eviction",),
+    ),
+    Mutant(
+        name="a-change-through-numpy-is-not-noticed",
+        file="nn/watch.py",
+        old="if now != digest:",
+        new="if False:",
+        tests=(f"{FAULTS}::test_a_change_by_hand_outlives_eviction",),
+    ),
+)

@@ -1,0 +1,13 @@
+"""Every mutant, in the order in which they run."""
+
+from __future__ import annotations
+
+from tests.mutants.binding import BINDING
+from tests.mutants.mutant import Mutant
+from tests.mutants.moving import MOVING
+from tests.mutants.planning import PLANNING
+from tests.mutants.training import TRAINING
+
+__all__ = ["MUTANTS"]
+
+MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING)

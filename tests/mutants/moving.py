@@ -1,0 +1,93 @@
+"""Faults of what moves bytes: the store, the mover, the pilot at run time, the arena's pages."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MOVING"]
+
+FAULTS = "tests/runtime/test_faults_caught.py"
+TRAINING_ON = f"{FAULTS}::test_training_has_the_bits_of_plain_pytorch"
+# The fifth transfer over the link, and no other.
+ONCE = "self._ledger.moved({link!r}) == 4 * self._slots[ref] * self._arenas[self._compute].slot_bytes"
+
+MOVING: tuple[Mutant, ...] = (
+    Mutant(
+        name="one-write-back-to-the-host-is-skipped",
+        file="memory/store.py",
+        old="                ctypes.memmove(_address(target), _address(source), len(source))",
+        new=f"                if src is not self._compute or not {ONCE.format(link='D>H')}:\n"
+        "                    ctypes.memmove(_address(target), _address(source), len(source))",
+        tests=(f"{TRAINING_ON}[emulated]",),
+    ),
+    Mutant(
+        name="one-write-back-to-the-disk-is-skipped",
+        file="memory/store.py",
+        old="ticket = self._pool().write(ref, self._buffer(ref, src))",
+        new=f"ticket = CompletedTicket() if {ONCE.format(link='H>K')} else self._pool().write(ref, self._buffer(ref, src))",
+        tests=(f"{TRAINING_ON}[cpu+disk]",),
+    ),
+    Mutant(
+        name="a-slot-is-used-before-its-wait",
+        file="memory/store.py",
+        old="self._tickets.pop((ref, tier)).wait()",
+        new="self._tickets.pop((ref, tier))",
+        tests=(f"{FAULTS}::test_a_transfer_may_end_as_late_as_its_wait",),
+    ),
+    Mutant(
+        name="first-contents-are-what-the-slot-held-before",
+        file="memory/store.py",
+        old="ctypes.memset(_address(buffer), 0, len(buffer))",
+        new="pass",
+        tests=(f"{TRAINING_ON}[emulated]",),
+    ),
+    Mutant(
+        name="what-a-moment-writes-is-not-marked",
+        file="runtime/conductor.py",
+        old="if touch.writes:",
+        new="if False:",
+        tests=(f"{TRAINING_ON}[emulated]",),
+    ),
+    Mutant(
+        name="a-failed-transfer-is-not-undone",
+        file="runtime/mover.py",
+        old="                if isinstance(action, Wait):\n                    self._give_up(action)",
+        new="                pass",
+        tests=(f"{FAULTS}::test_a_full_disk_is_reported_and_nothing_is_lost",),
+    ),
+    Mutant(
+        name="the-budget-is-off-by-one-slot-where-there-is-no-plan",
+        file="runtime/pilot.py",
+        old="self.capacity_slots = (budget - withheld) // slot_bytes",
+        new="self.capacity_slots = (budget - withheld) // slot_bytes + 1",
+        tests=("tests/runtime/test_budgets.py::test_the_budget_is_never_exceeded_on_the_emulated_device",),
+    ),
+    Mutant(
+        name="pages-of-free-slots-stay-while-others-are-taken",
+        file="memory/store.py",
+        old="self.trim()  # now, before the new slots' pages are touched",
+        new="pass",
+        tests=(f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for",),
+    ),
+    Mutant(
+        name="pages-of-slots-that-activations-need-stay",
+        file="runtime/conductor.py",
+        old="self.mover.store.trim()",
+        new="pass",
+        tests=(f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for",),
+    ),
+    Mutant(
+        name="trimmed-pages-are-not-given-back",
+        file="memory/arena.py",
+        old="discard(self._start + first * self.slot_bytes, n * self.slot_bytes)",
+        new="pass",
+        tests=("tests/memory/test_arena.py::test_trim_gives_the_pages_of_free_slots_back_at_once",),
+    ),
+    Mutant(
+        name="a-short-transfer-is-taken-for-a-whole-one",
+        file="memory/disk.py",
+        old="while done < extent.nbytes:",
+        new="while not done:",
+        tests=("tests/memory/test_disk.py::test_interrupted_and_short_transfers_are_continued",),
+    ),
+)
