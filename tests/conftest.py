@@ -1,0 +1,22 @@
+"""One thread, so that runs compare and shared machines do not oversubscribe; Hypothesis derandomised, so that the suite is deterministic."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("campaign", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """torch computes on one thread in every test."""
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,69 @@
+"""What each private name of torch that we rely on must do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from patrickstar.torch_private import (
+    Plain,
+    at_end_of_backward,
+    backward_id,
+    inside_backward_node,
+    top_saved_tensors_hooks,
+)
+
+
+def test_plain_switches_subclass_handlers_off():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("the handler was called")
+
+    tensor = torch.ones(2).as_subclass(Loud)
+    with Plain():
+        assert (tensor + 1).shape == (2,)
+
+
+def test_only_the_topmost_hooks_are_seen():
+    assert top_saved_tensors_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: ("outer", t), lambda p: p[1]):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: ("inner", t), lambda p: p[1]):
+            hooks = top_saved_tensors_hooks()
+            assert hooks is not None
+            assert hooks[0](torch.ones(1))[0] == "inner"
+        hooks = top_saved_tensors_hooks()
+        assert hooks is not None
+        assert hooks[0](torch.ones(1))[0] == "outer"
+    assert top_saved_tensors_hooks() is None
+
+
+def test_a_backward_has_an_id_a_node_and_an_end():
+    seen: list[tuple[str, int, bool]] = []
+    layer = nn.Linear(2, 2)
+
+    def hook(_parameter):
+        seen.append(("during", backward_id(), inside_backward_node()))
+        at_end_of_backward(lambda: seen.append(("end", backward_id(), inside_backward_node())))
+
+    layer.weight.register_post_accumulate_grad_hook(hook)
+    assert backward_id() == -1
+    layer(torch.ones(1, 2)).sum().backward()
+    assert backward_id() == -1
+    assert [what for what, _, _ in seen] == ["during", "end"]
+    assert seen[0][1] >= 0
+    assert seen[0][2]
+    assert not seen[1][2]
+
+
+def test_the_end_of_a_nested_backward_is_inside_a_node_of_the_outer_one():
+    ends: list[bool] = []
+
+    def hook(_parameter):
+        at_end_of_backward(lambda: ends.append(inside_backward_node()))
+
+    layer = nn.Linear(2, 2)
+    layer.weight.register_post_accumulate_grad_hook(hook)
+    x = torch.ones(1, 2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert ends == [True]
