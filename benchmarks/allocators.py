@@ -1,6 +1,8 @@
 """What a memory allocator holds over the live tensors of a training step.
 
-    python benchmarks/allocators.py [--rounds 1] [--only tcmalloc] [--output benchmarks/results/allocators.json]
+    python benchmarks/allocators.py [--rounds 1] [--only tcmalloc] [--scenario plain] [--output FILE.json]
+
+Rows of the output that are not measured again stay.
 
 A GPT-2-shaped decoder (8 layers of 512, 1,024 tokens, vocabulary 50,257, fp32) runs forward and backward; gradients are copied
 away and freed as they land, as a session does. "mixed" adds other shapes, evaluation and generation. Every (allocator,
@@ -17,7 +19,7 @@ high-water mark of the resident size taken moment by moment.
 
 A guard looks at the resident size at every moment and acts when that size plus the coming rise of the live bytes would pass a
 limit: with "peak" the live peak of the whole run plus 64 MiB, with "tide" that of the coming stretch plus 64 MiB.
-Times are comparable only on an idle machine.
+Times are of the processor, of one step, with page faults: wall-clock times mean nothing next to other work.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Variant(NamedTuple):
 VARIANTS = {
     "glibc": Variant(),
     "glibc, guard peak": Variant(guard="peak"),
-    "glibc, guard tide": Variant(guard="tide"),
+    "glibc, guard tide": Variant(guard="tide", aside=True),
     "glibc 1 MiB": Variant(options={-3: 1 << 20, -1: 1 << 20, -2: 0}, aside=True),
     "glibc 128 KiB": Variant(options=THRESHOLDS),
     "glibc 128 KiB, one arena": Variant(options={**THRESHOLDS, -8: 1}, aside=True),
@@ -74,8 +76,8 @@ VARIANTS = {
     ),
     "tcmalloc": Variant(tcmalloc=True),
     "tcmalloc, guard peak": Variant(tcmalloc=True, guard="peak"),
-    "tcmalloc, guard tide": Variant(tcmalloc=True, guard="tide"),
-    "tcmalloc, decommit": Variant(tcmalloc=True, properties={"tcmalloc.aggressive_memory_decommit": 1}, aside=True),
+    "tcmalloc, guard tide": Variant(tcmalloc=True, guard="tide", aside=True),
+    "tcmalloc, decommit": Variant(tcmalloc=True, properties={"tcmalloc.aggressive_memory_decommit": 1}),
 }
 
 
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "allocators.json")
     parser.add_argument("--only", default="", help="only variants whose name contains this")
+    parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="only these; may be given again")
     parser.add_argument("--child", nargs=2, metavar=("VARIANT", "SCENARIO"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -96,25 +99,32 @@ def main() -> None:
     names = [name for name in VARIANTS if arguments.only in name and (library or not VARIANTS[name].tcmalloc)]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for _ in range(arguments.rounds):
-        for scenario in SCENARIOS:
+        for scenario in arguments.scenario or SCENARIOS:
             for name in names:
                 if VARIANTS[name].aside and scenario != SCENARIOS[0]:
                     continue
                 row = in_a_process(name, scenario, library)
                 rows.setdefault((name, scenario), []).append(row)
                 print(json.dumps(row), flush=True)
-    summary = [summarise(found) for found in rows.values()]
-    arguments.output.write_text(
-        json.dumps({"machine": machine(), "rounds": arguments.rounds, "rows": summary}, indent=1)
-    )
+                write(arguments.output, [summarise(found) for found in rows.values()])
+    summary = json.loads(arguments.output.read_text())["rows"]
     print(
-        f"\n{'allocator':28}{'scenario':14}{'live':>7}{'peak':>7}{'excess':>8}{'settled':>9}{'releases':>10}{'step s':>8}"
+        f"\n{'allocator':28}{'scenario':14}{'live':>7}{'peak':>7}{'excess':>8}{'settled':>9}{'releases':>10}{'cpu s':>8}"
     )
     for row in summary:
         print(
             f"{row['variant']:28}{row['scenario']:14}{row['live_mib']:7.0f}{row['peak_mib']:7.0f}{row['excess_mib']:8.0f}"
-            f"{row['settled_mib']:9.0f}{row['releases']:10}{row['step_s']:8.2f}"
+            f"{row['settled_mib']:9.0f}{row['releases']:10}{row['step_cpu_s']:8.2f}"
         )
+
+
+def write(output: Path, rows: list[dict[str, Any]]) -> None:
+    """After every row, since the whole takes long."""
+    known = json.loads(output.read_text())["rows"] if output.exists() else []
+    merged = {(row["scenario"], row["variant"]): row for row in [*known, *rows]}
+    order = {name: number for number, name in enumerate([*SCENARIOS, *VARIANTS])}
+    ordered = [merged[key] for key in sorted(merged, key=lambda key: [order.get(name, 0) for name in key])]
+    output.write_text(json.dumps({"machine": machine(), "rows": ordered}, indent=1) + "\n")
 
 
 def in_a_process(name: str, scenario: str, library: Path | None) -> dict[str, Any]:
@@ -128,9 +138,9 @@ def in_a_process(name: str, scenario: str, library: Path | None) -> dict[str, An
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest of every memory figure over the rounds, the median of the times."""
     most = {key: round(max(row[key] for row in rows), 1) for key in rows[0] if key.endswith("_mib")}
-    times = [step for row in rows for step in row["steps_s"]]
+    times = [step for row in rows for step in row["steps_cpu_s"]]
     same = {key: rows[0][key] for key in ("variant", "scenario", "moments", "releases")}
-    return {**same, **most, "step_s": round(statistics.median(times), 3)}
+    return {**same, **most, "step_cpu_s": round(statistics.median(times), 3)}
 
 
 def machine() -> dict[str, Any]:
@@ -181,7 +191,7 @@ def measure(name: str, scenario: str) -> dict[str, Any]:
         "excess_mib": max(held - live for held, live in zip(peaks, most, strict=True)) / MIB,
         "moments": len(peaks) // len(times),
         "releases": guard.releases // len(times),
-        "steps_s": times,
+        "steps_cpu_s": times,
     }
 
 
@@ -230,9 +240,9 @@ class Steps:
     def run(self) -> list[float]:
         times = []
         for batch in self.batches:
-            start = time.perf_counter()
+            start = time.process_time()
             self.model(input_ids=batch, labels=batch).loss.backward()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
             if self.mixed:
                 self.model.eval()
                 with torch.no_grad():

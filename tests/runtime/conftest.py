@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from tests.runtime.builders import MACHINES, Pair
 
@@ -19,6 +20,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No session leaves a dispatch mode on torch's stack when it is closed; if one does, the next test has none of it."""
+    yield
+    left = len(_get_current_dispatch_mode_stack())
+    for _ in range(left):
+        _pop_mode()
+    assert not left, f"{left} dispatch modes were left on the stack"
 
 
 @pytest.fixture

@@ -22,8 +22,10 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.lanes import CompletedTicket, Ticket
+from patrickstar.memory.lanes import CompletedTicket
+from patrickstar.memory.payload import InFlight, Payload, Released, Resident, readable_on
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.residency import InvariantError
 
 __all__ = ["ChunkStore"]
 
@@ -64,7 +66,7 @@ class ChunkStore:
 
         self.limit_slots = arenas[compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
-        self._tickets: dict[tuple[PlaneRef, Tier], Ticket] = {}
+        self._in_flight: dict[tuple[PlaneRef, Tier], InFlight] = {}
 
     def carry_out(self, action: Action) -> None:
         """Does what the action says. DeviceError where the disk does not do its work; nothing is lost by that."""
@@ -76,21 +78,28 @@ class ChunkStore:
             case Copy(ref, src, dst, _):
                 self._copy(ref, src, dst)
             case Wait(ref, tier):
-                self._tickets.pop((ref, tier)).wait()
+                self._in_flight.pop((ref, tier)).ticket.wait()
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
 
     def tensor(self, ref: PlaneRef, tier: Tier) -> Tensor:
-        """A 1-D tensor over a fresh storage of the unit's slots on a memory tier."""
+        """A 1-D tensor over a fresh storage of the unit's slots on a memory tier.
+
+        Raises:
+            InvariantError: the bytes are not there, or still on their way.
+        """
+        payload = self.payload(ref, tier)
+        if not readable_on(payload, tier):
+            raise InvariantError(1, f"{ref} is used on the {tier.label}, where it is {type(payload).__name__}")
         return self._arenas[tier].tensor(self._at[tier][ref], self._slots[ref], self._dtype(ref))
 
-    def buffer(self, ref: PlaneRef, tier: Tier) -> memoryview:
-        """The unit's bytes on a memory tier."""
-        return self._buffer(ref, tier)
-
-    def holds(self, ref: PlaneRef, tier: Tier) -> bool:
-        """Whether the unit has slots on a memory tier."""
-        return ref in self._at[tier]
+    def payload(self, ref: PlaneRef, tier: Tier) -> Payload:
+        """What is true of the unit's bytes on a memory tier."""
+        on_its_way = self._in_flight.get((ref, tier))
+        if on_its_way is not None:
+            return on_its_way
+        slot = self._at[tier].get(ref)
+        return Released() if slot is None else Resident(tier, slot, self._slots[ref])
 
     def close(self) -> None:
         """Gives everything back. What still refers to a slot keeps its memory."""
@@ -138,7 +147,7 @@ class ChunkStore:
             if taken:  # the transfer has not been issued: the state knows nothing of it, and neither may the slots
                 self._give(ref, dst, self._slots[ref])
             raise
-        self._tickets[ref, dst] = ticket
+        self._in_flight[ref, dst] = InFlight(ticket, src, dst, self._at[src if dst is Tier.DISK else dst][ref])
         self._ledger.move(src, dst, self._slots[ref] * self._arenas[src if dst is Tier.DISK else dst].slot_bytes)
 
     def _pool(self) -> DiskPool:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from patrickstar.core.plane import PlaneRef
+from patrickstar.errors import StateError
 from patrickstar.torch_private import Plain, top_saved_tensors_hooks
 
 __all__ = ["Packing", "SavedSlice"]
@@ -54,6 +55,10 @@ def changed_message(shape: tuple[int, ...], now: int, then: int) -> str:
         f"[torch.FloatTensor {list(shape)}] is at version {now}; expected version {then} instead. "
         "A weight was changed between forward and backward: change it before the forward or after the backward"
     )
+
+
+class WeightChangedError(StateError, RuntimeError):
+    """A weight was changed between forward and backward. Also a RuntimeError, as which PyTorch raises the same thing."""
 
 
 class Packing:
@@ -95,7 +100,7 @@ class Packing:
                 with Plain():
                     now = saved.owner._version
                 if now != saved.version:
-                    raise RuntimeError(changed_message(saved.shape, now, saved.version))
+                    raise WeightChangedError(changed_message(saved.shape, now, saved.version))
                 return torch.as_strided(self._fetch(saved.ref), saved.shape, saved.stride, saved.offset)
             case SavedTensor():
                 if saved.tensor._version != saved.version:

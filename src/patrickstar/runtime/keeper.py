@@ -29,7 +29,7 @@ class Keeper:
     Made before the binding, which needs it, and connected to what needs the binding afterwards.
 
     Attributes:
-        seconds: of the last step, by phase.
+        seconds: of the last forward and backward.
     """
 
     _conductor: Conductor
@@ -51,7 +51,7 @@ class Keeper:
         self.choreography = choreography
         self.states = states
 
-        self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
         self._depth = 0
         self._records = False
         self._began_s = 0.0

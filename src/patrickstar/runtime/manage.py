@@ -15,10 +15,11 @@ from patrickstar.config.options import Options
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.ledger import Ledger
-from patrickstar.core.machine import Tier
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.errors import BudgetError
 from patrickstar.hooks import watch_root
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
@@ -142,9 +143,7 @@ def resting_state(layout: Layout, budgets: Budgets, *, with_optimizer: bool, in_
     """
     machine = budgets.machine
     planes = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ) if with_optimizer else (WEIGHT,)
-    # A disk that was given is where things rest: what fits stays in memory all the same, as cached copies.
-    disk = Tier.DISK in machine.budget
-    home = place(layout, machine, planes=planes, disk=disk, transient=(GRAD,) if in_backward else ())
+    home = _homes(layout, machine, planes, transient=(GRAD,) if in_backward else ())
     state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home)
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]
@@ -162,6 +161,23 @@ def resting_state(layout: Layout, budgets: Budgets, *, with_optimizer: bool, in_
             smallest_bytes=worst.nbytes,
         )
     return state
+
+
+def _homes(
+    layout: Layout, machine: Machine, planes: tuple[str, ...], *, transient: tuple[str, ...]
+) -> dict[PlaneRef, Tier]:
+    """Where each unit rests: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
+
+    What fits stays on the compute tier all the same, as cached copies that never have to move.
+    """
+    if machine.compute is Tier.DEVICE or Tier.DISK in machine.budget:
+        try:
+            whole = machine.budget[machine.compute]
+            return place(layout, machine, planes=planes, nonmodel_bytes=whole, transient=transient)
+        except BudgetError:
+            if machine.compute is Tier.HOST:
+                raise
+    return place(layout, machine, planes=planes, transient=transient)
 
 
 def _build_store(state: Residency, memory: MemoryOptions, budgets: Budgets) -> tuple[ChunkStore, Ledger]:

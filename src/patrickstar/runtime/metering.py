@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from torch import Tensor
@@ -14,8 +13,6 @@ from patrickstar.tracing.meter import LiveBytes
 from patrickstar.units import format_bytes
 
 __all__ = ["Metering"]
-
-_log = logging.getLogger("patrickstar")
 
 
 class Metering:
@@ -66,18 +63,13 @@ class Metering:
             return
         self._conductor.nonmodel_bytes = None
         self._conductor.mover.ledger.nonmodel(self._compute, 0)
-        if meter.is_on_top():
-            meter.__exit__(None, None, None)
-        else:
-            _log.warning(
-                "another dispatch mode was entered inside a step and not left: live bytes are counted on until it is"
-            )
+        meter.retire()
 
     def _on_change(self, live: int) -> None:
         ledger = self._conductor.mover.ledger
         ledger.nonmodel(self._compute, live)
         held, budget = ledger.in_use(self._compute), self._budget_bytes()
-        if self._enforce and held > budget:
+        if self._enforce and held > budget and not LiveBytes.is_shared():
             segment = self._conductor.pilot.segment
             raise BudgetError(
                 f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {segment.position} of the {segment.name}: "

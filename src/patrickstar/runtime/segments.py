@@ -212,9 +212,11 @@ class Segments:
                 known.measure_next = known.measurements < _MEASUREMENTS
             self._metering.stop()
         if segment is not self._ended and segment.name != "outside":
-            if segment.reason:
+            if segment.name == "evaluation":
+                pass  # no part of a step
+            elif segment.reason:
                 self._step_reasons.append(segment.reason)
-            elif not segment.complete and segment.name != "evaluation":
+            elif not segment.complete:
                 self._step_reasons.append(f"the {segment.name} ended after {segment.position} moments of its trace")
         self._ended = segment
         self._conductor.pilot.begin(Segment("outside"))

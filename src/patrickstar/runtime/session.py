@@ -134,7 +134,10 @@ class Session:
             planned_steps=segments.planned_steps,
             reactive_steps=segments.reactive_steps,
             reason=segments.reason,
-            seconds=dict(parts.keeper.seconds),
+            seconds={
+                **parts.keeper.seconds,
+                "step": parts.training.step_seconds if parts.training is not None else 0.0,
+            },
             bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
         )
 
@@ -330,7 +333,7 @@ class Session:
         if not fits:
             _log.warning(
                 "the weights do not fit the host budget as ordinary tensors: the model's parameters are on the meta device now. "
-                "Call session.save_checkpoint(dir) or session.export(dir) before close() to keep them"
+                "Call session.save_checkpoint(dir) before close() to keep them"
             )
         self._closed = True
         parts.root.remove()
@@ -360,9 +363,11 @@ class Session:
         return budget - at_rest - 2 * max(state.unit_bytes(ref) for ref in state.home)
 
     def _weights_fit(self) -> bool:
-        room = self._room_bytes()
+        budget, state = self._parts.host_budget_bytes, self._parts.conductor.mover.state
+        if budget is None:
+            return True
         needed = sum(bound.shape_only.numel() * 4 for bound in self._parts.binding)
-        return room is None or needed <= room
+        return needed + 2 * max(state.unit_bytes(ref) for ref in state.home) <= budget
 
     def _last_gradients(self) -> dict[str, Tensor]:
         training = self._parts.training

@@ -7,6 +7,8 @@ Note [Pending step]
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -30,6 +32,8 @@ from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Training"]
 
+_log = logging.getLogger("patrickstar")
+
 
 class Training:
     """What `optimizer` and gradients mean under management.
@@ -39,7 +43,7 @@ class Training:
         max_grad_norm: clipping at every step, or None.
 
     Attributes:
-        steps: updates so far, by parameter name; a parameter that was never updated has no entry.
+        steps: updates so far, by parameter name; a parameter that was never updated has no entry. step_seconds: of the last update.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Training:
         self._max_grad_norm = max_grad_norm
 
         self.steps: dict[str, int] = {}
+        self.step_seconds = 0.0
         self._traces: dict[tuple[str, frozenset[str], bool], Trace] = {}
         self._backward: int | None = None
         self._backward_hypers: Mapping[str, Hyper] = {}
@@ -285,6 +290,7 @@ class Training:
             pending(free=True)
 
     def _carry_out(self, order: StepOrder, *, free: bool) -> None:
+        began = time.perf_counter()
         self._unfinished = True
         with self._own_gradients_in_plane():
             if order.hypers:
@@ -298,14 +304,19 @@ class Training:
                 self._segments.begin("step", trace, following="training step", frees=frees if free else ())
                 self._updates.step(order, frees=dict(frees) if free else {})
         self._unfinished = False
+        self.step_seconds = time.perf_counter() - began
         if not self.in_backward:
             self._segments.step_ended()
 
     def finish(self) -> None:
-        """The session ends: what is pending is done, unless it has failed once."""
-        if not self._unfinished:
+        """The session ends: what is pending is done, unless an update was left half done, which is said."""
+        try:
+            self.expect_whole()
+        except StateError as problem:
+            _log.warning("%s", problem)
+            self._conductor.pending = None
+        else:
             self._conductor.settle()
-        self._conductor.pending = None
 
     def all_traces(self) -> list[Trace]:
         """The norm of all gradients and the update of all parameters: what a step needs at most beside the forward."""

@@ -41,6 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self._live = 0
         self.peak = 0
         self.counts = True
+        self._retired = False
         self._makes_new: dict[Any, bool] = {}
 
     @property
@@ -88,7 +89,20 @@ class LiveBytes(TorchDispatchMode):
         self._live += storage.nbytes()
         return True
 
-    def is_on_top(self) -> bool:
-        """Whether the mode is the innermost one of this thread, so that it can be left."""
-        modes = _get_current_dispatch_mode_stack()
-        return bool(modes) and modes[-1] is self
+    def retire(self) -> None:
+        """The mode counts no more, and is left as soon as it is the innermost one of this thread.
+
+        Modes can be left only innermost first, and two sessions' steps may overlap in any order.
+        """
+        self.counts, self._retired = False, True
+        while True:
+            modes = _get_current_dispatch_mode_stack()
+            if not modes or not (isinstance(modes[-1], LiveBytes) and modes[-1]._retired):
+                return
+            modes[-1].__exit__(None, None, None)
+
+    @staticmethod
+    def is_shared() -> bool:
+        """Whether several meters count on this thread: then each counts what is made for the others too."""
+        counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes) and mode.counts]
+        return len(counting) > 1

@@ -74,7 +74,7 @@ class _Twin:
     def changed(self, ref: PlaneRef) -> None:
         pass
 
-    def escaped(self, ref: PlaneRef) -> None:
+    def escaped(self, ref: PlaneRef) -> None:  # noqa: ARG002
         raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
 
     def gradient(self, name: str, gradient: Tensor) -> None:
