@@ -5,7 +5,7 @@ from pathlib import Path
 
 from patrickstar.cli.main import main
 
-TINY = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+TINY = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 1, "n_head": 2}
 
 
 class Runs:

@@ -12,7 +12,7 @@ SUMMARY = {"event", "steps", "first_loss", "last_loss", "validation_loss", "peak
     *("predicted", "model_data_bytes", "parameters")
 }
 # Embedding and positions, one block, the last norm.
-PARAMETERS = 512 * 32 + 64 * 32 + 12 * 32 * 32 + 13 * 32 + 2 * 32
+PARAMETERS = 512 * 64 + 64 * 64 + 12 * 64 * 64 + 13 * 64 + 2 * 64
 
 
 @pytest.fixture
@@ -150,12 +150,12 @@ def test_a_difference_from_plain_pytorch_fails_the_run(runs, capsys, monkeypatch
 
 def test_a_budget_moves_chunks_and_changes_no_bit(runs):
     assert runs.train(log="whole") == 0
-    assert runs.train("--device", "emulated", "--device-memory", "700KiB", log="tight") == 0
+    assert runs.train("--device", "emulated", "--device-memory", "900KiB", log="tight") == 0
     assert runs.losses("tight") == runs.losses("whole")
     moved = runs.rows("tight")[-1]["moved"]
     assert moved["H>D"] > 0
     assert runs.rows("whole")[-1]["moved"]["H>D"] == 0
-    assert runs.rows("tight")[-1]["peak"]["device"] <= 700 << 10
+    assert runs.rows("tight")[-1]["peak"]["device"] <= 900 << 10
 
 
 def test_what_does_not_fit_exits_3_before_the_first_step(runs, capsys):

@@ -118,6 +118,33 @@ def test_the_models_state_dict_is_saved_by_safetensors_or_refused(make_pair: Mak
     expect_bits(pair.plain.state_dict(), load_file(tmp_path / "model.safetensors"))
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_transformers_saves_a_managed_model_as_it_is_or_refuses(tmp_path: Path, tie: bool) -> None:
+    """Its writer asks for the address of every tensor before it reads the first."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=tie,
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    want = values(model)
+    with patrickstar.manage(model, adamw(model), options=options(), device="emulated", device_memory="64KiB"):
+        try:
+            model.save_pretrained(tmp_path)
+        except patrickstar.Error as refusal:
+            assert "export" in str(refusal) or "session.state_dict" in str(refusal)
+            return
+    expect_bits(want, values(GPT2LMHeadModel.from_pretrained(tmp_path)))
+
+
 def test_the_whole_model_is_pickled_as_an_ordinary_one(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.train(1)

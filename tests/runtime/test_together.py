@@ -104,6 +104,24 @@ def test_a_parameter_of_one_session_used_in_the_other_models_loss(make_pair: Mak
         pair.expect_same_gradients()
 
 
+def test_one_operation_on_parameters_of_two_sessions(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    """Each session knows its own; the operation needs the bytes of both."""
+    pairs = [make_pair(lambda seed=seed: mlp(seed), **on_disk) for seed in (0, 1)]
+
+    def act(models: list[nn.Module]) -> torch.Tensor:
+        loss = nn.functional.linear(batch(), models[0][0].weight, models[1][0].bias).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            models[0][2].weight.copy_(models[1][2].weight)
+            models[0][4].weight.lerp_(models[1][4].weight.detach(), 0.5)
+        return loss.detach()
+
+    assert same_bits(act([pair.plain for pair in pairs]), act([pair.model for pair in pairs]))
+    for pair in pairs:
+        pair.expect_same_gradients()
+        pair.expect_same()
+
+
 def test_an_ordinary_model_beside_a_managed_one(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
     """A head that is not managed, on top; one backward through both."""
 
@@ -221,7 +239,7 @@ def test_without_an_optimizer_gradients_are_pytorchs_own() -> None:
 
 def test_without_an_optimizer_inputs_get_their_gradients() -> None:
     plain, model = mlp(), mlp()
-    with patrickstar.manage(model.requires_grad_(False), options=options(), device="emulated", device_memory="48KiB"):
+    with patrickstar.manage(model.requires_grad_(False), options=options(), device="emulated", device_memory="36KiB"):
         inputs = [batch().requires_grad_(), batch().requires_grad_()]
         plain.requires_grad_(False)(inputs[0]).sum().backward()
         model(inputs[1]).sum().backward()

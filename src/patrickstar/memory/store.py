@@ -35,7 +35,8 @@ class ChunkStore:
 
     Args:
         arenas: an arena for each memory tier in use; disk: the disk tier, or None.
-        home: where each unit rests: what rests below the compute tier is in the ledger already. slots: slots a unit takes. dtype: torch type of a unit's elements.
+        home: where each unit rests; what rests below the compute tier is in the ledger already.
+        slots: slots a unit takes. dtype: torch type of a unit's elements.
         ledger: is told of every slot taken and given back, and of every byte that crosses a link.
         compute: the tier that computes. poison: whether slots given back are filled with NaN.
 
