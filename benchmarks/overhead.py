@@ -28,7 +28,9 @@ WANTED = 1.05
 
 def build(layers: int, tokens: int) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_positions=tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    config = GPT2Config(
+        n_layer=layers, n_positions=tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
+    )
     return GPT2LMHeadModel(config).train()
 
 
@@ -70,7 +72,10 @@ def main() -> int:
         if round_number >= 2:  # the first rounds plan, import and warm up
             for name, (took, _) in taken.items():
                 seconds[name].append(took)
-            print(f"round {round_number - 1}: plain {taken['plain'][0]:.3f} s, managed {taken['managed'][0]:.3f} s", flush=True)
+            print(
+                f"round {round_number - 1}: plain {taken['plain'][0]:.3f} s, managed {taken['managed'][0]:.3f} s",
+                flush=True,
+            )
     ratios = sorted(managed / plain for managed, plain in zip(seconds["managed"], seconds["plain"], strict=True))
     result = {
         "what": "a step under manage() over the same step in plain PyTorch with AdamW(fused=True), everything fits",

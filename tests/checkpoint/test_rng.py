@@ -19,14 +19,14 @@ def draws() -> list[object]:
         torch.randperm(20).tolist(),
         random.random(),
         random.gauss(0, 1),
-        np.random.rand(3).tolist(),  # noqa: NPY002 - the global generator is what is saved
-        np.random.standard_normal(),  # noqa: NPY002
+        np.random.rand(3).tolist(),
+        np.random.standard_normal(),
         torch.nn.functional.dropout(torch.ones(64)).tolist(),
     ]
 
 
 def numpy_words() -> list[int]:
-    return np.random.get_state()[1].tolist()  # noqa: NPY002
+    return np.random.get_state()[1].tolist()
 
 
 @pytest.fixture(autouse=True)

@@ -175,6 +175,6 @@ def test_a_digest_is_of_bits_shape_and_type():
 
 def test_random_state_brings_back_every_source():
     state = RandomState.now()
-    drawn = [torch.rand(1).item(), random.random(), np.random.rand()]  # noqa: NPY002 - the global one is meant
+    drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
     state.restore()
-    assert [torch.rand(1).item(), random.random(), np.random.rand()] == drawn  # noqa: NPY002 - the global one is meant
+    assert [torch.rand(1).item(), random.random(), np.random.rand()] == drawn

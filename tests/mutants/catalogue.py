@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.mutants.binding import BINDING
-from tests.mutants.mutant import Mutant
 from tests.mutants.moving import MOVING
+from tests.mutants.mutant import Mutant
 from tests.mutants.planning import PLANNING
 from tests.mutants.training import TRAINING
 

@@ -96,7 +96,7 @@ def test_backward_for_some_parameters_only():
 
 
 def test_a_penalty_over_all_parameters():
-    build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))  # noqa: E731
+    build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
     compare(
         build,
         lambda model: model(X).sum() + sum(p.square().sum() for p in model.parameters()),
@@ -168,7 +168,7 @@ def test_func_grad_of_copies():
 
 
 def test_autocast():
-    build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))  # noqa: E731
+    build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
 
     def loss_of(model):
         with torch.autocast("cpu", torch.bfloat16):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import patrickstar
 from tests.parity.compare import compare_mappings, same_bits
@@ -121,7 +122,8 @@ class Pair:
     def each(self, act: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[Any, Any]:
         """`act(model, optimizer, ...)` for both from the same random state: what the plain one gave, what the managed."""
         state = torch.get_rng_state()
-        want = act(self.plain, self.plain_optimizer, *args, **keywords)
+        with _disable_current_modes():  # what the twin makes is no matter of the session's
+            want = act(self.plain, self.plain_optimizer, *args, **keywords)
         torch.set_rng_state(state)
         return want, act(self.model, self.optimizer, *args, **keywords)
 

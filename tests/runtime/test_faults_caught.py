@@ -310,8 +310,6 @@ def test_training_draws_the_random_numbers_of_plain_pytorch(make_pair: MakePair)
 # Checkpoints
 
 
-
-
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     runs: list[tuple[dict[str, Tensor], list[Tensor]]] = []
     for resumed in (False, True):

@@ -168,7 +168,9 @@ def test_a_users_hooks_see_the_gradient_as_in_pytorch(make_pair: MakePair, on_di
 
 
 @pytest.mark.parametrize("inputs", [lambda m: [m[0].weight, m[4].bias], lambda m: list(m.parameters())])
-def test_autograd_grad_gives_gradients_to_the_caller_only(make_pair: MakePair, on_disk: dict[str, Any], inputs: Any) -> None:
+def test_autograd_grad_gives_gradients_to_the_caller_only(
+    make_pair: MakePair, on_disk: dict[str, Any], inputs: Any
+) -> None:
     pair = make_pair(**on_disk)
     want, got = pair.each(lambda model, _: torch.autograd.grad(loss_of(model), inputs(model)))
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))

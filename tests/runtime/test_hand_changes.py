@@ -14,7 +14,19 @@ from torch import nn
 
 from patrickstar import BudgetError, ConfigError, StateError
 from tests.parity.compare import same_bits
-from tests.runtime.builders import ROOMY, Pair, adamw, backward, batch, expect_bits, loss_of, mlp, mover_of, train_step, values
+from tests.runtime.builders import (
+    ROOMY,
+    Pair,
+    adamw,
+    backward,
+    batch,
+    expect_bits,
+    loss_of,
+    mlp,
+    mover_of,
+    train_step,
+    values,
+)
 
 MakePair = Callable[..., Pair]
 
@@ -386,8 +398,6 @@ def test_write_refuses_what_is_not_there_or_of_another_shape(make_pair: MakePair
 
 
 # between forward and backward
-
-
 
 
 @pytest.mark.parametrize("change", [add, clamp, initialise, load], ids=lambda change: change.__name__)

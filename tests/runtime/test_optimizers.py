@@ -24,7 +24,9 @@ def test_the_groups_are_the_very_same_dicts(make_pair: MakePair) -> None:
     pair = make_pair()
     assert isinstance(pair.optimizer, torch.optim.Optimizer)
     assert pair.optimizer.param_groups is pair.original.param_groups
-    assert all(ours is theirs for ours, theirs in zip(pair.optimizer.param_groups[0]["params"], pair.model.parameters()))
+    assert all(
+        ours is theirs for ours, theirs in zip(pair.optimizer.param_groups[0]["params"], pair.model.parameters())
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, patrickstar.AdamW, patrickstar.Adam])

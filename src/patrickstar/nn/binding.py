@@ -32,6 +32,7 @@ from patrickstar.nn.bound import BoundParameter, slot_strides
 from patrickstar.nn.classes import alias_classes, parameter_class
 from patrickstar.nn.differentiate import differentiate
 from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, SHAPE_ONLY, accessor
+from patrickstar.nn.gradient_access import GradientAccess, GradientOwner
 from patrickstar.nn.leases import Leases
 from patrickstar.nn.packing import Packing
 from patrickstar.torch_private import Plain
@@ -39,7 +40,7 @@ from patrickstar.torch_private import Plain
 __all__ = ["Binding", "Owner"]
 
 
-class Owner(Protocol):
+class Owner(GradientOwner, Protocol):
     """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
 
     def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
@@ -63,15 +64,6 @@ class Owner(Protocol):
     def escaped(self, ref: PlaneRef) -> None:
         """Memory of a weight unit has been handed out to code that can write to it unseen."""
 
-    def gradient(self, name: str, gradient: Tensor) -> None:
-        """A gradient has arrived in backward. Takes it."""
-
-    def read_gradient(self, name: str) -> Tensor | None:
-        """Hands over the gradient accumulated so far, as a tensor of its own; None where there is none."""
-
-    def drop_gradient(self, name: str) -> None:
-        """The gradient accumulated so far is no longer wanted."""
-
 
 class Binding:
     """Binds parameters to slots from `bind` to `release`.
@@ -82,7 +74,7 @@ class Binding:
         takes_gradients: whether gradients are taken off the parameters as they arrive, or left to PyTorch.
 
     Attributes:
-        leases: of the slots in use. own_gradients: parameters whose `.grad` is the user's own tensor, by name.
+        leases: of the slots in use. gradients: what `.grad` of a parameter is.
         session_name: how messages call the session that this binding is part of.
     """
 
@@ -96,7 +88,6 @@ class Binding:
         takes_gradients: bool = True,
     ) -> None:
         self._owner = owner
-        self._takes_gradients = takes_gradients
         self.leases = Leases(owner.wrap)
         self.lock = threading.RLock()
         self._packing = Packing(self._find, self._fetch)
@@ -109,7 +100,6 @@ class Binding:
         self._detached: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
 
         nan: Tensor | None = None
-        self.own_gradients: set[str] = set()
         self.session_name = "a session"
         self._bound: dict[int, BoundParameter] = {}
         self.by_name: dict[str, BoundParameter] = {}
@@ -128,25 +118,9 @@ class Binding:
             starts, owners = self._starts.setdefault(bound.ref, ([], []))
             starts.append(bound.offset)
             owners.append(bound)
+        self.gradients = GradientAccess(self.by_name, owner, self.lock, takes=takes_gradients)
 
     # binding and releasing
-
-    def own_gradient(self, name: str) -> Tensor | None:
-        """The gradient that is the user's own (`p.grad` was read or written), if there is one."""
-        with Plain():
-            return self.by_name[name].parameter.grad if name in self.own_gradients else None
-
-    def own_gradient_bytes(self) -> int:
-        """Bytes of such gradients."""
-        owned = [self.own_gradient(name) for name in self.own_gradients] if self.own_gradients else ()
-        return sum(gradient.nbytes for gradient in owned if gradient is not None)
-
-    def forget_own_gradients(self) -> None:
-        """Every such gradient becomes None."""
-        with Plain():
-            for name in self.own_gradients:
-                self.by_name[name].parameter.grad = None
-        self.own_gradients.clear()
 
     def changed_by_update(self, names: Iterable[str]) -> None:
         """The parameters' values have changed: what autograd saved of them before is out of date."""
@@ -159,7 +133,7 @@ class Binding:
             for bound in self._bound.values():
                 bound.parameter.data = bound.standin
                 bound.parameter.__class__ = self._parameter_class
-                self._watch_gradient(bound)
+                self.gradients.watch(bound)
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; None: it stays a stand-in."""
@@ -172,7 +146,7 @@ class Binding:
                 data = data_of(bound)
                 if data is not None:
                     bound.parameter.data = data
-            self.own_gradients.clear()
+            self.gradients.own.clear()
             for reference, bound in list(self._detached.values()):
                 tensor = reference()
                 if tensor is not None:
@@ -346,55 +320,16 @@ class Binding:
             self._owner.unpack(ref, self._starts[ref][1][0].name)
             return self.leases.take(ref)
 
-    # gradients
-
-    def _watch_gradient(self, bound: BoundParameter) -> None:
-        if self._takes_gradients and bound.parameter.requires_grad and not bound.handles:
-            handle = bound.parameter.register_post_accumulate_grad_hook(self._take_gradient)
-            bound.handles.append(handle)
-            # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
-            # ordered one: only the order of insertion counts.
-            hooks = bound.parameter._post_accumulate_grad_hooks
-            others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
-            for key, _ in others:
-                del hooks[key]
-            hooks.update(others)
-
-    def _take_gradient(self, parameter: Tensor) -> None:
-        with self.lock, Plain():
-            bound = self._bound[id(parameter)]
-            gradient = parameter.grad
-            if gradient is None or bound.name in self.own_gradients:
-                return
-            parameter.grad = None
-            self._owner.gradient(bound.name, gradient)
-
-    def _get_gradient(self, bound: BoundParameter) -> Tensor | None:
-        own = bound.tensor().grad
-        if bound.tensor() is not self.by_name[bound.name].tensor():
-            return own  # a detached alias has a gradient of its own, as in PyTorch
-        if own is None:
-            # Read as `p.grad`, a gradient is the user's from now on: an ordinary tensor that autograd adds to, until it is None again.
-            own = self._owner.read_gradient(bound.name)
-            if own is not None:
-                bound.parameter.grad = own
-                self.own_gradients.add(bound.name)
-        return own
-
-    def _set_gradient(self, bound: BoundParameter, value: Tensor | None) -> None:
-        bound.tensor().grad = value  # torch's own checks of shape, type and device
-        if bound.tensor() is not self.by_name[bound.name].tensor():
-            return
-        self._owner.drop_gradient(bound.name)
-        if value is None:
-            self.own_gradients.discard(bound.name)
-        else:
-            self.own_gradients.add(bound.name)
-
-    def _delete_gradient(self, bound: BoundParameter) -> None:
-        self._set_gradient(bound, None)
-
     # the rest of what is special about a parameter
+
+    def _get_grad(self, bound: BoundParameter) -> Tensor | None:
+        return self.gradients.get(bound)
+
+    def _set_grad(self, bound: BoundParameter, value: Tensor | None) -> None:
+        self.gradients.set(bound, value)
+
+    def _delete_grad(self, bound: BoundParameter) -> None:
+        self.gradients.set(bound, None)
 
     def _detach(self, bound: BoundParameter) -> Tensor:
         return self._alias_of(bound, bound.tensor().detach())
@@ -427,7 +362,7 @@ class Binding:
         tensor = bound.tensor()
         tensor.requires_grad = value
         if tensor is self.by_name[bound.name].tensor():
-            self._watch_gradient(bound)
+            self.gradients.watch(bound)
         return tensor
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
@@ -444,9 +379,9 @@ class Binding:
 
 _SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
-        accessor("grad", "__get__"): Binding._get_gradient,
-        accessor("grad", "__set__"): Binding._set_gradient,
-        accessor("grad", "__delete__"): Binding._delete_gradient,
+        accessor("grad", "__get__"): Binding._get_grad,
+        accessor("grad", "__set__"): Binding._set_grad,
+        accessor("grad", "__delete__"): Binding._delete_grad,
         accessor("data", "__get__"): Binding._get_data,
         accessor("data", "__set__"): Binding._set_data,
         Tensor.detach: Binding._detach,

@@ -269,7 +269,7 @@ class _Replay:
             )
 
 
-_DEPTH = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
+_DEPTH = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
 
 
 def _between(tier: Tier, compute: Tier, home: Tier) -> bool:

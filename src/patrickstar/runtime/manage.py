@@ -242,7 +242,7 @@ def _build_session(
     binding = Binding(named, layout, keeper, takes_gradients=original is not None)
     pilot = Pilot(
         mover.state,
-        budget_bytes=lambda: machine.budget[compute] - binding.own_gradient_bytes(),
+        budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
         policy=options.eviction,
     )
     pressure = Pressure(budgets.resident_limit_bytes) if budgets.host_binds and compute is Tier.HOST else None
@@ -260,7 +260,7 @@ def _build_session(
         budgets=budgets,
         policy=options.eviction,
         tracer=OfflineTracer(layout, choreography, takes_gradients=original is not None),
-        taken_bytes=binding.own_gradient_bytes,
+        taken_bytes=binding.gradients.own_bytes,
         metering=metering,
         always_meter=compute is Tier.DEVICE,
     )

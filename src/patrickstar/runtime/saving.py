@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from patrickstar.runtime.weights import Weights
 
 __all__ = ["Saving"]
 
-_PLANES = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+_PLANES = MappingProxyType({"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ})
 
 
 class Saving:

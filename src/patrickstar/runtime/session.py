@@ -15,25 +15,24 @@ from torch import Tensor, nn
 from patrickstar.checkpoint.mapping import LazyStateDict
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, WEIGHT, PlaneRef
+from patrickstar.core.plane import WEIGHT, PlaneRef
 from patrickstar.core.trace import Trace
-from patrickstar.errors import BudgetError, ConfigError, StateError
+from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import Watched
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.state import State, pack, unpack
 from patrickstar.plan.plan import Plan
 from patrickstar.runtime.buffers import put_on_meta, restore_buffers
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.keeper import Keeper
+from patrickstar.runtime.optimizer_state import OptimizerState
 from patrickstar.runtime.saving import Saving
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.stats import Stats
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.weights import Weights
-from patrickstar.units import format_bytes
 
 __all__ = ["Parts", "Session"]
 
@@ -270,47 +269,20 @@ class Session:
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's state in torch's format, whole. BudgetError where it does not fit at once."""
-        parts, training = self._parts, self._training()
-        assert self.optimizer is not None
         self._begin_access()
-        names = {id(parameter): name for name, parameter in parts.named.items()}
-        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in training.steps)
-        room = self._room_bytes()
-        if room is not None and needed > room:
-            raise BudgetError(
-                f"the optimizer's state takes {format_bytes(needed)} as whole tensors, and {format_bytes(room)} of the host budget are free: "
-                "use session.save_checkpoint(dir), which writes it a piece at a time",
-                tier="host",
-                needed_bytes=needed,
-                available_bytes=room,
-            )
-        parts.conductor.pilot.segment.reserve_bytes += needed  # chunks make room for the whole tensors
-        states = {
-            name: State(count, parts.weights.read_moment(name, EXP_AVG), parts.weights.read_moment(name, EXP_AVG_SQ))
-            for name, count in training.steps.items()
-        }
-        parts.conductor.pilot.segment.reserve_bytes -= needed
-        return pack(self.optimizer.param_groups, names, states)
+        return self._optimizer_state().whole(room_bytes=self._room_bytes())
 
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over a state in torch's format."""
-        parts, training = self._parts, self._training()
-        assert self.optimizer is not None
         self._begin_access()
-        names = {id(parameter): name for name, parameter in parts.named.items()}
-        self.adopt(unpack(state_dict, self.optimizer.param_groups, names), training)
+        self._optimizer_state().load(state_dict)
 
-    def adopt(self, states: Mapping[str, State], training: Training) -> None:
-        """Takes over moments and counts of updates, in place of all there were."""
-        parts = self._parts
-        for name in set(training.steps) - set(states):
-            for plane in (EXP_AVG, EXP_AVG_SQ):
-                parts.weights.write_moment(name, plane, torch.zeros(parts.binding.by_name[name].shape_only.shape))
-        training.steps.clear()
-        for name, entry in states.items():
-            parts.weights.write_moment(name, EXP_AVG, entry.exp_avg)
-            parts.weights.write_moment(name, EXP_AVG_SQ, entry.exp_avg_sq)
-            training.steps[name] = entry.step
+    def _optimizer_state(self) -> OptimizerState:
+        groups = self._groups()
+        assert groups is not None
+        return OptimizerState(
+            self._parts.named, self._parts.weights, self._training(), self._parts.conductor.pilot, groups
+        )
 
     def _training(self) -> Training:
         self._expect_open()

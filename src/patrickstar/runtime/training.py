@@ -200,7 +200,7 @@ class Training:
             )
         self._conductor.settle()
         for name, bound in self._binding.by_name.items():
-            own = self._binding.own_gradient(name)
+            own = self._binding.gradients.own_of(name)
             if own is not None:
                 yield name, own
             elif name in self._gradients.names:
@@ -212,16 +212,16 @@ class Training:
         if set_to_none and self._gradients.names <= wanted:
             self._settle_freeing()
             self._gradients.drop_all()
-            if self._binding.own_gradients <= wanted:
-                self._binding.forget_own_gradients()
+            if self._binding.gradients.own <= wanted:
+                self._binding.gradients.forget_own()
                 return
         self._conductor.settle()
         with Plain():
-            for name in sorted(self._binding.own_gradients & wanted):
+            for name in sorted(self._binding.gradients.own & wanted):
                 parameter = self._binding.by_name[name].parameter
                 if set_to_none:
                     parameter.grad = None
-                    self._binding.own_gradients.discard(name)
+                    self._binding.gradients.own.discard(name)
                 elif parameter.grad is not None:
                     parameter.grad = torch.zeros_like(parameter.grad)
         if set_to_none:
@@ -247,8 +247,8 @@ class Training:
             self._segments.end()
         factor = clip_factor(max_norm, norm)
         self._gradients.factors.append(factor)
-        for name in self._binding.own_gradients:
-            own = self._binding.own_gradient(name)
+        for name in self._binding.gradients.own:
+            own = self._binding.gradients.own_of(name)
             if own is not None:
                 with self._conductor.quiet():
                     own.mul_(factor)
@@ -267,7 +267,7 @@ class Training:
         if self._max_grad_norm is not None:
             self.clip(self._max_grad_norm)
         hypers = self._hypers()
-        own = {name for name in self._binding.own_gradients if self._binding.own_gradient(name) is not None}
+        own = {name for name in self._binding.gradients.own if self._binding.gradients.own_of(name) is not None}
         names = [
             name for name in self._binding.by_name if name in hypers and (name in self._gradients.names or name in own)
         ]
@@ -349,8 +349,8 @@ class _InPlane:
         self._copied: list[BoundParameter] = []
 
     def __enter__(self) -> None:
-        for name in sorted(self._binding.own_gradients):
-            own = self._binding.own_gradient(name)
+        for name in sorted(self._binding.gradients.own):
+            own = self._binding.gradients.own_of(name)
             if own is not None:
                 bound = self._binding.by_name[name]
                 self._gradients.add(bound, own)

@@ -1,0 +1,123 @@
+"""What `.grad` of a managed parameter is: taken off as it arrives, and handed over when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.torch_private import Plain
+
+__all__ = ["GradientAccess", "GradientOwner"]
+
+
+class GradientOwner(Protocol):
+    """Who keeps gradients."""
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """A gradient has arrived in backward. Takes it."""
+
+    def read_gradient(self, name: str) -> Tensor | None:
+        """Hands over the gradient accumulated so far, as a tensor of its own; None where there is none."""
+
+    def drop_gradient(self, name: str) -> None:
+        """The gradient accumulated so far is no longer wanted."""
+
+
+class GradientAccess:
+    """The gradients of bound parameters, as PyTorch's users know them.
+
+    Read or written as `p.grad`, a gradient is the user's own from then on: an ordinary tensor, to which autograd adds as ever, until it is
+    None again. Until then it is the owner's.
+
+    Args:
+        by_name: the parameters. lock: held while a gradient is taken off.
+        takes: whether gradients are taken off as they arrive, or left to PyTorch.
+
+    Attributes:
+        own: the parameters whose gradient is the user's own, by name.
+    """
+
+    def __init__(
+        self,
+        by_name: Mapping[str, BoundParameter],
+        owner: GradientOwner,
+        lock: AbstractContextManager[object],
+        *,
+        takes: bool,
+    ) -> None:
+        self._by_name = by_name
+        self._owner = owner
+        self._lock = lock
+        self._takes = takes
+
+        self._by_id: dict[int, BoundParameter] = {}
+        self.own: set[str] = set()
+
+    def watch(self, bound: BoundParameter) -> None:
+        """Takes the parameter's gradients off from now on, if it has any."""
+        self._by_id[id(bound.parameter)] = bound
+        if not self._takes or not bound.parameter.requires_grad or bound.handles:
+            return
+        handle = bound.parameter.register_post_accumulate_grad_hook(self._take)
+        bound.handles.append(handle)
+        # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
+        # ordered one: only the order of insertion counts.
+        hooks = bound.parameter._post_accumulate_grad_hooks
+        others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+        for key, _ in others:
+            del hooks[key]
+        hooks.update(others)
+
+    def _take(self, parameter: Tensor) -> None:
+        with self._lock, Plain():
+            bound = self._by_id[id(parameter)]
+            gradient = parameter.grad
+            if gradient is not None and bound.name not in self.own:
+                parameter.grad = None
+                self._owner.gradient(bound.name, gradient)
+
+    def get(self, bound: BoundParameter) -> Tensor | None:
+        """`p.grad`."""
+        gradient = bound.tensor().grad
+        if gradient is None and self._is_parameter(bound):
+            gradient = self._owner.read_gradient(bound.name)
+            if gradient is not None:
+                bound.parameter.grad = gradient
+                self.own.add(bound.name)
+        return gradient
+
+    def set(self, bound: BoundParameter, value: Tensor | None) -> None:
+        """`p.grad = value`, with torch's own checks of shape, type and device."""
+        bound.tensor().grad = value
+        if not self._is_parameter(bound):
+            return
+        self._owner.drop_gradient(bound.name)
+        if value is None:
+            self.own.discard(bound.name)
+        else:
+            self.own.add(bound.name)
+
+    def own_of(self, name: str) -> Tensor | None:
+        """The gradient of a parameter that is the user's own, if there is one."""
+        with Plain():
+            return self._by_name[name].parameter.grad if name in self.own else None
+
+    def own_bytes(self) -> int:
+        """Bytes of all of these."""
+        owned = [self.own_of(name) for name in self.own] if self.own else ()
+        return sum(gradient.nbytes for gradient in owned if gradient is not None)
+
+    def forget_own(self) -> None:
+        """All of these become None."""
+        with Plain():
+            for name in self.own:
+                self._by_name[name].parameter.grad = None
+        self.own.clear()
+
+    def _is_parameter(self, bound: BoundParameter) -> bool:
+        """Whether this is the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""
+        return bound.tensor() is self._by_name[bound.name].tensor()

@@ -1,0 +1,84 @@
+"""The optimizer's state as whole tensors, in the format of torch's own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.errors import BudgetError
+from patrickstar.optim.state import State, pack, unpack
+from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.training import Training
+from patrickstar.runtime.weights import Weights
+from patrickstar.units import format_bytes
+
+__all__ = ["OptimizerState"]
+
+
+class OptimizerState:
+    """Reads moments and counts of updates into a state dict, and takes them over from one.
+
+    Args:
+        groups: the optimizer's parameter groups.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        weights: Weights,
+        training: Training,
+        pilot: Pilot,
+        groups: list[dict[str, Any]],
+    ) -> None:
+        self._named = named
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._weights = weights
+        self._training = training
+        self._pilot = pilot
+        self._groups = groups
+
+    def whole(self, *, room_bytes: int | None) -> dict[str, Any]:
+        """The state dict. `room_bytes`: what it may take; None: no bound.
+
+        Raises:
+            BudgetError: it takes more.
+        """
+        steps = self._training.steps
+        needed = sum(2 * 4 * self._named[name].numel() for name in steps)
+        if room_bytes is not None and needed > room_bytes:
+            raise BudgetError(
+                f"the optimizer's state takes {format_bytes(needed)} as whole tensors, and {format_bytes(room_bytes)} of the host budget "
+                "are free: use session.save_checkpoint(dir), which writes it a piece at a time",
+                tier="host",
+                needed_bytes=needed,
+                available_bytes=room_bytes,
+            )
+        segment = self._pilot.segment
+        segment.reserve_bytes += needed  # chunks make room for the whole tensors
+        try:
+            states = {
+                name: State(
+                    count, self._weights.read_moment(name, EXP_AVG), self._weights.read_moment(name, EXP_AVG_SQ)
+                )
+                for name, count in steps.items()
+            }
+        finally:
+            segment.reserve_bytes -= needed
+        return pack(self._groups, self._names, states)
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over moments and counts of updates, in place of all there were."""
+        states = unpack(state_dict, self._groups, self._names)
+        steps = self._training.steps
+        for name in set(steps) - set(states):
+            for plane in (EXP_AVG, EXP_AVG_SQ):
+                self._weights.write_moment(name, plane, torch.zeros(self._named[name].shape))
+        steps.clear()
+        for name, entry in states.items():
+            self._weights.write_moment(name, EXP_AVG, entry.exp_avg)
+            self._weights.write_moment(name, EXP_AVG_SQ, entry.exp_avg_sq)
+            steps[name] = entry.step
