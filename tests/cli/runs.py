@@ -28,7 +28,7 @@ class Runs:
             "--schedule",
             "constant",
             "--warmup",
-            2,
+            5,
             "--lr",
             "1e-3",
             "--log-json",

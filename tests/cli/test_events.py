@@ -80,6 +80,13 @@ def test_a_log_begins_anew_or_goes_on(tmp_path):
         assert len(rows(tmp_path / "log")) == count
 
 
+def test_a_run_that_fails_before_its_first_row_destroys_no_log(tmp_path):
+    (tmp_path / "log").write_text("an older run\n")
+    with EventLog(tmp_path / "log", append=False):
+        pass
+    assert (tmp_path / "log").read_text() == "an older run\n"
+
+
 def test_going_on_after_a_line_that_was_cut_short_loses_only_that_line(tmp_path):
     (tmp_path / "log").write_text('{"event": "step", "st')
     with EventLog(tmp_path / "log", append=True) as log:

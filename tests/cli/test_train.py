@@ -158,11 +158,22 @@ def test_a_budget_moves_chunks_and_changes_no_bit(runs):
     assert runs.rows("tight")[-1]["peak"]["device"] <= 900 << 10
 
 
-def test_what_does_not_fit_exits_3_before_the_first_step(runs, capsys):
-    assert runs.train("--host-memory", "4KiB", "--disk", runs.home / "disk") == 3
-    error = capsys.readouterr().err
-    assert error.startswith("patrickstar: BudgetError: ")
-    assert "Traceback" not in error
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ["--host-memory", "4KiB", "--disk", "disk"],
+        # Evaluation would fit.
+        ["--device", "emulated", "--device-memory", "600KiB"],
+    ],
+)
+def test_what_does_not_fit_exits_3_before_anything_runs(runs, capsys, monkeypatch, budget):
+    monkeypatch.chdir(runs.home)
+    assert runs.train(*budget) == 3
+    shown = capsys.readouterr()
+    assert shown.err.startswith("patrickstar: BudgetError: ")
+    assert "fits with" in shown.err
+    assert "Traceback" not in shown.err
+    assert "validation" not in shown.out
     assert runs.rows(event="step") == []
 
 

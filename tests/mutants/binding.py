@@ -7,7 +7,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["BINDING"]
 
 SAVED = "tests/nn/test_saved_tensors.py"
-FAULTS = "tests/runtime/test_faults_caught.py"
+HANDED_ON = "tests/nn/test_faults_caught.py"
+BY_HAND = "tests/runtime/test_hand_changes.py::test_a_change_survives_on_its_own"
 
 BINDING: tuple[Mutant, ...] = (
     Mutant(
@@ -29,7 +30,7 @@ BINDING: tuple[Mutant, ...] = (
         file="nn/packing.py",
         old="if underneath is not None:",
         new="if False:",
-        tests=(f"{SAVED}::test_the_users_checkpointing_still_recomputes",),
+        tests=(f"{HANDED_ON}::test_hooks_of_the_users_are_given_the_activations_of_plain_pytorch",),
     ),
     Mutant(
         name="no-version-check-of-weights-at-unpacking",
@@ -53,31 +54,38 @@ BINDING: tuple[Mutant, ...] = (
         tests=(f"{SAVED}::test_a_view_that_outlives_its_moment_keeps_its_slot",),
     ),
     Mutant(
+        name="the-address-of-a-dead-lease-is-taken-for-its-slot",
+        file="nn/leases.py",
+        old="if self._dead:",
+        new="if False:",
+        tests=("tests/nn/test_leases.py::test_an_ordinary_tensor_is_never_taken_for_a_slot_that_was_let_go",),
+    ),
+    Mutant(
         name="the-conductor-forgets-living-views",
         file="runtime/conductor.py",
         old="held = self._held()",
         new="held = ()",
-        tests=(f"{FAULTS}::test_a_view_keeps_its_weight_while_others_come_and_go",),
+        tests=("tests/runtime/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",),
     ),
     Mutant(
         name="operations-on-views-are-not-seen",
         file="nn/binding.py",
         old="result.__class__ = self._alias_class",
         new="pass",
-        tests=(f"{SAVED}::test_a_view_is_packed_when_an_operation_saves_it",),
+        tests=(f"{HANDED_ON}::test_a_view_is_packed_when_an_operation_saves_it_for_its_input",),
     ),
     Mutant(
         name="a-change-by-hand-does-not-make-dirty",
         file="runtime/keeper.py",
         old="self._conductor.mover.wrote(ref)",
         new="pass",
-        tests=(f"{FAULTS}::test_a_change_by_hand_outlives_eviction",),
+        tests=(f"{BY_HAND}[add]",),
     ),
     Mutant(
         name="a-change-through-numpy-is-not-noticed",
         file="nn/watch.py",
         old="if now != digest:",
         new="if False:",
-        tests=(f"{FAULTS}::test_a_change_by_hand_outlives_eviction",),
+        tests=(f"{BY_HAND}[by_numpy]",),
     ),
 )

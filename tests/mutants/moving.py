@@ -7,7 +7,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["MOVING"]
 
 FAULTS = "tests/runtime/test_faults_caught.py"
-TRAINING_ON = f"{FAULTS}::test_training_has_the_bits_of_plain_pytorch"
+DISK_TIER = "tests/runtime/test_disk_tier.py"
+TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 # The fifth transfer over the link, and no other.
 ONCE = "self._ledger.moved({link!r}) == 4 * self._slots[ref] * self._arenas[self._compute].slot_bytes"
 
@@ -18,20 +19,20 @@ MOVING: tuple[Mutant, ...] = (
         old="                ctypes.memmove(_address(target), _address(source), len(source))",
         new=f"                if src is not self._compute or not {ONCE.format(link='D>H')}:\n"
         "                    ctypes.memmove(_address(target), _address(source), len(source))",
-        tests=(f"{TRAINING_ON}[emulated]",),
+        tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
         name="one-write-back-to-the-disk-is-skipped",
         file="memory/store.py",
         old="ticket = self._pool().write(ref, self._buffer(ref, src))",
         new=f"ticket = CompletedTicket() if {ONCE.format(link='H>K')} else self._pool().write(ref, self._buffer(ref, src))",
-        tests=(f"{TRAINING_ON}[cpu+disk]",),
+        tests=(f"{TRAINING_ON}[cpu+disk-next-use-deferred]",),
     ),
     Mutant(
         name="a-slot-is-used-before-its-wait",
         file="memory/store.py",
-        old="self._tickets.pop((ref, tier)).wait()",
-        new="self._tickets.pop((ref, tier))",
+        old="self._in_flight.pop((ref, tier)).ticket.wait()",
+        new="self._in_flight.pop((ref, tier))",
         tests=(f"{FAULTS}::test_a_transfer_may_end_as_late_as_its_wait",),
     ),
     Mutant(
@@ -39,21 +40,21 @@ MOVING: tuple[Mutant, ...] = (
         file="memory/store.py",
         old="ctypes.memset(_address(buffer), 0, len(buffer))",
         new="pass",
-        tests=(f"{TRAINING_ON}[emulated]",),
+        tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
         name="what-a-moment-writes-is-not-marked",
         file="runtime/conductor.py",
         old="if touch.writes:",
         new="if False:",
-        tests=(f"{TRAINING_ON}[emulated]",),
+        tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
         name="a-failed-transfer-is-not-undone",
         file="runtime/mover.py",
         old="                if isinstance(action, Wait):\n                    self._give_up(action)",
         new="                pass",
-        tests=(f"{FAULTS}::test_a_full_disk_is_reported_and_nothing_is_lost",),
+        tests=(f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",),
     ),
     Mutant(
         name="the-budget-is-off-by-one-slot-where-there-is-no-plan",

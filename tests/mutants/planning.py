@@ -65,7 +65,7 @@ PLANNING: tuple[Mutant, ...] = (
         file="plan/make.py",
         old="if touch.writes:",
         new="if False:",
-        tests=(f"{MAKE}::test_a_plan_keeps_every_invariant_or_is_refused_for_a_reason",),
+        tests=(f"{MAKE}::test_plans_chain_over_steps_with_gradients_released_between",),
     ),
     Mutant(
         name="the-planned-budget-is-off-by-one-slot",

@@ -17,7 +17,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from tests.mutants import only_the_copy
-from tests.mutants.mutant import ROOT, SOURCE, Mutant
+from tests.mutants.mutant import ROOT, SOURCE, Mutant, MutantError
 
 __all__ = ["Run", "Verdict", "copy_of_the_library", "judge", "run_mutant", "run_tests"]
 
@@ -44,24 +44,27 @@ class Verdict:
     """What became of a mutant.
 
     Attributes:
-        caught: whether a test noticed it. by: which one; reason: in its words.
+        caught: whether a test noticed it. by: which one. seconds: how long that took. reason: in the test's words.
     """
 
     caught: bool
     by: str
+    seconds: float
     reason: str = ""
 
 
 def judge(run: Run) -> Verdict:
     """The verdict on the mutant that a run was made with."""
     if run.code is None:
-        return Verdict(True, "a hang", f"stopped after {run.seconds:.0f} s")
+        return Verdict(True, "a HANG", run.seconds)
     if run.code == _PASSED:
-        return Verdict(False, "nothing: it SURVIVED")
+        return Verdict(False, "nothing: it SURVIVED", run.seconds)
     found = _FAILED.search(run.output)
     if run.code != _TESTS_FAILED or found is None:
-        return Verdict(False, f"nothing: pytest did NOT RUN (exit code {run.code})", run.output[-4000:])
-    return Verdict(True, found["test"], found["reason"] or "")
+        return Verdict(
+            False, f"nothing: its tests did NOT RUN (pytest's exit code {run.code})", run.seconds, run.output[-4000:]
+        )
+    return Verdict(True, found["test"], run.seconds, found["reason"] or "")
 
 
 @contextmanager
@@ -72,15 +75,17 @@ def copy_of_the_library(original: Path = SOURCE) -> Iterator[Path]:
         yield Path(name)
 
 
-def run_mutant(mutant: Mutant, unspoiled: Path, *, limit_s: float) -> tuple[Verdict, float]:
-    """Runs a mutant's tests against a copy that has its fault: the verdict, and the seconds it took."""
+def run_mutant(mutant: Mutant, unspoiled: Path, *, limit_s: float) -> Verdict:
+    """Runs a mutant's tests against a copy that has its fault. `unspoiled`: where a copy lies that has none."""
     with copy_of_the_library(unspoiled / SOURCE.name) as copy:
         target = copy / SOURCE.name / mutant.file
-        target.write_text(mutant.applied_to(target.read_text()))
+        try:
+            target.write_text(mutant.applied_to(target.read_text()))
+        except MutantError as error:
+            return Verdict(False, "nothing: it is NO MUTANT", 0.0, str(error))
         # Compiled code is known by size and second of change, which a mutant may share with what it spoils.
         Path(cache_from_source(str(target))).unlink(missing_ok=True)
-        run = run_tests(mutant.tests, copy, limit_s=limit_s)
-    return judge(run), run.seconds
+        return judge(run_tests(mutant.tests, copy, limit_s=limit_s))
 
 
 def run_tests(tests: Sequence[str], copy: Path, *, limit_s: float | None = None) -> Run:
@@ -93,6 +98,7 @@ def run_tests(tests: Sequence[str], copy: Path, *, limit_s: float | None = None)
         # Examples that fail on a mutant are none to remember.
         "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / "hypothesis"),
         "OMP_NUM_THREADS": "1",
+        "COLUMNS": "400",  # reasons are not cut
     }
     plugin = only_the_copy.__name__
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", plugin, "--tb=short", *tests]

@@ -82,6 +82,26 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3, *, first: int = 0) -
     return torch.stack([train_step(model, optimizer, number) for number in range(first, first + steps)])
 
 
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, so that a forecast sees all of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def step_with_loss(model: nn.Module, optimizer: Any, number: int = 0, *, rows: int = 4) -> Tensor:
+    loss = model(batch(number, rows=rows))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()  # type: ignore[no-any-return]
+
+
 def adamw(model: nn.Module) -> patrickstar.AdamW:
     """An update in which every hyper-parameter counts."""
     return patrickstar.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)

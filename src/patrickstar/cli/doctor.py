@@ -81,6 +81,8 @@ def _versions() -> Iterator[Finding]:
 def _processor() -> Iterator[Finding]:
     import torch
 
+    from patrickstar.optim.choose import choose_kernel
+
     yield Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}", platform.machine())
     cores = len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
@@ -88,7 +90,8 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
-    yield Finding("optimizer kernel", "torch (fused)", "torch")
+    kernel = choose_kernel().name
+    yield Finding("optimizer kernel", kernel, kernel)
 
 
 def _memory() -> Iterator[Finding]:

@@ -88,12 +88,16 @@ class Summary:
 
 
 class EventLog:
-    """`--log-json`: begun anew, or appended to where a run goes on. Without a file it takes rows and writes nothing."""
+    """`--log-json`: begun anew, or appended to where a run goes on. Without a file it takes rows and writes nothing.
+
+    What was there before goes when the first row comes: a run that fails on the way to it has destroyed no log.
+    """
 
     def __init__(self, path: Path | None, *, append: bool) -> None:
         self._file: TextIO | None = None
+        self._begins_anew = not append
         if path is not None:
-            self._file = path.open("a" if append else "w", encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
             if append and _cut_short(path):
                 self._file.write("\n")
 
@@ -108,6 +112,9 @@ class EventLog:
 
     def write(self, row: Row) -> None:
         if self._file is not None:
+            if self._begins_anew:
+                self._file.truncate(0)
+                self._begins_anew = False
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
 

@@ -69,13 +69,13 @@ def run(request: Request, signals: StopSignals) -> int:
     with _messages_to(display):
         config = request.source.config()
         check_length(config, request.seq_len)
-        data = TextData.prepare(
-            request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
-        )
         resuming = request.resume and request.folder is not None and bool(request.folder.steps())
         if request.resume and not resuming:
             display.note("no checkpoint to resume from yet: starting afresh")
         with EventLog(request.log_json, append=resuming) as log:
+            data = TextData.prepare(
+                request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
+            )
             managed = _train(request, data, display, signals, log, resuming=resuming)
         if signals.requested is not None:
             return signals.requested

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from patrickstar.cli.batches import Batch, Batches, validation_batches
-from patrickstar.cli.corpus import Corpus, read_corpus
+from patrickstar.cli.corpus import read_corpus
 from patrickstar.cli.display import Display
 from patrickstar.cli.tokenizer import Tokens, encode, make_tokenizer
 
@@ -35,19 +35,15 @@ class TextData:
             ConfigError, DataError: see `read_corpus` and `make_tokenizer`.
         """
         corpus = read_corpus(given)
+        display.note(f"text: {corpus.source}, {corpus.nbytes / 1e6:.1f} MB")
         if corpus.skipped:
             display.note(f"warning: skipped {corpus.skipped} files that are not UTF-8 text")
         tokenizer = make_tokenizer(corpus, vocab_size=vocab_size, own=own_tokenizer)
         with display.stage("encoding text", len(corpus.train) + len(corpus.validation)) as advance:
             train = encode(tokenizer, corpus.train, advance=advance)
             held_out = encode(tokenizer, corpus.validation, advance=advance)
-        data = cls(train, held_out, tokenizer.description, corpus.source)
-        display.note(data.describe(corpus))
-        return data
-
-    def describe(self, corpus: Corpus) -> str:
-        counts = f"{_million(len(self.train))} tokens, {_million(len(self.held_out))} held out"
-        return f"text: {self.source}, {corpus.nbytes / 1e6:.1f} MB, {self.tokenizer}: {counts}"
+        display.note(f"tokens: {_count(len(train))}, {_count(len(held_out))} held out; {tokenizer.description}")
+        return cls(train, held_out, tokenizer.description, corpus.source)
 
     def batches(self, *, batch_size: int, seq_len: int, seed: int) -> Batches:
         return Batches(self.train, batch_size=batch_size, seq_len=seq_len, seed=seed)
@@ -65,5 +61,5 @@ class TextData:
         }
 
 
-def _million(count: int) -> str:
+def _count(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count >= 1e6 else str(count)

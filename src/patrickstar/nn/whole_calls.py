@@ -15,6 +15,7 @@ from torch import nn
 from patrickstar.hooks import Watched, watch_calls
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.torch_private import Plain
 
 __all__ = ["WholeCalls"]
 
@@ -43,7 +44,8 @@ class WholeCalls:
         if module.training or (torch.is_grad_enabled() and any(self._requires_grad(bound) for bound in found)):
             return
         if not container:
-            self._binding.enter(found)
+            with Plain():
+                self._binding.enter(found)
             stack.callback(self._leave, found)
         stack.enter_context(self._binding.plain_class(found))
 
@@ -51,7 +53,7 @@ class WholeCalls:
         return bound.parameter.requires_grad
 
     def _leave(self, found: list[BoundParameter]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with Plain():
             self._binding.leave(found)
 
     def after_forward(self, module: nn.Module) -> None:

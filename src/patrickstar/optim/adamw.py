@@ -71,6 +71,8 @@ class _DefinedUpdate(torch.optim.Optimizer):
         )
         for flat, tensor in zip((weight, exp_avg, exp_avg_sq), written, strict=True):
             put_back(flat, tensor, stride)
+        # Written behind autograd's back: what it saved of the parameter is out of date.
+        torch.autograd.graph.increment_version(parameter)
 
 
 class AdamW(_DefinedUpdate, torch.optim.AdamW):

@@ -29,6 +29,7 @@ version of a unit, copies carry versions, and a tier is valid where it holds the
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import MappingProxyType
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier

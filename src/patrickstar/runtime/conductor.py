@@ -19,6 +19,7 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.pilot import Pilot, Segment
 from patrickstar.runtime.pressure import Pressure
+from patrickstar.torch_private import Plain
 from patrickstar.tracing.recorder import Recorder
 
 __all__ = ["Conductor"]
@@ -63,6 +64,21 @@ class Conductor:
             if pending is not None:
                 pending()
 
+    def open(self) -> None:
+        """A stretch of the step has begun."""
+        with self.lock:
+            actions = self.pilot.opening(self._held())
+            self.mover.store.limit_slots = self.pilot.capacity_slots
+            if actions:
+                self.mover.carry_out(actions)
+            self.mover.store.trim()
+
+    def make_way(self, slot_bytes: int) -> None:
+        """In the middle of a moment: chunks that nothing uses leave until no more than these bytes of slots are in use, if that can be."""
+        with self.lock:
+            self.mover.carry_out(self.pilot.clearing(slot_bytes, self._held()))
+            self.mover.store.trim()
+
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         """What these touches need is resident when this returns. Units to be written count as written.
 
@@ -101,7 +117,7 @@ class Conductor:
             return self.nonmodel_bytes()
         if segment.planned and segment.trace is not None:
             return segment.trace.moments[segment.position - 1].nonmodel_bytes
-        return segment.reserve_bytes
+        return segment.reserve_bytes if segment.trace is not None else 0
 
     def tensor(self, ref: PlaneRef) -> Tensor:
         """A 1-D tensor over a resident unit, on a storage of its own. Valid until the next moment unless a lease is taken."""
@@ -111,5 +127,5 @@ class Conductor:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Our own tensor operations: no gradients, no inference tensors, no subclasses."""
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch.no_grad(), Plain():
             yield

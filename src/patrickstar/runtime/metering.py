@@ -67,16 +67,26 @@ class Metering:
 
     def _on_change(self, live: int) -> None:
         ledger = self._conductor.mover.ledger
+        budget = self._budget_bytes()
+        if self._enforce and ledger.chunks(self._compute) + live > budget and not LiveBytes.is_shared():
+            # More than was foreseen: chunks that nothing uses right now leave, which is said, and only then it is an error.
+            self._conductor.make_way(budget - live)
+            held = ledger.chunks(self._compute) + live
+            if held > budget:
+                self._refuse(held, live, budget)
         ledger.nonmodel(self._compute, live)
-        held, budget = ledger.in_use(self._compute), self._budget_bytes()
-        if self._enforce and held > budget and not LiveBytes.is_shared():
-            segment = self._conductor.pilot.segment
-            raise BudgetError(
-                f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {segment.position} of the {segment.name}: "
-                f"{format_bytes(held)} = chunk slots {format_bytes(ledger.chunks(self._compute))} + activations {format_bytes(live)}",
-                tier=self._compute.label,
-                moment=f"{segment.position} {segment.name}",
-                needed_bytes=held,
-                available_bytes=budget,
-                smallest_bytes=held,
-            )
+
+    def _refuse(self, held: int, live: int, budget: int) -> None:
+        ledger, segment = self._conductor.mover.ledger, self._conductor.pilot.segment
+        # Where there is no forecast, or it has just been shown to be wrong, nobody knows what is still to come: a quarter more is an estimate.
+        smallest = held + held // 4
+        raise BudgetError(
+            f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {segment.position} of the {segment.name}: "
+            f"{format_bytes(held)} = chunk slots {format_bytes(ledger.chunks(self._compute))} + activations {format_bytes(live)}\n"
+            f"  give {self._compute.label}_memory >= {format_bytes(smallest)}, or a smaller batch",
+            tier=self._compute.label,
+            moment=f"{segment.position} {segment.name}",
+            needed_bytes=held,
+            available_bytes=budget,
+            smallest_bytes=smallest,
+        )

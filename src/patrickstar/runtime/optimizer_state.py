@@ -60,15 +60,17 @@ class OptimizerState:
         segment = self._pilot.segment
         segment.reserve_bytes += needed  # chunks make room for the whole tensors
         try:
-            states = {
-                name: State(
-                    count, self._weights.read_moment(name, EXP_AVG), self._weights.read_moment(name, EXP_AVG_SQ)
-                )
-                for name, count in steps.items()
-            }
+            states = self.states()
         finally:
             segment.reserve_bytes -= needed
         return pack(self._groups, self._names, states)
+
+    def states(self) -> dict[str, State]:
+        """Count and moments by parameter name, each a copy."""
+        return {
+            name: State(count, self._weights.read_moment(name, EXP_AVG), self._weights.read_moment(name, EXP_AVG_SQ))
+            for name, count in self._training.steps.items()
+        }
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over moments and counts of updates, in place of all there were."""

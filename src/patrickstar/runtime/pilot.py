@@ -36,12 +36,22 @@ class Segment:
     reason: str = ""
 
     position: int = 0
+    opened: bool = False  # what must happen before the first moment has happened
     worth: Worth | None = field(default=None, repr=False)
 
     @property
     def planned(self) -> bool:
         """Whether the plan is being followed."""
         return self.plan is not None and not self.reason
+
+    @property
+    def reached_backward(self) -> bool:
+        """Whether a moment of the backward has come, as planned."""
+        return (
+            self.trace is not None
+            and self.position > 0
+            and self.trace.moments[self.position - 1].phase is not Phase.FORWARD
+        )
 
     @property
     def complete(self) -> bool:
@@ -88,6 +98,37 @@ class Pilot:
         self.segment = segment
         self._handicap_bytes = 0
 
+    def opening(self, held: Collection[PlaneRef]) -> Sequence[Action]:
+        """What may happen as soon as the segment begins, so that what is allocated before its first moment finds room."""
+        segment, state = self.segment, self._state
+        if segment.planned and segment.plan is not None and segment.trace is not None and segment.trace.moments:
+            actions = segment.plan.moments[0]
+            if not any(
+                isinstance(action, Drop) and action.tier is state.compute and action.ref in held for action in actions
+            ):
+                segment.opened = True
+                budget = segment.plan.machine.budget[state.compute]
+                self.capacity_slots = (budget - segment.trace.moments[0].nonmodel_bytes) // state.slot_bytes
+                return actions
+        withheld = segment.reserve_bytes + self._spare_bytes
+        self.capacity_slots = (self._budget_bytes() - withheld) // state.slot_bytes
+        try:
+            return make_room(
+                state, needed=(), pinned=held, capacity_slots=self.capacity_slots, order=self._order(segment)
+            )
+        except NoRoom:
+            return ()  # what is in use now may leave before the first moment, which decides
+
+    def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
+        """What leaves so that slots take no more than these bytes, as far as what is held allows; the rest of the segment is decided."""
+        segment, state = self.segment, self._state
+        segment.reason = (
+            segment.reason or f"the {segment.name} took more memory at moment {segment.position} than was foreseen"
+        )
+        pinned = sum(state.slots[ref] for ref in state.resident if ref in held or state.home[ref] is state.compute)
+        capacity_slots = max(slot_bytes // state.slot_bytes, pinned)
+        return make_room(state, needed=(), pinned=held, capacity_slots=capacity_slots, order=self._order(segment))
+
     def yield_bytes(self, nbytes: int) -> None:
         """Until the segment ends, the budget is less by this much: something else has taken it."""
         self._handicap_bytes += nbytes
@@ -133,7 +174,7 @@ class Pilot:
             return None
         budget = segment.plan.machine.budget[self._state.compute]
         self.capacity_slots = (budget - moment.nonmodel_bytes) // self._state.slot_bytes
-        actions = segment.plan.moments[number]
+        actions: Sequence[Action] = () if segment.opened and not number else segment.plan.moments[number]
         for action in actions:
             if isinstance(action, Drop) and action.tier is self._state.compute and action.ref in held:
                 segment.reason = f"at moment {number} of the {segment.name} {action.ref} is still in use, which its trace did not have"

@@ -46,6 +46,7 @@ class Known:
     Attributes:
         trace: what it is expected to do. offline: the forecast it started from. measured: what it did when it was last recorded.
         reason: why there is no trace. measurements: how often a measured trace has taken the place of another.
+        departures: forwards in a row that did not go as the trace.
     """
 
     trace: Trace | None = None
@@ -53,6 +54,7 @@ class Known:
     measured: Trace | None = None
     reason: str = ""
     measurements: int = 0
+    departures: int = 0
     measure_next: bool = False
 
 
@@ -129,6 +131,7 @@ class Segments:
                 self._conductor.recorder = Recorder(restart_peak)
         self._current, self._recorded = known, False
         self._begin(segment)
+        self._conductor.open()
         if recorded:
             self.training = segment
 
@@ -208,15 +211,16 @@ class Segments:
         if known is not None:
             if recorder is not None:
                 self._learn(known, recorder.trace(), segment)
-            elif segment.reason and known.trace is not None and not self._recorded:
-                known.measure_next = known.measurements < _MEASUREMENTS
+            elif known.trace is not None and not self._recorded:
+                known.departures = known.departures + 1 if segment.reason else 0
+                known.measure_next = known.departures > 1 and known.measurements < _MEASUREMENTS
             self._metering.stop()
         if segment is not self._ended and segment.name != "outside":
             if segment.name == "evaluation":
                 pass  # no part of a step
             elif segment.reason:
                 self._step_reasons.append(segment.reason)
-            elif not segment.complete:
+            elif not segment.complete and segment.reached_backward:
                 self._step_reasons.append(f"the {segment.name} ended after {segment.position} moments of its trace")
         self._ended = segment
         self._conductor.pilot.begin(Segment("outside"))
@@ -229,7 +233,9 @@ class Segments:
             return
         known.measured = recorded
         self._largest_bytes = max(self._largest_bytes, recorded.peak)
-        if segment.reason and known.measurements < _MEASUREMENTS:
+        known.departures = known.departures + 1 if segment.reason else 0
+        # One odd step is no model for the next; two in a row are.
+        if known.trace is None or (known.departures > 1 and known.measurements < _MEASUREMENTS):
             known.measurements += 1
             known.trace = recorded
 
@@ -239,6 +245,7 @@ class Segments:
         if recorder is not None and self._current is not None:
             self._learn(self._current, recorder.trace(), self._conductor.pilot.segment)
             self._recorded = True
+        self._conductor.pilot.segment.reserve_bytes = 0  # activations are gone with the graph
         self._metering.pause()
 
     def pause(self) -> None:

@@ -23,6 +23,7 @@ from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.optim.take_over import return_state
 from patrickstar.plan.plan import Plan
 from patrickstar.runtime.buffers import put_on_meta, restore_buffers
 from patrickstar.runtime.conductor import Conductor
@@ -305,12 +306,14 @@ class Session:
         if not fits:
             _log.warning(
                 "the weights do not fit the host budget as ordinary tensors: the model's parameters are on the meta device now. "
-                "Call session.save_checkpoint(dir) before close() to keep them"
+                "Call session.save_checkpoint(dir) before close() to keep them (session.export(dir) comes in a later version)"
             )
+        gradients = self._last_gradients() if fits else {}
+        if fits:
+            self._return_optimizer_state()
         self._closed = True
         parts.root.remove()
         parts.whole_calls.watched.remove()
-        gradients = self._last_gradients() if fits else {}
         self._let_go_of_the_rest()
         parts.binding.release(self._taken_back if fits else lambda _: None)
         if not fits:
@@ -355,6 +358,27 @@ class Session:
             self._parts.conductor.mover.release(bound.ref)  # its slots' pages go before the next parameter is read
         return value
 
+    def _return_optimizer_state(self) -> None:
+        """The optimizer that was passed in goes on from here, where its state fits as whole tensors beside the weights."""
+        parts, training = self._parts, self._parts.training
+        if training is None or self.optimizer is None or not training.steps:
+            return
+        budget = parts.host_budget_bytes
+        needed = sum(
+            4 * bound.shape_only.numel() * (3 if bound.name in training.steps else 1) for bound in parts.binding
+        )
+        if (
+            budget is not None
+            and needed + 2 * max(map(parts.conductor.mover.state.unit_bytes, parts.conductor.mover.state.home)) > budget
+        ):
+            _log.warning(
+                "the optimizer's state does not fit the host budget as whole tensors: the optimizer passed to manage() starts without it. "
+                "Call session.save_checkpoint(dir) before close() to keep it"
+            )
+            return
+        names = {id(parameter): name for name, parameter in parts.named.items()}
+        return_state(self.optimizer.original, names, self._optimizer_state().states())
+
     def _let_go_of_the_rest(self) -> None:
         """Gradients and moments are no longer wanted: weights may take their room as ordinary tensors."""
         mover = self._parts.conductor.mover
@@ -367,6 +391,7 @@ class Session:
         return {bound.ref: bound.name for bound in self._parts.binding}
 
     def __enter__(self) -> Session:
+        self._expect_open()
         return self
 
     def __exit__(

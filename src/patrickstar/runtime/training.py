@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
@@ -32,6 +31,10 @@ from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Training"]
 
+_SECOND_BACKWARD = (
+    'a second backward before optimizer.step() with step="in_backward": parameters have been updated from the first. '
+    'Call optimizer.step() after each backward, or manage with step="deferred" to accumulate'
+)
 _log = logging.getLogger("patrickstar")
 
 
@@ -77,6 +80,7 @@ class Training:
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
         self._unfinished = False
+        self._nested = False
 
     @property
     def in_backward(self) -> bool:
@@ -94,6 +98,8 @@ class Training:
             return
         hyper = self._backward_hypers.get(name)
         if hyper is not None and self._choreography.updates_at_once(name):
+            if name in self._updated:
+                raise StateError(_SECOND_BACKWARD)
             self._updated.add(name)
             self.steps[name] = self.steps.get(name, 0) + 1
             self._updates.update_now(bound, gradient, hyper=hyper, step=self.steps[name])
@@ -105,11 +111,8 @@ class Training:
     def _enter_backward(self) -> None:
         now = backward_id()
         if self._backward is None and self.in_backward:
-            if self._updated:
-                raise StateError(
-                    'a second backward before optimizer.step() with step="in_backward": parameters have been updated from the first. '
-                    'Call optimizer.step() after each backward, or manage with step="deferred" to accumulate'
-                )
+            if self._updated and not self._nested:
+                raise StateError(_SECOND_BACKWARD)
             self._backward_hypers = dict(self._hypers())
             self._unfinished = True
         if self._backward != now:
@@ -117,9 +120,12 @@ class Training:
             at_end_of_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        if inside_backward_node():
-            return  # a nested backward of re-entrant checkpointing: the outer one goes on
         self._backward = None
+        if inside_backward_node():
+            # A nested backward of re-entrant checkpointing: the outer one goes on, and may have nothing more to tell us.
+            self._unfinished, self._nested = False, True
+            return
+        self._nested = False
         self._segments.backward_ended()
         if self.in_backward:
             self._unfinished = False
@@ -177,7 +183,8 @@ class Training:
         if not self._segments.has_room_for(needed, self.all_traces()):
             raise StateError(
                 f"{name}.grad: reading gradients this way keeps them as ordinary tensors, and {needed} more bytes do not fit the budget. "
-                "Use session.gradients() to read them one at a time, and session.clip_grad_norm_(max_norm) to clip"
+                "Use session.gradients() to read them one at a time, session.clip_grad_norm_(max_norm) to clip, and "
+                "session.optimizer.zero_grad() to let them go"
             )
         try:
             gradient = self._gradients.read(bound)
@@ -223,7 +230,8 @@ class Training:
                     parameter.grad = None
                     self._binding.gradients.own.discard(name)
                 elif parameter.grad is not None:
-                    parameter.grad = torch.zeros_like(parameter.grad)
+                    parameter.grad = parameter.grad.detach_() if parameter.grad.grad_fn is not None else parameter.grad
+                    parameter.grad.requires_grad_(False).zero_()
         if set_to_none:
             for name in sorted(self._gradients.names & wanted):
                 self._gradients.drop(name)
@@ -260,7 +268,7 @@ class Training:
         if self.in_backward:
             self._update_postponed()
             self._updated.clear()
-            self._backward = None
+            self._backward, self._nested = None, False
             self._segments.step_ended()
             return
         self._conductor.settle()
@@ -278,6 +286,8 @@ class Training:
         factors = tuple(self._gradients.factors)
         self._gradients.factors.clear()
         order = StepOrder({name: hypers[name] for name in names}, {name: self.steps[name] for name in names}, factors)
+        # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
+        self._binding.changed_by_update(names)
         self._conductor.pending = partial(self._carry_out, order, free=False)
         if own:
             self._conductor.settle()

@@ -162,7 +162,9 @@ def _twin_of(
 
 def _fake(value: Any, mode: FakeTensorMode) -> Any:
     if isinstance(value, Tensor):
-        return mode.from_tensor(value)
+        # Where the input came from is none of the model's business; whether it wants a gradient is.
+        alike = mode.from_tensor(value.detach())
+        return alike.requires_grad_() if value.requires_grad else alike
     if isinstance(value, Mapping):
         faked = {name: _fake(item, mode) for name, item in value.items()}
         return faked if type(value) is dict else _rebuilt(value, faked)

@@ -21,6 +21,7 @@ class Recorder:
     def __init__(self, restart_peak: Callable[[], int]) -> None:
         self._restart_peak = restart_peak
         self._moments: list[Moment] = []
+        self._before_first = 0
 
     def moment(self, phase: Phase, label: str, touches: Iterable[Touch], held: Iterable[PlaneRef]) -> None:
         """The next moment begins."""
@@ -31,8 +32,12 @@ class Recorder:
 
     def _settle(self) -> None:
         peak = self._restart_peak()
-        if self._moments:
-            self._moments[-1] = replace(self._moments[-1], nonmodel_bytes=peak)
+        if not self._moments:
+            self._before_first = peak  # what comes before the first moment is part of it
+            return
+        if len(self._moments) == 1:
+            peak = max(peak, self._before_first)
+        self._moments[-1] = replace(self._moments[-1], nonmodel_bytes=peak)
 
     def trace(self) -> Trace:
         """What has been written down; the last moment ends now."""

@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from patrickstar.cli.batches import Batches, validation_batches
+from patrickstar.cli.losses import accumulate_gradients, validation_loss
+
+TOKENS = (np.arange(400, dtype=np.int32) ** 2) % 13
+
+
+class Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(13, 13)
+        self.dropout = nn.Dropout(0.5)
+        self.seen = []
+
+    def forward(self, input_ids, labels):
+        self.seen.append(input_ids)
+        logits = self.dropout(self.embedding(input_ids))
+        return Output(nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 13), labels[:, 1:].reshape(-1)))
+
+
+def batches(batch_size):
+    return Batches(TOKENS, batch_size=batch_size, seq_len=10, seed=0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_micro_batches_give_the_gradient_and_the_loss_of_the_whole_batch(accumulate):
+    whole, parts = Model().eval(), Model().eval()
+    loss = accumulate_gradients(whole, batches(8), 1)
+    mean = accumulate_gradients(parts, batches(8 // accumulate), accumulate)
+    assert torch.equal(torch.cat(parts.seen), torch.cat(whole.seen))
+    assert mean == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(parts.embedding.weight.grad, whole.embedding.weight.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_validation_has_no_dropout_and_leaves_the_model_as_it_was():
+    model, held_out = Model().train(), validation_batches(TOKENS, batch_size=2, seq_len=10, most=3)
+    state, advanced = torch.get_rng_state(), []
+    first = validation_loss(model, held_out, advance=advanced.append)
+    assert validation_loss(model, held_out, advance=advanced.append) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert model.embedding.weight.grad is None
+    assert advanced == [1] * 6
+
+
+def test_a_model_that_was_not_training_stays_so_and_so_it_is_after_an_error():
+    model = Model().eval()
+    held_out = validation_batches(TOKENS, batch_size=2, seq_len=10, most=3)
+    validation_loss(model, held_out, advance=ignore)
+    assert not model.training
+    model.train()
+    with pytest.raises(TypeError):
+        validation_loss(model, [{"wrong": 1}], advance=ignore)
+    assert model.training
+
+
+def ignore(_count):
+    """Nobody wants to know how far it is."""
