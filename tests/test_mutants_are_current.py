@@ -74,14 +74,14 @@ def test_a_run_that_left_something_out_is_not_green(output: str) -> None:
 
 @pytest.mark.slow
 def test_a_fault_is_caught_a_change_without_effect_survives_and_a_hang_is_stopped() -> None:
-    fault = Mutant("a-kibibyte-is-1000-bytes", "units.py", "KIB = 1 << 10", "KIB = 1000", UNITS)
-    harmless = Mutant("a-kibibyte-is-1024-bytes", "units.py", "KIB = 1 << 10", "KIB = 1024", UNITS)
-    hang = Mutant("units-never-end", "units.py", "KIB = 1 << 10", "KIB = 1 << 10\nwhile True: pass", UNITS)
+    fault = Mutant("a-kibibyte-is-1000-bytes", "units.py", "= 1 << 10,", "= 1000,", UNITS)
+    harmless = Mutant("a-kibibyte-is-1024-bytes", "units.py", "= 1 << 10,", "= 1024,", UNITS)
+    hang = Mutant("units-never-end", "units.py", "= 1 << 10,", "= __import__('time').sleep(3600) or 1 << 10,", UNITS)
     with copy_of_the_library() as copy:
         assert run_tests(UNITS, copy).green
         assert run_mutant(fault, copy, limit_s=120).by.startswith("tests/test_units.py::")
         assert not run_mutant(harmless, copy, limit_s=120).caught
-        assert run_mutant(hang, copy, limit_s=10).by == "a HANG"
+        assert run_mutant(hang, copy, limit_s=3).by == "a HANG"
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from patrickstar.cli import compare
 from patrickstar.cli.events import EventLog
+from patrickstar.memory.allocator import tcmalloc_library
 
 START = {"event", "config", "parameters", "model_data_bytes", "predicted", "plan"}
 STEP = {"event", "step", "loss", "loss_hex", "seconds", "tokens_per_second", "grad_norm", "peak", "rss"}
@@ -202,3 +205,18 @@ def test_files_that_are_no_text_are_skipped_in_one_warning(runs, capsys):
 def test_a_log_that_cannot_be_written_is_an_error_on_the_way(runs, capsys):
     assert runs.train("--log-json", runs.home / "missing" / "log.jsonl") == 1
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_process_of_its_own_trains_on_disk_under_tcmalloc_and_leaves_nothing_there(runs):
+    command = [sys.executable, "-m", "patrickstar", "train", "--model", runs.model, "--data", runs.text, "--steps", 2]
+    command += ["--device", "cpu", "--host-memory", "2MiB", "--disk", runs.home / "disk", "--batch-size", 2]
+    command += ["--seq-len", 16, "--compare-plain", "--log-json", runs.home / "log.jsonl"]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "PATRICKSTAR_ALLOCATOR")
+    }
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "plain PyTorch gives the same bits" in done.stdout
+    assert runs.rows()[-1]["moved"]["H>K"] > 0
+    assert list((runs.home / "disk").iterdir()) == []
+    assert ("starting over under tcmalloc" in done.stderr) == (tcmalloc_library() is not None)

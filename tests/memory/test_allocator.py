@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patrickstar.memory.allocator import allocator, identify, tcmalloc_library
+from patrickstar.memory.allocator import allocator, identify, set_tcmalloc_decommit, tcmalloc_library
 from tests.memory.light import run
 
 MAPS = """\
@@ -77,24 +77,29 @@ def test_a_plain_process_is_served_by_glibc_and_can_be_made_to_give_back():
 
 
 @pytest.mark.skipif(tcmalloc_library() is None, reason="tcmalloc is not installed (Debian: libtcmalloc-minimal4)")
-def test_under_tcmalloc_it_is_named_is_left_alone_and_releases():
+def test_tcmalloc_is_named_releases_and_can_be_made_to_give_back():
     library = str(tcmalloc_library())
     code = FREED + (
         "found = a.allocator()\n"
-        "as_is, released = kept(lambda: None), kept(a.release_free_memory)\n"
-        "print(json.dumps([found.name, found.library, as_is, released, a.set_glibc_thresholds()]))"
+        "as_is, released, glibc = kept(lambda: None), kept(a.release_free_memory), a.set_glibc_thresholds()\n"
+        "taken, returned = a.set_tcmalloc_decommit(), kept(lambda: None)\n"
+        "expected = [found.retains, a.allocator().retains]\n"
+        "print(json.dumps([found.name, found.library, as_is, released, glibc, taken, returned, expected]))"
     )
-    name, file, as_is, released, taken = json.loads(run(code, LD_PRELOAD=library))
-    assert (name, taken) == ("tcmalloc", False)
+    name, file, as_is, released, glibc, taken, returned, expected = json.loads(run(code, LD_PRELOAD=library))
+    assert (name, glibc, taken) == ("tcmalloc", False, True)
     assert Path(file).samefile(library)
     assert as_is > 128
     assert released < 16
+    assert returned < 16
+    assert expected[0] > expected[1] == 1
 
 
 def test_what_is_expected_of_glibc_depends_on_its_thresholds():
     found = allocator()
     if found.name != "glibc":
         pytest.skip(f"runs under {found.name}")
+    assert not set_tcmalloc_decommit()
     assert allocator(thresholds=True).retains < found.retains
     assert "tcmalloc" in found.note
 

@@ -104,10 +104,10 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="an-update-is-no-change-for-autograd",
-        file="runtime/updates.py",
-        old="self._bump(order.hypers)",
+        file="runtime/training.py",
+        old="self._binding.changed_by_update(names)",
         new="pass",
-        tests=("tests/runtime/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[mlp]",),
+        tests=("tests/runtime/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[two_layers]",),
     ),
     Mutant(
         name="in-backward-updates-at-once-what-is-recomputed",

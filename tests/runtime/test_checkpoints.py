@@ -404,5 +404,3 @@ def test_weights_of_the_checkpoint_are_what_evaluation_uses(saved: tuple[Pair, P
         train_one(plain, oracle, number)
     with torch.no_grad():
         assert same_bits(after, plain(batch()))
-
-

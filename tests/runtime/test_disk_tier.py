@@ -134,9 +134,7 @@ def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
-def test_no_bit_depends_on_the_machine(
-    make_pair: MakePair, machine: dict[str, Any], step: str, eviction: str
-) -> None:
+def test_no_bit_depends_on_the_machine(make_pair: MakePair, machine: dict[str, Any], step: str, eviction: str) -> None:
     pair = make_pair(with_options={"eviction": eviction}, step=step, **machine)
     pair.train(4)
     pair.expect_same()

@@ -20,8 +20,8 @@ from patrickstar.plan.actions import Action
 from patrickstar.plan.check import check
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
-from tests.parity.zoo import CASES, Case, language_loss, micro_seed
 from tests.parity.compare import same_bits
+from tests.parity.zoo import CASES, Case, language_loss, micro_seed
 from tests.runtime.builders import MACHINES, Pair, WithLoss, batch, mover_of, options, step_with_loss
 
 MakePair = Callable[..., Pair]

@@ -1,7 +1,7 @@
 """The process's memory allocator: which one serves torch's tensors, what it keeps of what is freed, how to get it back.
 
 Freed activations stay with the allocator, and a budget is kept by what the process really holds. The figures of this file
-come from `benchmarks/allocators.py`; decision record 0002 has the table and says what follows from it.
+come from `benchmarks/allocators.py`; `docs/decisions/0002-allocators.md` has the table and says what follows from it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,26 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from patrickstar.units import KIB, MIB
 
-__all__ = ["Allocator", "allocator", "identify", "release_free_memory", "set_glibc_thresholds", "tcmalloc_library"]
+__all__ = [
+    "Allocator",
+    "allocator",
+    "identify",
+    "release_free_memory",
+    "set_glibc_thresholds",
+    "set_tcmalloc_decommit",
+    "tcmalloc_library",
+]
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
 _THRESHOLD_BYTES: Final = 128 * KIB
+_DECOMMIT: Final = b"tcmalloc.aggressive_memory_decommit"
 
 # Preferred first: the minimal one lacks the profilers, which nobody asked for.
 _TCMALLOC_FILES: Final = ("libtcmalloc_minimal.so.4", "libtcmalloc_minimal.so", "libtcmalloc.so.4", "libtcmalloc.so")
@@ -41,10 +51,9 @@ _process = ctypes.CDLL(None)
 class Allocator:
     """An allocator, and what to expect of it.
 
-    Growth of the resident size stays within `live * retains + extra_bytes`, where `live` is the largest sum of live
-    tensor bytes, and `extra_bytes` what a first step leaves behind whatever its size: lazy imports, thread pools,
-    workspaces. Where `release_free_memory` is called whenever the resident size plus the coming rise of the live bytes
-    would pass a limit, `retains` is 1 for every allocator.
+    The process grows by at most `live * retains + extra_bytes` over its size before, where `live` is the largest sum of
+    live tensor bytes. Where `release_free_memory` is called at every moment at which the resident size plus the coming
+    rise of the live bytes would pass a limit, `guarded` takes the place of `retains`.
     """
 
     name: str
@@ -52,7 +61,9 @@ class Allocator:
     library: str
     """The file that serves allocations; "" where it could not be found."""
     retains: float
+    guarded: float
     extra_bytes: int
+    """What a first step leaves behind whatever its size: lazy imports, thread pools, workspaces, pages of libraries."""
     note: str
     """What would make it keep less, for people."""
 
@@ -61,17 +72,15 @@ def allocator(*, thresholds: bool = False) -> Allocator:
     """The allocator of this process: the library that the dynamic linker binds torch's allocation call to.
 
     Args:
-        thresholds: `set_glibc_thresholds` was called.
+        thresholds: `set_glibc_thresholds` was called, which glibc does not tell.
 
     A library that is merely mapped does not count. Does not see an allocator linked into torch itself.
     """
     with Path("/proc/self/maps").open() as maps:
         name, library = identify(maps, address=ctypes.cast(_process.posix_memalign, ctypes.c_void_p).value or 0)
-    if name == "glibc" and thresholds:
-        retains, extra_bytes, note = _EXPECTED["glibc with thresholds"]
-    else:
-        retains, extra_bytes, note = _EXPECTED[name]
-    return Allocator(name, library, retains, extra_bytes, note)
+    at_once = thresholds if name == "glibc" else name == "tcmalloc" and _decommits()
+    retains, guarded, note = _RETURNS_AT_ONCE if at_once else _EXPECTED[name]
+    return Allocator(name, library, retains, guarded, _EXTRA_BYTES, note)
 
 
 def identify(maps: Iterable[str], *, address: int) -> tuple[str, str]:
@@ -101,6 +110,16 @@ def set_glibc_thresholds() -> bool:
     return all(taken)
 
 
+def set_tcmalloc_decommit() -> bool:
+    """Make tcmalloc give back every block when it is freed; whether it now does. False on any other allocator.
+
+    For the whole process, until somebody sets the property again.
+    """
+    if allocator().name != "tcmalloc" or not hasattr(_process, "MallocExtension_SetNumericProperty"):
+        return False
+    return bool(_process.MallocExtension_SetNumericProperty(_DECOMMIT, ctypes.c_size_t(1)))
+
+
 def release_free_memory() -> None:
     """Have the allocator give back to the system what it keeps of freed memory. Milliseconds, and faults later on."""
     if hasattr(_process, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc
@@ -126,12 +145,24 @@ def tcmalloc_library(directories: Iterable[Path] | None = None) -> Path | None:
     return None
 
 
-# Provisional.
-_EXPECTED: Final = {
-    "glibc": (1.7, 64 * MIB, "preloading tcmalloc (Debian: libtcmalloc-minimal4) or setting glibc's thresholds"),
-    "glibc with thresholds": (1.0, 64 * MIB, ""),
-    "tcmalloc": (1.6, 64 * MIB, ""),
-    "jemalloc": (1.2, 64 * MIB, ""),
-    "mimalloc": (1.7, 64 * MIB, ""),
-    "unknown": (2.0, 64 * MIB, ""),
-}
+def _decommits() -> bool:
+    if not hasattr(_process, "MallocExtension_GetNumericProperty"):
+        return False
+    value = ctypes.c_size_t(0)
+    return bool(_process.MallocExtension_GetNumericProperty(_DECOMMIT, ctypes.byref(value)) and value.value)
+
+
+# The most that was measured is 61 MiB: decision record 0002.
+_EXTRA_BYTES: Final = 64 * MIB
+
+# retains, guarded, note. Those of jemalloc and mimalloc are from a shorter series, and nothing is known of a guard there.
+_RETURNS_AT_ONCE: Final = (1.0, 1.0, "")
+_EXPECTED: Final = MappingProxyType(
+    {
+        "glibc": (1.6, 1.0, "preloading tcmalloc (Debian: libtcmalloc-minimal4), or setting glibc's thresholds"),
+        "tcmalloc": (1.45, 1.15, "its property tcmalloc.aggressive_memory_decommit"),
+        "jemalloc": (1.2, 1.2, ""),
+        "mimalloc": (1.7, 1.7, "preloading tcmalloc instead (Debian: libtcmalloc-minimal4)"),
+        "unknown": (2.0, 2.0, "preloading tcmalloc (Debian: libtcmalloc-minimal4)"),
+    }
+)

@@ -31,7 +31,7 @@ from patrickstar.runtime.keeper import Keeper
 from patrickstar.runtime.optimizer_state import OptimizerState
 from patrickstar.runtime.saving import Saving
 from patrickstar.runtime.segments import Segments
-from patrickstar.runtime.stats import Stats
+from patrickstar.runtime.stats import Stats, gather_stats
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.weights import Weights
 
@@ -119,26 +119,12 @@ class Session:
         self._expect_open()
         parts = self._parts
         parts.conductor.settle()
-        ledger = parts.conductor.mover.ledger
-        state = parts.conductor.mover.state
-        model_data: dict[str, int] = {}
-        for ref in state.home:
-            if ref not in state.free:
-                model_data[ref.plane] = model_data.get(ref.plane, 0) + state.unit_bytes(ref)
-        segments = parts.segments
-        return Stats(
-            peak={tier.label: ledger.peak(tier) for tier in Tier},
-            moved={link: ledger.moved(link) for link in ("H>D", "D>H", "H>K", "K>H")},
-            model_data=model_data,
-            steps=segments.planned_steps + segments.reactive_steps,
-            planned_steps=segments.planned_steps,
-            reactive_steps=segments.reactive_steps,
-            reason=segments.reason,
-            seconds={
-                **parts.keeper.seconds,
-                "step": parts.training.step_seconds if parts.training is not None else 0.0,
-            },
-            bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
+        step_seconds = parts.training.step_seconds if parts.training is not None else 0.0
+        return gather_stats(
+            parts.conductor.mover,
+            parts.segments,
+            seconds={**parts.keeper.seconds, "step": step_seconds},
+            numel=parts.layout.model_numel,
         )
 
     # gradients

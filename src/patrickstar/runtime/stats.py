@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Stats"]
+from patrickstar.core.machine import LINKS, Tier
+from patrickstar.runtime.mover import Mover
+from patrickstar.runtime.segments import Segments
+
+__all__ = ["Stats", "gather_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +42,23 @@ class Stats:
 
     bytes_per_parameter: float
     """Bytes of model data by parameter."""
+
+
+def gather_stats(mover: Mover, segments: Segments, *, seconds: Mapping[str, float], numel: int) -> Stats:
+    """The numbers as they are now. `numel`: elements of all parameters."""
+    state, ledger = mover.state, mover.ledger
+    model_data: dict[str, int] = {}
+    for ref in state.home:
+        if ref not in state.free:
+            model_data[ref.plane] = model_data.get(ref.plane, 0) + state.unit_bytes(ref)
+    return Stats(
+        peak={tier.label: ledger.peak(tier) for tier in Tier},
+        moved={link: ledger.moved(link) for link in LINKS},
+        model_data=model_data,
+        steps=segments.planned_steps + segments.reactive_steps,
+        planned_steps=segments.planned_steps,
+        reactive_steps=segments.reactive_steps,
+        reason=segments.reason,
+        seconds=seconds,
+        bytes_per_parameter=sum(model_data.values()) / max(1, numel),
+    )
