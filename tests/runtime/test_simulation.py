@@ -13,7 +13,6 @@ import torch
 
 import patrickstar
 from patrickstar import BudgetError
-from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action
@@ -40,47 +39,66 @@ class Stretch:
     """Bytes of the compute tier in each moment, at most."""
 
 
+class Watch:
+    """Stands before the pilot of a session, and writes down what is done in every planned stretch."""
+
+    def __init__(self, session: patrickstar.Session) -> None:
+        self._pilot, self._mover = session._parts.conductor.pilot, mover_of(session)
+        self._compute = self._mover.state.compute
+        self.stretches: list[Stretch] = []
+        self._segment: Any = None
+        self._log = 0
+        self._moved: Mapping[str, int] = {}
+        self._per_moment: list[int] = []
+        self._moment_is_open = False
+
+    def begin(self, segment: Any) -> None:
+        self.end()
+        type(self._pilot).begin(self._pilot, segment)
+        self._segment, self._log = segment, len(self._mover.log)
+        self._moved, self._per_moment = dict(self._mover.ledger.snapshot().moved_bytes), []
+
+    def actions(self, *args: Any) -> Any:
+        self._end_moment()
+        self._moment_is_open = True
+        return type(self._pilot).actions(self._pilot, *args)
+
+    def end(self) -> None:
+        self._end_moment()
+        segment, self._segment = self._segment, None
+        if segment is None or segment.plan is None or not segment.complete:
+            return
+        moved = self._mover.ledger.snapshot().moved_bytes
+        self.stretches.append(
+            Stretch(
+                segment.name,
+                segment.trace,
+                segment.plan,
+                self._mover.log[self._log :],
+                {link: moved[link] - before for link, before in self._moved.items()},
+                self._per_moment,
+            )
+        )
+
+    def _end_moment(self) -> None:
+        """Before anything happens for the next one."""
+        if self._moment_is_open:
+            self._moment_is_open = False
+            self._per_moment.append(self._mover.ledger.snapshot().moments[-1][self._compute])
+
+
 @contextmanager
 def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
     """Collects what is done in every planned stretch."""
-    conductor, mover = session._parts.conductor, mover_of(session)
-    compute = mover.state.compute
-    stretches: list[Stretch] = []
-    open_one: list[Any] = []
-    begin, begin_moment = conductor.pilot.begin, Ledger.begin_moment
-
-    def close() -> None:
-        if open_one:
-            segment, log, moved, moments = open_one.pop()
-            if segment.plan is not None and segment.complete:
-                ledger = mover.ledger
-                stretches.append(
-                    Stretch(
-                        segment.name,
-                        segment.trace,
-                        segment.plan,
-                        mover.log[log:],
-                        {link: ledger.moved(link) - before for link, before in moved.items()},
-                        [moment[compute] for moment in ledger.snapshot().moments[moments:]],
-                    )
-                )
-
-    def begins(segment: Any) -> None:
-        close()
-        begin(segment)
-        ledger = mover.ledger
-        moved = {link: ledger.moved(link) for link in LINKS}
-        open_one.append((segment, len(mover.log), moved, len(ledger.snapshot().moments)))
-
+    watch, pilot, mover = Watch(session), session._parts.conductor.pilot, mover_of(session)
     mover.keep_log = True
-    conductor.pilot.begin = begins
+    pilot.begin, pilot.actions = watch.begin, watch.actions
     try:
-        yield stretches
-        close()
+        yield watch.stretches
+        watch.end()
     finally:
-        conductor.pilot.begin = begin
+        del pilot.begin, pilot.actions
         mover.keep_log = False
-        assert Ledger.begin_moment is begin_moment
 
 
 def expect_executed_as_simulated(session: patrickstar.Session, stretches: list[Stretch]) -> None:
