@@ -3,13 +3,19 @@
     session = patrickstar.manage(model, optimizer, host_memory="6GiB", disk="/fast/disk")
     optimizer = session.optimizer
 
-and the training loop stays as it is.
+and the training loop stays as it is. What needs torch is imported when it is first asked for.
 """
+
+import importlib as _importlib
+import types as _types
+import typing as _typing
 
 from patrickstar.config.options import Options
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, DeviceError, Error, LayoutError, StateError
-from patrickstar.optim.adamw import Adam, AdamW
-from patrickstar.runtime import Session, manage
+
+if _typing.TYPE_CHECKING:
+    from patrickstar.optim.adamw import Adam, AdamW
+    from patrickstar.runtime import Session, manage
 
 __all__ = [
     "Adam",
@@ -25,3 +31,22 @@ __all__ = [
     "StateError",
     "manage",
 ]
+
+_WITH_TORCH = _types.MappingProxyType(
+    {
+        "Adam": "patrickstar.optim.adamw",
+        "AdamW": "patrickstar.optim.adamw",
+        "Session": "patrickstar.runtime",
+        "manage": "patrickstar.runtime",
+    }
+)
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_importlib.import_module(_WITH_TORCH[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from patrickstar.torch_private import Plain
+
 __all__ = ["LiveBytes"]
 
 
@@ -60,7 +62,10 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # Down here operations are torch's own (an accumulator asks a fake parameter for its metadata, with that parameter's lock held): what
+        # they touch is no use of a parameter.
+        with Plain():
+            result = func(*args, **(kwargs or {}))
         if not self.counts:
             return result
         makes_new = self._makes_new.get(func)
