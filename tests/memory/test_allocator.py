@@ -100,7 +100,7 @@ def test_what_is_expected_of_glibc_depends_on_its_thresholds():
     if found.name != "glibc":
         pytest.skip(f"runs under {found.name}")
     assert not set_tcmalloc_decommit()
-    assert allocator(thresholds=True).retains < found.retains
+    assert allocator(returning=True).retains < found.retains
     assert "tcmalloc" in found.note
 
 

@@ -21,7 +21,10 @@ from tests.mutants.mutant import ROOT, SOURCE, Mutant, MutantError
 
 __all__ = ["Run", "Verdict", "copy_of_the_library", "judge", "run_mutant", "run_tests"]
 
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (?P<test>tests/.*?)(?: - (?P<reason>.*))?$", re.MULTILINE)
+# A test that fails may leave something behind that its fixtures find: the failure comes first.
+_FAILED, _ERROR = (
+    re.compile(rf"^{word} (?P<test>tests/.*?)(?: - (?P<reason>.*))?$", re.MULTILINE) for word in ("FAILED", "ERROR")
+)
 _PASSED, _TESTS_FAILED = 0, 1  # pytest's exit codes; any other means that it did not get to run the tests
 
 
@@ -59,7 +62,7 @@ def judge(run: Run) -> Verdict:
         return Verdict(True, "a HANG", run.seconds)
     if run.code == _PASSED:
         return Verdict(False, "nothing: it SURVIVED", run.seconds)
-    found = _FAILED.search(run.output)
+    found = _FAILED.search(run.output) or _ERROR.search(run.output)
     if run.code != _TESTS_FAILED or found is None:
         return Verdict(
             False, f"nothing: its tests did NOT RUN (pytest's exit code {run.code})", run.seconds, run.output[-4000:]

@@ -37,6 +37,8 @@ class Stretch:
     moved: Mapping[str, int]
     per_moment: list[int]
     """Bytes of the compute tier in each moment, at most."""
+    slots: list[int]
+    """Bytes of its chunks alone, at each moment's end."""
 
 
 class Watch:
@@ -50,13 +52,14 @@ class Watch:
         self._log = 0
         self._moved: Mapping[str, int] = {}
         self._per_moment: list[int] = []
+        self._slots: list[int] = []
         self._moment_is_open = False
 
     def begin(self, segment: Any) -> None:
         self.end()
         type(self._pilot).begin(self._pilot, segment)
         self._segment, self._log = segment, len(self._mover.log)
-        self._moved, self._per_moment = dict(self._mover.ledger.snapshot().moved_bytes), []
+        self._moved, self._per_moment, self._slots = dict(self._mover.ledger.snapshot().moved_bytes), [], []
 
     def actions(self, *args: Any) -> Any:
         self._end_moment()
@@ -77,6 +80,7 @@ class Watch:
                 self._mover.log[self._log :],
                 {link: moved[link] - before for link, before in self._moved.items()},
                 self._per_moment,
+                self._slots,
             )
         )
 
@@ -84,7 +88,9 @@ class Watch:
         """Before anything happens for the next one."""
         if self._moment_is_open:
             self._moment_is_open = False
-            self._per_moment.append(self._mover.ledger.snapshot().moments[-1][self._compute])
+            ledger = self._mover.ledger.snapshot()
+            self._per_moment.append(ledger.moments[-1][self._compute])
+            self._slots.append(ledger.chunk_bytes[self._compute])
 
 
 @contextmanager
@@ -101,14 +107,20 @@ def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
         mover.keep_log = False
 
 
-def expect_executed_as_simulated(session: patrickstar.Session, stretches: list[Stretch]) -> None:
+def expect_executed_as_simulated(
+    session: patrickstar.Session, stretches: list[Stretch], *, bytes_are_foreseen: bool = True
+) -> None:
+    """`bytes_are_foreseen`: whether non-model bytes are those of the trace; a chunk's always are."""
     compute = mover_of(session).state.compute
     assert stretches
     for stretch in stretches:
         simulated = simulate(stretch.plan, stretch.trace, session.layout, stretch.plan.machine)
         assert stretch.log == list(stretch.plan.actions()), stretch.name
         assert stretch.moved == simulated.moved, stretch.name
-        assert stretch.per_moment == list(simulated.per_moment), stretch.name
+        slot_bytes = mover_of(session).state.slot_bytes
+        assert stretch.slots == [slots * slot_bytes for slots in simulated.slots], stretch.name
+        if bytes_are_foreseen:
+            assert stretch.per_moment == list(simulated.per_moment), stretch.name
         assert simulated.peak[compute.label] <= stretch.plan.machine.budget[compute]
         assert check(stretch.plan, stretch.trace, session.layout, stretch.plan.machine) == []
 
@@ -182,15 +194,21 @@ def test_plan_and_trace_are_those_of_the_last_training_step(make_pair: MakePair)
 
 # the zoo
 
-PLANNED_FROM: Mapping[str, str] = {
-    "mixtral": "routing depends on data: the grouped matrix product of experts has no fake counterpart",
-    "branches": "a branch depends on an input's value, which is no part of a signature",
-    "penalised": "`autograd.grad` and a second backward follow the forward",
+NOT_PLANNED: Mapping[str, str] = {
+    "mixtral": "the grouped matrix product of its experts has no fake counterpart in fp32",
+    "weight-norm-hook": "the old weight norm keeps a tensor with a history, which torch does not deep-copy",
+    "penalised": "`autograd.grad` comes before the backward, which no forward can show",
 }
-"""Cases whose steps need not all be planned, and why."""
+"""Cases whose first step at least runs reactively, and why."""
 
-BYTES_DIFFER: Mapping[str, str] = {}
-"""Cases whose non-model bytes are not as foreseen although the model computes its loss itself, and why."""
+BYTES_DIFFER: Mapping[str, str] = {
+    "gpt2": "transformers makes its masks another way where it meets fake tensors",
+    "llama": "as gpt2",
+    "t5": "as gpt2",
+    "lstm": "oneDNN gives back a workspace of a size that its fake counterpart does not know",
+    "autocast": "casts are cached between uses, and given up at another time",
+}
+"""Cases whose non-model bytes are not those foreseen, and why. A loss outside of the model is another reason: it is reserved."""
 
 
 def manage(case: Case, nbytes: int) -> tuple[Any, patrickstar.Session]:
@@ -206,7 +224,12 @@ def run(case: Case, model: Any, session: patrickstar.Session, steps: int) -> Non
     for step, drawn in enumerate(case.batches(seed=0, count=steps), start=1):
         torch.manual_seed(micro_seed(step, 0))
         case.before_step(model, step)
-        case.loss_of(model, drawn).backward()
+        if case.loss_of is language_loss:
+            output = model(**drawn)  # kept through the backward, as a trial run keeps it
+            output.loss.backward()
+            del output
+        else:
+            case.loss_of(model, drawn).backward()
         session.optimizer.step()
         session.optimizer.zero_grad()
     session.stats()
@@ -215,7 +238,7 @@ def run(case: Case, model: Any, session: patrickstar.Session, steps: int) -> Non
 def in_the_smallest_budget(case: Case, steps: int) -> tuple[patrickstar.Session, list[Stretch], int]:
     """A run in what refusals name, and two chunks."""
     spare = nbytes = 2 * 4 * case.chunk_numel
-    for _ in range(8):
+    for _ in range(12):
         session = None
         try:
             model, session = manage(case, nbytes)
@@ -235,31 +258,37 @@ def in_the_smallest_budget(case: Case, steps: int) -> tuple[patrickstar.Session,
 def test_every_model_is_executed_as_simulated_and_as_foreseen(name: str) -> None:
     case = CASES[name]
     session, stretches, nbytes = in_the_smallest_budget(case, steps=2)
+    foreseen = case.loss_of is language_loss and name not in BYTES_DIFFER
     with session:
         stats = session.stats()
         assert stats.peak["device"] <= nbytes
         assert sum(stats.moved.values()), "nothing moved, which shows nothing"
-        if name not in PLANNED_FROM:
+        if name in NOT_PLANNED:
+            assert stats.reactive_steps, "the reason for the exception is gone"
+        else:
             assert stats.planned_steps == 2, stats.reason
-        if stretches or name not in PLANNED_FROM:
-            expect_executed_as_simulated(session, stretches)
-        for known in session._parts.segments._known.values():
-            if known.offline is not None and known.measured is not None and name not in PLANNED_FROM:
-                expect_foreseen(case, known.offline, known.measured)
+        expect_executed_as_simulated(session, stretches, bytes_are_foreseen=foreseen and name not in NOT_PLANNED)
+        if name not in NOT_PLANNED:
+            traces = [(known.offline, known.measured) for known in session._parts.segments._known.values()]
+            assert traces
+            for offline, measured in traces:
+                assert offline is not None
+                assert measured is not None
+                expect_foreseen(offline, measured, exactly=foreseen, at_most=name not in BYTES_DIFFER)
 
 
-def expect_foreseen(case: Case, offline: Trace, measured: Trace) -> None:
-    """The moments are the same; so are their bytes, but for a loss outside of the model, which is reserved instead."""
+def expect_foreseen(offline: Trace, measured: Trace, *, exactly: bool, at_most: bool) -> None:
+    """The moments are the same. So are their bytes, or they are no more than was reserved."""
     assert not bare(offline).differences(bare(measured))
-    if case.loss_of is language_loss and case.name not in BYTES_DIFFER:
+    if exactly:
         assert not offline.differences(measured)
-    else:
+    elif at_most:
         short = [
-            f"{index}: {seen.nonmodel_bytes} bytes, {foreseen.nonmodel_bytes} foreseen"
+            f"{measured.name(index)}: {seen.nonmodel_bytes} bytes, {foreseen.nonmodel_bytes} reserved"
             for index, (foreseen, seen) in enumerate(zip(offline.moments, measured.moments, strict=True))
             if seen.nonmodel_bytes > foreseen.nonmodel_bytes
         ]
-        assert not short
+        assert not short, "\n".join(short)
 
 
 def bare(trace: Trace) -> Trace:

@@ -49,7 +49,10 @@ def refuse(forecast: Forecast) -> None:
 
 def predicted(forecast: Forecast) -> Predicted:
     """The part that every report has."""
-    return Predicted(peak=dict(forecast.peak), moved=dict(forecast.moved))
+    peak = dict(forecast.peak)
+    if forecast.fits:
+        peak["host"] += forecast.beside_bytes
+    return Predicted(peak=peak, moved=dict(forecast.moved))
 
 
 def start_row(forecast: Forecast) -> dict[str, Any]:

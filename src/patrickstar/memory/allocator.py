@@ -23,6 +23,7 @@ __all__ = [
     "allocator",
     "identify",
     "release_free_memory",
+    "return_at_once",
     "set_glibc_thresholds",
     "set_tcmalloc_decommit",
     "tcmalloc_library",
@@ -68,17 +69,17 @@ class Allocator:
     """What would make it keep less, for people."""
 
 
-def allocator(*, thresholds: bool = False) -> Allocator:
+def allocator(*, returning: bool = False) -> Allocator:
     """The allocator of this process: the library that the dynamic linker binds torch's allocation call to.
 
     Args:
-        thresholds: `set_glibc_thresholds` was called, which glibc does not tell.
+        returning: expect of it what it does once `return_at_once` was called, where it can.
 
     A library that is merely mapped does not count. Does not see an allocator linked into torch itself.
     """
     with Path("/proc/self/maps").open() as maps:
         name, library = identify(maps, address=ctypes.cast(_process.posix_memalign, ctypes.c_void_p).value or 0)
-    at_once = thresholds if name == "glibc" else name == "tcmalloc" and _decommits()
+    at_once = returning if name == "glibc" else name == "tcmalloc" and (_decommits() or (returning and _can_decommit()))
     retains, guarded, note = _RETURNS_AT_ONCE if at_once else _EXPECTED[name]
     return Allocator(name, library, retains, guarded, _EXTRA_BYTES, note)
 
@@ -94,6 +95,18 @@ def identify(maps: Iterable[str], *, address: int) -> tuple[str, str]:
                     return name, library
             return "unknown", library
     return "unknown", ""
+
+
+def return_at_once() -> str:
+    """Make the allocator give back every larger block when it is freed: what was done, for people; "" where nothing was.
+
+    For the whole process: see the two functions below. Does nothing where it has been done before.
+    """
+    if set_glibc_thresholds():
+        return "glibc now returns freed blocks of 128 KiB and more"
+    if not _decommits() and set_tcmalloc_decommit():
+        return "tcmalloc now returns freed blocks (tcmalloc.aggressive_memory_decommit)"
+    return ""
 
 
 def set_glibc_thresholds() -> bool:
@@ -115,7 +128,7 @@ def set_tcmalloc_decommit() -> bool:
 
     For the whole process, until somebody sets the property again.
     """
-    if allocator().name != "tcmalloc" or not hasattr(_process, "MallocExtension_SetNumericProperty"):
+    if allocator().name != "tcmalloc" or not _can_decommit():
         return False
     return bool(_process.MallocExtension_SetNumericProperty(_DECOMMIT, ctypes.c_size_t(1)))
 
@@ -143,6 +156,10 @@ def tcmalloc_library(directories: Iterable[Path] | None = None) -> Path | None:
             if (directory / file).is_file():
                 return directory / file
     return None
+
+
+def _can_decommit() -> bool:
+    return hasattr(_process, "MallocExtension_SetNumericProperty")
 
 
 def _decommits() -> bool:

@@ -69,6 +69,11 @@ class ChunkStore:
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
         self._in_flight: dict[tuple[PlaneRef, Tier], InFlight] = {}
 
+    @property
+    def committed_slots(self) -> int:
+        """Slots of the compute tier that may hold pages now."""
+        return self._arenas[self._compute].committed_slots
+
     def carry_out(self, action: Action) -> None:
         """Does what the action says. DeviceError where the disk does not do its work; nothing is lost by that."""
         match action:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,12 +29,14 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter, slot_strides
 from patrickstar.nn.classes import alias_classes, parameter_class
+from patrickstar.nn.detached import DetachedAliases
 from patrickstar.nn.differentiate import differentiate
-from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, SHAPE_ONLY, accessor
+from patrickstar.nn.found import Found
+from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 from patrickstar.nn.gradient_access import GradientAccess, GradientOwner
 from patrickstar.nn.leases import Leases
 from patrickstar.nn.packing import Packing
-from patrickstar.torch_private import Plain
+from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Binding", "Owner"]
 
@@ -96,8 +97,8 @@ class Binding:
             (FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor
         )
         self._parameter_class = parameter_class(self, nn.Parameter if self._base is Tensor else self._base)
-        self._alias_class, self._detached_class = alias_classes(self, self._base)
-        self._detached: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
+        self._alias_class, detached_class = alias_classes(self, self._base)
+        self._detached = DetachedAliases(detached_class)
 
         nan: Tensor | None = None
         self.session_name = "a session"
@@ -106,7 +107,7 @@ class Binding:
         for name, parameter in named.items():
             piece = layout.slices[name]
             if nan is None:
-                nan = torch.full((1,), float("nan"), dtype=dtype, device=parameter.device)
+                nan = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
             shape_only = torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtype, device="meta")
             standin = nan.expand(parameter.shape)
             bound = BoundParameter(
@@ -147,21 +148,16 @@ class Binding:
                 if data is not None:
                     bound.parameter.data = data
             self.gradients.own.clear()
-            for reference, bound in list(self._detached.values()):
-                tensor = reference()
-                if tensor is not None:
-                    tensor.__class__ = Tensor
-                    tensor.data = self.by_name[bound.name].parameter.data
-            self._detached.clear()
+            self._detached.release(self.by_name)
 
     def bound(self, tensor: object) -> BoundParameter | None:
         """The record of a managed parameter, or of a detached alias of one; else None."""
-        found = self._bound.get(id(tensor))
-        if found is not None:
-            return found  # a managed parameter lives as long as its record: nothing else can have its id
-        if type(tensor) is self._detached_class:
-            return self._detached[id(tensor)][1]
-        return None
+        # A managed parameter lives as long as its record: nothing else can have its id.
+        return self._bound.get(id(tensor)) or self._detached.of(tensor)
+
+    def is_managed(self, tensor: Tensor) -> bool:
+        """Whether this is a managed parameter, and has the class of one."""
+        return id(tensor) in self._bound and type(tensor) is self._parameter_class
 
     def __iter__(self) -> Iterator[BoundParameter]:
         return iter(self.by_name.values())
@@ -185,12 +181,21 @@ class Binding:
                 special = _SPECIAL.get(func)
                 if special is not None:
                     return special(self, bound, *args[1:], **kwargs)
-            found: dict[int, BoundParameter] = {}
-            aliases: list[Tensor] = []
-            self._search((args, kwargs), found, aliases)
-            if len(found) > 1 and func.__name__.startswith("_foreach_"):
+                if func in ESCAPES:
+                    return self._escape(func, bound, *args[1:], **kwargs)
+                if func.__name__ in REPOINTS:
+                    raise StateError(self._not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
+            found = self._found((args, kwargs))
+            if len(found.parameters) > 1 and func.__name__.startswith("_foreach_"):
                 return self._one_by_one(func, args, kwargs)
-            return self._use(func, args, kwargs, list(found.values()), aliases)
+            return self._use(func, args, kwargs, found=found, others=found.others)
+
+    def _found(self, values: Any) -> Found:
+        return Found(self, values, bound=self.bound, alias_class=self._alias_class)
+
+    def _join(self, func: Callable[..., Any], others: Sequence[Binding], *args: Any, **kwargs: Any) -> Any:
+        """The part of this session in a use that another session's class has caught."""
+        return self._use(func, args, kwargs, found=self._found((args, kwargs)), others=others)
 
     def _one_by_one(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A foreach function tensor by tensor, so that what it is given need not be resident all at once. Same arithmetic, same bits."""
@@ -212,17 +217,19 @@ class Binding:
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        found: list[BoundParameter],
-        aliases: list[Tensor],
+        *,
+        found: Found,
+        others: Sequence[Binding],
     ) -> Any:
-        self.enter(found)
-        written = [*(bound.parameter for bound in found), *aliases]
+        run = partial(others[0]._join, func, others[1:]) if others else func
+        self.enter(found.parameters)
+        written = [*(bound.parameter for bound in found.parameters), *found.aliases]
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in written]
         try:
             with self._packing.around_use():
-                result = func(*args, **kwargs)
+                result = run(*args, **kwargs)
             if func in ESCAPES:
-                for ref in {*(bound.ref for bound in found), *(self._units_of(aliases))}:
+                for ref in self._units_of(found.aliases):
                     self._owner.escaped(ref)
             return self._dress(result)
         finally:
@@ -231,7 +238,7 @@ class Binding:
                     bound = self.bound(tensor)
                     for ref in self._units_of([tensor]) if bound is None else [bound.ref]:
                         self._owner.changed(ref)
-            self.leave(found)
+            self.leave(found.parameters)
 
     def enter(self, found: Sequence[BoundParameter]) -> None:
         """Gives parameters their bytes. Each `enter` has one `leave`."""
@@ -239,9 +246,11 @@ class Binding:
             return
         with self.lock:
             refs = sorted({bound.ref for bound in found})
-            in_graph = torch.is_grad_enabled() and not any(
-                type(bound.tensor()) is self._detached_class for bound in found
-            )
+            in_graph = torch.is_grad_enabled() and not any(self._detached.is_one(bound.tensor()) for bound in found)
+            for bound in found:
+                if not bound.depth and self._moved(bound):
+                    bound.parameter.data = bound.standin
+                    raise StateError(self._not_its_own(bound, f"set_() gave {bound.name} other memory"))
             self._owner.use(refs, [bound.name for bound in found], in_graph=in_graph)
             units = {ref: self.leases.take(ref) for ref in refs}
             for bound in found:
@@ -249,6 +258,10 @@ class Binding:
                 if bound.depth == 1:
                     with torch.inference_mode(False):
                         bound.parameter.data = bound.over(units[bound.ref])
+
+    def _moved(self, bound: BoundParameter) -> bool:
+        """Whether `set_()`, which no class sees, has put something in the place of the stand-in."""
+        return self._base is Tensor and bound.parameter.data_ptr() != bound.standin.data_ptr()
 
     def leave(self, found: Sequence[BoundParameter]) -> None:
         """Takes parameters' bytes away again; what else holds the slot keeps it."""
@@ -274,20 +287,6 @@ class Binding:
                 bound.parameter.__class__ = self._parameter_class
 
     # what uses return and autograd saves
-
-    def _search(self, value: Any, found: dict[int, BoundParameter], aliases: list[Tensor]) -> None:
-        if isinstance(value, Tensor):
-            bound = self.bound(value)
-            if bound is not None:
-                found[id(value)] = bound
-            elif type(value) is self._alias_class:
-                aliases.append(value)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                self._search(item, found, aliases)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self._search(item, found, aliases)
 
     def _dress(self, result: Any) -> Any:
         if isinstance(result, Tensor):
@@ -322,41 +321,52 @@ class Binding:
 
     # the rest of what is special about a parameter
 
-    def _get_grad(self, bound: BoundParameter) -> Tensor | None:
-        return self.gradients.get(bound)
-
-    def _set_grad(self, bound: BoundParameter, value: Tensor | None) -> None:
-        self.gradients.set(bound, value)
-
-    def _delete_grad(self, bound: BoundParameter) -> None:
-        self.gradients.set(bound, None)
-
     def _detach(self, bound: BoundParameter) -> Tensor:
-        return self._alias_of(bound, bound.tensor().detach())
+        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())
 
     def _get_data(self, bound: BoundParameter) -> Tensor:
-        return self._alias_of(bound, bound.tensor().data)
+        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().data)
 
-    def _alias_of(self, bound: BoundParameter, alias: Tensor) -> Tensor:
-        """Turns what torch gave for the stand-in, with the version counter it has, into a stand-in of its own."""
-        if bound.depth:
-            alias.data = bound.standin
-        key, known = id(alias), self._detached
-        reference = weakref.ref(alias, lambda _: known.pop(key, None))
-        alias.__class__ = self._detached_class
-        living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
-        known[key] = (
-            reference,
-            BoundParameter(bound.name, living, bound.ref, bound.offset, bound.shape_only, bound.standin),
-        )
-        return alias
+    def _in_its_slot(self, bound: BoundParameter) -> Tensor:
+        """Inside of a backward: a view that holds the slot. Checkpointing detaches what a custom Function saves while it recomputes, and
+        autograd unpacks it without its class: a stand-in would be taken for values.
+        """
+        self.enter([bound])
+        try:
+            with torch.inference_mode(False):
+                return cast("Tensor", self._dress(bound.over(self.leases.take(bound.ref))))
+        finally:
+            self.leave([bound])
 
     def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
-        if value is not bound.parameter:
-            raise StateError(
-                f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}; its bytes belong to "
-                "a session. Copy into it (`parameter.data.copy_(value)`), use session.write(name, value), or change it before manage()"
-            )
+        same = self.bound(value)
+        # `p.data += x` adds in place, and assigns the alias of the very same bytes.
+        if same is None or same.name != bound.name:
+            what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
+            raise StateError(self._not_its_own(bound, what))
+
+    def _not_its_own(self, bound: BoundParameter, what: str) -> str:
+        return (
+            f"{what}; its bytes belong to a session. Copy into it (`parameter.data.copy_(value)`), use "
+            f"session.write({bound.name!r}, value), or change it before manage()"
+        )
+
+    def _escape(self, func: Callable[..., Any], bound: BoundParameter, *args: Any, **kwargs: Any) -> Any:
+        """Memory is handed out: that of a view of its own, so that what holds the view holds the slot.
+
+        Of an alias that nothing but a number is asked for (`data_ptr()`), the slot stays as long as the alias lives.
+        """
+        self.enter([bound])
+        try:
+            unit = self.leases.take(bound.ref)
+            if self._detached.is_one(bound.tensor()):
+                bound.lease = unit
+            self._owner.escaped(bound.ref)
+            with torch.inference_mode(False):
+                view = bound.over(unit).requires_grad_(bound.tensor().requires_grad)
+            return func(view, *args, **kwargs)
+        finally:
+            self.leave([bound])
 
     def _set_requires_grad(self, bound: BoundParameter, value: bool = True) -> Tensor:
         tensor = bound.tensor()
@@ -379,9 +389,9 @@ class Binding:
 
 _SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
-        accessor("grad", "__get__"): Binding._get_grad,
-        accessor("grad", "__set__"): Binding._set_grad,
-        accessor("grad", "__delete__"): Binding._delete_grad,
+        accessor("grad", "__get__"): lambda binding, bound: binding.gradients.get(bound),
+        accessor("grad", "__set__"): lambda binding, bound, value: binding.gradients.set(bound, value),
+        accessor("grad", "__delete__"): lambda binding, bound: binding.gradients.set(bound, None),
         accessor("data", "__get__"): Binding._get_data,
         accessor("data", "__set__"): Binding._set_data,
         Tensor.detach: Binding._detach,

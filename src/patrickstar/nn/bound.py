@@ -29,6 +29,9 @@ class BoundParameter:
     shape_only: Tensor
 
     standin: Tensor
+    lease: Tensor | None = (
+        None  # of a detached alias whose address has been asked for: the slot stays as long as the alias lives
+    )
     depth: int = 0  # uses and module calls that hold it now
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 

@@ -50,6 +50,8 @@ def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], t
     class Alias(base):  # type: ignore[misc,valid-type]
         """A view of a slot that a use has returned. See Note [Binding]."""
 
+        managed_by = binding
+
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return binding.handle(func, args, kwargs or {})

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ESCAPES", "NEEDS_NO_DATA", "SHAPE_ONLY", "accessor"]
+__all__ = ["ESCAPES", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor"]
 
 
 def accessor(name: str, kind: str) -> Callable[..., Any]:
@@ -49,3 +49,19 @@ SHAPE_ONLY = _methods("stride is_contiguous storage_offset")
 
 ESCAPES = _methods("numpy __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage")
 """Hand out memory that can be written to behind torch's back: a digest tells whether it was."""
+
+REPOINTS = frozenset(
+    {
+        "set_",
+        "resize_",
+        "resize_as_",
+        "t_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+        "squeeze_",
+        "unsqueeze_",
+        "as_strided_",
+    }
+)
+"""Names of functions that give a tensor another storage, shape or strides: a parameter in its slot has only those it has."""

@@ -12,15 +12,18 @@ import torch
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import ConfigError, DeviceError
-from patrickstar.memory.allocator import allocator, set_glibc_thresholds
+from patrickstar.memory.allocator import allocator, return_at_once
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
-from patrickstar.units import format_bytes, parse_size
+from patrickstar.units import MIB, format_bytes, parse_size
 
 __all__ = ["Budgets", "find_budgets"]
 
 _HOST_SHARE = 0.8
 _SPARE_SHARE = 16
 _DISK_SHARE = 0.9
+_THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
+_EXPECTED_BYTES = 24 * MIB  # of `extra_bytes`, as a rule: the same record
+_SMALL_BYTES = 16 * MIB  # of weights: the kernels of smaller models keep next to nothing
 _log = logging.getLogger("patrickstar")
 
 
@@ -31,8 +34,9 @@ class Budgets:
     Attributes:
         host_binds: whether the user gave a bound on what the process holds, so that what the allocator keeps matters.
         resident_limit_bytes: what the process may have resident: its size now less the weights that it will let go, and the host budget.
-        retains: bytes the allocator takes for each byte of activations alive. extra_bytes: what the first steps leave in the process whatever
-            their size (lazy imports, thread pools, workspaces); kept free where it can be.
+        retains: bytes the allocator takes for each byte of activations alive. fixed_bytes: what kernels keep between their calls, which counts
+            as activations do. extra_bytes: what else the first steps leave in the process whatever their size (pages of libraries, imports,
+            thread pools); kept free where it can be.
     """
 
     machine: Machine
@@ -40,6 +44,7 @@ class Budgets:
     resident_limit_bytes: int
     retains: float
     extra_bytes: int = 0
+    fixed_bytes: int = 0
 
     def machine_for(self, need_bytes: int, *, taken_bytes: int = 0) -> Machine:
         """The machine to plan a stretch for that needs at least so much of the compute tier.
@@ -58,12 +63,18 @@ class Budgets:
         """What of the compute tier is kept free where it can be: `extra_bytes`, but no more than a sixteenth of a small budget."""
         return min(self.extra_bytes, self.machine.budget[self.machine.compute] // _SPARE_SHARE)
 
+    @property
+    def beside_bytes(self) -> int:
+        """What the process is expected to take beside what is counted: 0 where nobody gave a bound, little under a small one."""
+        return min(_EXPECTED_BYTES, self.machine.budget[Tier.HOST] // _SPARE_SHARE) if self.extra_bytes else 0
+
     def prepare_allocator(self) -> None:
-        """Makes glibc give freed memory back, where the process must stay within a bound. See decision 0002."""
-        if self.host_binds and allocator().name == "glibc" and set_glibc_thresholds():
+        """Makes the allocator give freed memory back, where the process must stay within a bound. See decision 0002."""
+        done = return_at_once() if self.host_binds and self.machine.compute is Tier.HOST else ""
+        if done:
             _log.info(
-                "host_memory is given: glibc now returns freed blocks of 128 KiB and more at once, for the whole process and for good; "
-                "steps take longer by the page faults. Under tcmalloc (LD_PRELOAD) this is not needed: see `patrickstar doctor`"
+                "host_memory is given: %s at once, for the whole process and for good; steps take longer by the page faults",
+                done,
             )
 
     def __str__(self) -> str:
@@ -107,8 +118,9 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int) -> Budgets:
             )
         if not host_binds:
             return Budgets(Machine(Tier.HOST, budget), host_binds, limit, 1.0)
-        known = allocator(thresholds=True)
-        return Budgets(Machine(Tier.HOST, budget), host_binds, limit, known.retains, known.extra_bytes)
+        known = allocator(returning=True)
+        fixed = min(_THREAD_BYTES * torch.get_num_threads(), max(0, weight_bytes - _SMALL_BYTES) // _SPARE_SHARE)
+        return Budgets(Machine(Tier.HOST, budget), host_binds, limit, known.retains, known.extra_bytes, fixed)
     wanted = memory.device_memory
     budget[Tier.DEVICE] = (
         host if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total_bytes())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_buffers", "persistent_buffers", "put_on_meta", "restore_buffers"]
+__all__ = ["cast_buffers", "persistent_buffers", "put_back", "put_on_meta", "restore_buffers"]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -30,6 +30,12 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]
             before[path] = buffer.dtype
             module._buffers[name] = buffer.to(dtype)
     return before
+
+
+def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Puts these very tensors in the place of the model's buffers of their names."""
+    for path, module, name, _ in _places(model):
+        module._buffers[name] = buffers[path]
 
 
 def restore_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from patrickstar.errors import ConfigError, LayoutError, StateError
+from patrickstar.nn.bound import slot_strides
 
 __all__ = ["check_model"]
 
@@ -34,6 +38,7 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
         raise LayoutError(
             f"parameters are on several devices ({', '.join(sorted(devices))}): move the model to the CPU first"
         )
+    _check_memory(named)
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise LayoutError(
@@ -60,3 +65,19 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise LayoutError(
             f"{name} is a {type(parameter).__name__}: only torch.nn.Parameter can be managed, not subclasses of it"
         )
+
+
+def _check_memory(named: Mapping[str, nn.Parameter]) -> None:
+    """Two parameters over the same bytes would be taken apart: what is written to one would no longer reach the other."""
+    # Of parameters with gaps between their elements, others may lie in the gaps: they are not looked at.
+    spans = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
+        for name, parameter in named.items()
+        if parameter.numel() and slot_strides(parameter) == parameter.stride()
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise LayoutError(
+                f"{name} and {other} are two parameters that share memory: make them one (`model.b.weight = model.a.weight`), "
+                "or give each its own (`nn.Parameter(weight.clone())`)"
+            )

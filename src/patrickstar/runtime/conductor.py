@@ -16,6 +16,7 @@ from torch import Tensor
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.plan.actions import Action, Copy, Create, Drop
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.pilot import Pilot, Segment
 from patrickstar.runtime.pressure import Pressure
@@ -56,6 +57,7 @@ class Conductor:
         self.pending: Callable[..., None] | None = None
         self.nonmodel_bytes: Callable[[], int] | None = None
         self._nonmodel_before = 0
+        self._making_bytes = 0
 
     def settle(self) -> None:
         """Does what is pending."""
@@ -88,14 +90,10 @@ class Conductor:
         with self.lock:
             if self.pending is not None:
                 self.settle()
-            if self._pressure is not None:
-                excess = self._pressure.excess_bytes()
-                if excess:
-                    self.pilot.yield_bytes(excess)
             held = self._held()
             if self.recorder is not None and phase is not Phase.STEP:
                 self.recorder.moment(phase, label, touches, held)
-            actions = self.pilot.actions(phase, label, touches, held)
+            actions = self._within_bounds(phase, label, touches, held)
             segment = self.pilot.segment
             ledger = self.mover.ledger
             self.mover.store.limit_slots = self.pilot.capacity_slots
@@ -110,6 +108,48 @@ class Conductor:
             for touch in touches:
                 if touch.writes:
                     self.mover.wrote(touch.ref)
+
+    @contextmanager
+    def making(self, nbytes: int) -> Iterator[None]:
+        """A tensor of so many bytes is being filled: the moments in between leave room for it."""
+        segment = self.pilot.segment
+        segment.reserve_bytes += nbytes
+        self._making_bytes += nbytes
+        try:
+            yield
+        finally:
+            segment.reserve_bytes -= nbytes
+            self._making_bytes -= nbytes
+
+    def _within_bounds(
+        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+    ) -> Sequence[Action]:
+        """What must happen before the moment, and does not make the process too large."""
+        actions = self.pilot.actions(phase, label, touches, held)
+        if self._pressure is None:
+            return actions
+        excess = self._pressure.excess_bytes(self._growth_bytes(actions))
+        if not excess:
+            return actions
+        self.pilot.yield_bytes(excess)
+        return self.pilot.decided(phase, label, touches, held)
+
+    def _growth_bytes(self, actions: Sequence[Action]) -> int:
+        """By how much the process grows until the next moment, as far as that is known: slots, and what is alive beside them."""
+        state, segment = self.mover.state, self.pilot.segment
+        in_use, committed = state.slots_used, self.mover.store.committed_slots
+        for action in actions:
+            match action:
+                case Create(_, tier, slots) | Copy(_, _, tier, slots) if tier is self._compute:
+                    in_use += slots
+                case Drop(_, tier, slots) if tier is self._compute:
+                    in_use -= slots
+        slots = max(in_use, min(committed, self.pilot.capacity_slots)) - committed
+        rise = self._making_bytes
+        if segment.planned and segment.trace is not None and segment.position > 1:
+            now, before = (segment.trace.moments[segment.position - back].nonmodel_bytes for back in (1, 2))
+            rise += max(0, now - before)
+        return slots * state.slot_bytes + rise
 
     def _nonmodel_now(self, segment: Segment) -> int:
         """Bytes of non-model data: as metered, else as the trace has it, else what is reserved for it."""

@@ -46,7 +46,8 @@ class Forecast:
         minimum: the smallest budget of each tier that is used, with the others as they are; 0 where a tier is not used.
         parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
         plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
-        layout: which parameter lies in which chunk.
+        layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
+            and the host computes.
     """
 
     fits: bool
@@ -59,6 +60,7 @@ class Forecast:
     layout: Layout
     traces: tuple[Trace, ...] = ()
     plans: tuple[Plan, ...] = field(default=(), repr=False)
+    beside_bytes: int = 0
 
     @property
     def plan_text(self) -> str:
@@ -85,7 +87,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         takes_gradients=True,
     )
     try:
-        step = with_retention(tracer.trace(model, named, (), batch), budgets.retains)
+        step = with_retention(tracer.trace(model, named, (), batch), budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None
@@ -98,6 +100,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         "model_data_bytes": sum(spec.numel * 4 * (planes if spec.trainable else 1) for spec in specs),
         "layout": layout,
         "traces": traces,
+        "beside_bytes": budgets.beside_bytes,
     }
     minimum = _minimum(layout, budgets, traces)
     try:

@@ -65,9 +65,10 @@ class Gradients:
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
             flat = whole.as_strided((whole.numel(),), (1,))
             at = 0
-            for piece in self.pieces(bound.name):
-                flat[at : at + piece.numel()].copy_(piece)
-                at += piece.numel()
+            with self._conductor.making(whole.nbytes):
+                for piece in self.pieces(bound.name):
+                    flat[at : at + piece.numel()].copy_(piece)
+                    at += piece.numel()
             return whole
 
     def drop(self, name: str) -> None:

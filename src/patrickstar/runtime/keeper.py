@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Keeper:
     _segments: Segments
     _training: Training | None
     _watch: Watch
+    _is_managed: Callable[[Tensor], bool]
 
     def __init__(
         self,
@@ -53,16 +55,26 @@ class Keeper:
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
         self._depth = 0
+        self._handled: BaseException | None = None
+        self._in_backward = False
         self._records = False
         self._began_s = 0.0
         self._backward_began_s = 0.0
 
-    def connect(self, conductor: Conductor, segments: Segments, training: Training | None, watch: Watch) -> None:
+    def connect(
+        self,
+        conductor: Conductor,
+        segments: Segments,
+        training: Training | None,
+        watch: Watch,
+        is_managed: Callable[[Tensor], bool],
+    ) -> None:
         """Everything that events are passed on to."""
         self._conductor = conductor
         self._segments = segments
         self._training = training
         self._watch = watch
+        self._is_managed = is_managed
 
     # the binding's owner
 
@@ -70,6 +82,7 @@ class Keeper:
         """See `nn.binding.Owner`."""
         self._check_watch()
         inside = backward_id() != -1
+        self._in_backward |= inside
         if not inside:
             self.choreography.used(names, in_graph=in_graph)
         self._conductor.moment(
@@ -84,6 +97,7 @@ class Keeper:
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
         self._check_watch()
+        self._in_backward = True
         self._conductor.moment(Phase.BACKWARD, name, (Touch(ref),))
 
     def wrap(self, ref: PlaneRef) -> Tensor:
@@ -135,9 +149,10 @@ class Keeper:
         if self._depth:
             self._depth += 1
             return args, kwargs
-        self._expect_own_parameters()
+        self.expect_own_parameters()
         if self._training is not None:
             self._training.expect_whole()
+            self._training.take_back()
         self._check_watch()
         self._conductor.settle()
         args, kwargs = cast_inputs((args, kwargs), torch.float32)
@@ -148,6 +163,8 @@ class Keeper:
         if self._records:
             self.states.next_step()
         self._depth = 1
+        self._in_backward = False
+        self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
         return args, kwargs
 
@@ -158,17 +175,32 @@ class Keeper:
         self._depth -= 1
         if self._depth:
             return
+        if (
+            sys.exc_info()[1] is not self._handled
+        ):  # hooks that are always called are called while the exception is on its way
+            self._segments.abandon()
         self.seconds["forward"] = time.perf_counter() - self._began_s
         self._backward_began_s = time.perf_counter()
         if not torch.is_grad_enabled():
             self._segments.end()
 
-    def _expect_own_parameters(self) -> None:
-        found = [id(parameter) for parameter in self._model.parameters()]
-        if found == self._expected:
+    def forget_abandoned_backward(self) -> None:
+        """State is about to be read or written, by nobody inside of a backward: one that has begun is over, by its end or by an exception."""
+        if self._in_backward and backward_id() == -1:
+            self._in_backward = False
+            self._segments.abandon()
+
+    def expect_own_parameters(self) -> None:
+        """Raises StateError where the model's parameters are not those that are managed."""
+        found = list(self._model.parameters())
+        if [id(parameter) for parameter in found] == self._expected and all(map(self._is_managed, found)):
             return
         now = dict(self._model.named_parameters())
-        names = [name for name in {**self._named, **now} if now.get(name) is not self._named.get(name)]
+        names = [
+            name
+            for name in {**self._named, **now}
+            if now.get(name) is not self._named.get(name) or not self._is_managed(now[name])
+        ]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise StateError(
             f"parameters of the model were replaced, added or removed after manage(): {shown}. Close the session, change the model "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +38,18 @@ from patrickstar.plan.placement import place
 from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.runtime.budgets import Budgets, find_budgets
-from patrickstar.runtime.buffers import cast_buffers
+from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.runtime.checks import check_model
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.keeper import Keeper
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.mover import Mover
+from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.runtime.segments import Segments
-from patrickstar.runtime.session import Parts, Session
+from patrickstar.runtime.session import Session
 from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.takeover import take_over
 from patrickstar.runtime.training import Training
@@ -244,8 +247,11 @@ def _build_session(
         mover.state,
         budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
         policy=options.eviction,
+        spare_bytes=budgets.spare_bytes,
     )
-    pressure = Pressure(budgets.resident_limit_bytes) if budgets.host_binds and compute is Tier.HOST else None
+    pressure = None
+    if budgets.host_binds and compute is Tier.HOST:
+        pressure = Pressure(budgets.resident_limit_bytes, machine.budget[compute])
     conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held, pressure=pressure)
     metering = Metering(
         conductor,
@@ -279,30 +285,55 @@ def _build_session(
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
         )
-    keeper.connect(conductor, segments, training, Watch(binding.leases.take, binding.leases.held, keeper.changed))
-    dtypes = {name: parameter.dtype for name, parameter in named.items()}
-    take_over(named, binding=binding, weights=weights, gradients=gradients, training=training, optimizer=original)
+    keeper.connect(
+        conductor,
+        segments,
+        training,
+        Watch(binding.leases.take, binding.leases.held, keeper.changed),
+        binding.is_managed,
+    )
+    with ExitStack() as undo:  # whatever fails, model and optimizer are as before
+        root = watch_root(model, keeper)
+        undo.callback(root.remove)
+        whole_calls = WholeCalls(model, binding)
+        undo.callback(whole_calls.watched.remove)
+        undo.callback(put_back, model, persistent_buffers(model))
+        buffer_dtypes = cast_buffers(model, torch.float32)
+        session = Session(
+            Parts(
+                model=model,
+                named=named,
+                layout=layout,
+                binding=binding,
+                conductor=conductor,
+                segments=segments,
+                keeper=keeper,
+                weights=weights,
+                training=training,
+                root=root,
+                whole_calls=whole_calls,
+                parameter_dtypes={name: parameter.dtype for name, parameter in named.items()},
+                buffer_dtypes=buffer_dtypes,
+                host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
+            )
+        )
+        if original is not None:
+            managed = ManagedOptimizer(original, target=session, names=names)
+            undo.callback(managed.detach)
+            session.attach(managed)
+        take_over(named, binding=binding, weights=weights, gradients=gradients, training=training, optimizer=original)
+        undo.pop_all()
     for name in named:
         states.filled(name)
-    parts = Parts(
-        model=model,
-        named=named,
-        layout=layout,
-        binding=binding,
-        conductor=conductor,
-        segments=segments,
-        keeper=keeper,
-        weights=weights,
-        training=training,
-        root=watch_root(model, keeper),
-        whole_calls=WholeCalls(model, binding),
-        parameter_dtypes=dtypes,
-        buffer_dtypes=cast_buffers(model, torch.float32),
-        host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
-    )
-    session = Session(parts)
-    if original is not None:
-        session.attach(ManagedOptimizer(original, target=session, names=names))
     binding.session_name = repr(session)
+    # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
+    session.unclosed = weakref.finalize(mover.store, _warn_of_unclosed, repr(session))
     _log.info("%r: %d chunks of %d elements; %s", session, layout.n_chunks, layout.chunk_numel, budgets)
     return session
+
+
+def _warn_of_unclosed(session: str) -> None:
+    _log.warning(
+        "%s was never closed: what it held is gone. Use `with patrickstar.manage(...) as session:`, or call session.close()",
+        session,
+    )

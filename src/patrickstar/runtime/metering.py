@@ -80,6 +80,7 @@ class Metering:
         ledger, segment = self._conductor.mover.ledger, self._conductor.pilot.segment
         # Where there is no forecast, or it has just been shown to be wrong, nobody knows what is still to come: a quarter more is an estimate.
         smallest = held + held // 4
+        self.pause()  # this step is over
         raise BudgetError(
             f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {segment.position} of the {segment.name}: "
             f"{format_bytes(held)} = chunk slots {format_bytes(ledger.chunks(self._compute))} + activations {format_bytes(live)}\n"

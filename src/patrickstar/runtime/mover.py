@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from patrickstar.core.ledger import Ledger
@@ -68,23 +67,18 @@ class Mover:
                 self._give_up(action)
             else:
                 residency.apply(self.state, action)
-        # A unit staged on its way out whose copy on the compute tier still holds the same bytes may go; one that is newer than the disk
-        # and no longer on the compute tier must stay, and is written when it is next asked for.
+        # Nothing stays staged: what is newer than the disk goes back to the compute tier, and is written when it next has to leave.
         for ref, newer in list(self.state.staged.items()):
             if newer and ref not in self.state.resident:
-                self._back_to_compute(ref)
-            if not newer or ref in self.state.resident:
-                with contextlib.suppress(residency.InvariantError):
-                    drop = Drop(ref, Tier.HOST, self.state.slots[ref])
-                    residency.apply(self.state, drop)
-                    self.store.carry_out(drop)
+                self._carry_out(Copy(ref, Tier.HOST, self.state.compute, self.state.slots[ref]))
+                self._carry_out(Wait(ref, self.state.compute))
+            self._carry_out(Drop(ref, Tier.HOST, self.state.slots[ref]))
+            if newer:
+                residency.mark_written(self.state, ref)
 
-    def _back_to_compute(self, ref: PlaneRef) -> None:
-        slots = self.state.slots[ref]
-        for action in (Copy(ref, Tier.HOST, self.state.compute, slots), Wait(ref, self.state.compute)):
-            self.store.carry_out(action)
-            residency.apply(self.state, action)
-        residency.mark_written(self.state, ref)
+    def _carry_out(self, action: Action) -> None:
+        self.store.carry_out(action)
+        residency.apply(self.state, action)
 
     def wrote(self, ref: PlaneRef) -> None:
         """A resident unit has been written on the compute tier."""

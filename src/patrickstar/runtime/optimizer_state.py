@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
@@ -77,8 +76,7 @@ class OptimizerState:
         states = unpack(state_dict, self._groups, self._names)
         steps = self._training.steps
         for name in set(steps) - set(states):
-            for plane in (EXP_AVG, EXP_AVG_SQ):
-                self._weights.write_moment(name, plane, torch.zeros(self._named[name].shape))
+            self._weights.clear_moments(name)
         steps.clear()
         for name, entry in states.items():
             self._weights.write_moment(name, EXP_AVG, entry.exp_avg)

@@ -154,7 +154,7 @@ class Pilot:
             if planned is not None:
                 segment.position += 1
                 return planned
-        return self._decided(segment, phase, label, touches, held)
+        return self.decided(phase, label, touches, held)
 
     def _planned(
         self, segment: Segment, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef]
@@ -181,9 +181,11 @@ class Pilot:
                 return None
         return actions
 
-    def _decided(
-        self, segment: Segment, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+    def decided(
+        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
     ) -> Sequence[Action]:
+        """The same, whatever the plan says. BudgetError as there."""
+        segment = self.segment
         needed = [touch.ref for touch in touches]
         budget, slot_bytes = self._budget_bytes(), self._state.slot_bytes
         withheld = segment.reserve_bytes + self._handicap_bytes + self._spare_bytes
@@ -191,24 +193,25 @@ class Pilot:
         self.capacity_slots = (budget - withheld) // slot_bytes
         try:
             return make_room(self._state, needed=needed, pinned=held, capacity_slots=self.capacity_slots, order=order)
-        except NoRoom:
-            # The reserve is a forecast; what is asked for now is a fact. The meter, where there is one, has the last word.
-            self.capacity_slots = budget // slot_bytes
-        try:
-            return make_room(self._state, needed=needed, pinned=held, capacity_slots=self.capacity_slots, order=order)
         except NoRoom as refusal:
-            needed_bytes = refusal.needed_slots * slot_bytes
+            needed_slots = refusal.needed_slots
+        # The reserve is a forecast; what is asked for now is a fact, and stays alone. The meter, where there is one, has the last word.
+        needed_bytes = needed_slots * slot_bytes
+        if needed_bytes > budget:
             raise BudgetError(
                 f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
-                f"  needed {format_bytes(needed_bytes)} = {refusal.needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once; "
+                f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once; "
                 f"budget {format_bytes(budget)}\n"
-                "  let go of views and copies of parameters and of gradients that are still held, or give a larger budget",
+                "  let go of views of parameters and of gradients that are still held (session.state_dict() reads one tensor at a time), "
+                "or give a larger budget",
                 tier=self._state.compute.label,
                 moment=f"{segment.position} {phase} {label}",
                 needed_bytes=needed_bytes,
                 available_bytes=budget,
                 smallest_bytes=needed_bytes,
-            ) from None
+            )
+        self.capacity_slots = needed_slots
+        return make_room(self._state, needed=needed, pinned=held, capacity_slots=needed_slots, order=order)
 
     def _order(self, segment: Segment) -> Callable[[Iterable[PlaneRef]], list[PlaneRef]]:
         if segment.trace is not None and segment.position < len(segment.trace.moments):

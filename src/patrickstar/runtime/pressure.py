@@ -14,7 +14,8 @@ from patrickstar.units import MIB, format_bytes
 
 __all__ = ["Pressure"]
 
-_SLACK_BYTES = 32 * MIB  # below the 48 MiB and 1 % that are promised
+_SLACK_BYTES = 40 * MIB  # of the 48 MiB that are promised
+_SLACK_SHARE = 128  # of the 1 % that is promised
 _log = logging.getLogger("patrickstar")
 
 
@@ -22,19 +23,23 @@ class Pressure:
     """A bound on the resident size.
 
     Args:
-        limit_bytes: what the process may have resident, all in all.
+        limit_bytes: what the process may have resident, all in all. budget_bytes: the part of it that is the session's budget.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes + _SLACK_BYTES
+    def __init__(self, limit_bytes: int, budget_bytes: int) -> None:
+        self._limit_bytes = limit_bytes + _SLACK_BYTES + budget_bytes // _SLACK_SHARE
         self._said = False
 
-    def excess_bytes(self) -> int:
-        """How much more is resident than may be, after the allocator has given back what it keeps; 0 where all is well."""
-        if resident_bytes() <= self._limit_bytes:
+    def excess_bytes(self, growth_bytes: int) -> int:
+        """How much more will be resident than may be once the process has grown by so much, with what the allocator keeps given back.
+
+        0 where all is well.
+        """
+        limit = self._limit_bytes - growth_bytes
+        if resident_bytes() <= limit:
             return 0
         release_free_memory()
-        excess = max(0, resident_bytes() - self._limit_bytes)
+        excess = max(0, resident_bytes() - limit)
         if excess and not self._said:
             self._said = True
             _log.warning(

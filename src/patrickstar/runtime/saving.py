@@ -72,7 +72,12 @@ class Saving:
                 shape = tuple(bound.shape_only.shape)
                 entries += [TensorEntry(f"{kind}/{bound.name}", torch.float32, shape, "moments") for kind in _PLANES]
         groups = self._groups()
-        state: dict[str, Any] = {"steps": dict(self._steps), "rng": rng.capture(), "groups": groups}
+        state: dict[str, Any] = {
+            "steps": dict(self._steps),
+            "rng": rng.capture(),
+            "groups": groups,
+            "group_parameters": self._group_parameters(),
+        }
         with self._conductor.lock, self._conductor.quiet():
             return write_step(
                 directory,
@@ -105,6 +110,8 @@ class Saving:
                         self._read_weight(reader, name, owner)
                     else:
                         self._read_moment(reader, name, owner, _PLANES[kind])
+                for name in set(self._steps) - set(steps):
+                    self._weights.clear_moments(name)
             self._binding.changed_by_update(self._binding.by_name)
             self._steps.clear()
             self._steps.update(steps)
@@ -125,11 +132,15 @@ class Saving:
             else [{key: value for key, value in group.items() if key != "params"} for group in live]
         )
 
+    def _group_parameters(self) -> list[list[str]]:
+        names = {id(bound.parameter): bound.name for bound in self._binding}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in self._live_groups() or ()]
+
     def _check(self, reader: StepReader, state: object, buffers: Mapping[str, Tensor]) -> dict[str, int]:
         where = reader.path
         if (
             not isinstance(state, dict)
-            or {"steps", "rng", "groups"} - set(state)
+            or {"steps", "rng", "groups", "group_parameters"} - set(state)
             or not isinstance(state["steps"], dict)
         ):
             raise CheckpointError(f"{where}: its state is not that of a session")
@@ -150,13 +161,25 @@ class Saving:
                 raise CheckpointError(
                     f"{where}: {name} is {entry.dtype}, expected {expected}: a checkpoint of another precision"
                 )
-        groups, live = state["groups"], self._live_groups()
-        if live is not None and groups is not None and len(groups) != len(live):
+        self._check_groups(where, state["groups"], state["group_parameters"])
+        return steps
+
+    def _check_groups(self, where: Path, groups: list[object] | None, parameters: list[list[str]]) -> None:
+        live = self._live_groups()
+        if live is None or groups is None:
+            return
+        if len(groups) != len(live):
             raise CheckpointError(
                 f"{where}: saved with {len(groups)} parameter groups, the optimizer has {len(live)}: "
                 "build the groups as they were when it was saved"
             )
-        return steps
+        for number, (saved, present) in enumerate(zip(parameters, self._group_parameters(), strict=True)):
+            if saved != present:
+                odd = sorted(set(saved) ^ set(present)) or present
+                raise CheckpointError(
+                    f"{where}: parameter group {number} had other parameters when it was saved ({', '.join(odd[:4])}): "
+                    "build the groups as they were then"
+                )
 
     def _pieces(self, name: str, buffers: Mapping[str, Tensor]) -> Iterator[Tensor]:
         kind, _, owner = name.partition("/")

@@ -146,7 +146,7 @@ class Segments:
             known = Known()
             try:
                 known.trace = known.offline = with_retention(
-                    self._tracer.trace(model, named, args, kwargs), self._budgets.retains
+                    self._tracer.trace(model, named, args, kwargs), self._budgets
                 )
             except CannotTrace as problem:
                 known.reason = str(problem)
@@ -226,7 +226,7 @@ class Segments:
         self._conductor.pilot.begin(Segment("outside"))
 
     def _learn(self, known: Known, recorded: Trace, segment: Segment) -> None:
-        recorded = with_retention(recorded, self._budgets.retains)
+        recorded = with_retention(recorded, self._budgets)
         known.measure_next = False
         whole = any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or segment.name == "evaluation"
         if not recorded.moments or not whole:
@@ -246,6 +246,12 @@ class Segments:
             self._learn(self._current, recorder.trace(), self._conductor.pilot.segment)
             self._recorded = True
         self._conductor.pilot.segment.reserve_bytes = 0  # activations are gone with the graph
+        self._metering.pause()
+
+    def abandon(self) -> None:
+        """An exception has ended a forward or a backward: what is made from now on is no part of it."""
+        self._conductor.recorder = None
+        self._conductor.pilot.segment.reserve_bytes = 0
         self._metering.pause()
 
     def pause(self) -> None:
@@ -283,10 +289,11 @@ class Segments:
         return self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
 
 
-def with_retention(trace: Trace, retains: float) -> Trace:
-    """The trace as the process sees it: an allocator takes `retains` bytes for each byte of activations alive."""
-    if retains == 1:
+def with_retention(trace: Trace, budgets: Budgets) -> Trace:
+    """The trace as the process sees it: the allocator may take more than what is alive, and kernels keep something between their calls."""
+    retains, fixed = budgets.retains, budgets.fixed_bytes
+    if retains == 1 and not fixed:
         return trace
     return Trace(
-        tuple(replace(moment, nonmodel_bytes=int(moment.nonmodel_bytes * retains)) for moment in trace.moments)
+        tuple(replace(moment, nonmodel_bytes=int(moment.nonmodel_bytes * retains) + fixed) for moment in trace.moments)
     )

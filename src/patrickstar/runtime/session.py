@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-import logging
+import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from patrickstar.checkpoint.mapping import LazyStateDict
-from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import WEIGHT, PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, StateError
-from patrickstar.hooks import Watched
-from patrickstar.nn.binding import Binding
-from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.take_over import return_state
 from patrickstar.plan.plan import Plan
-from patrickstar.runtime.buffers import put_on_meta, restore_buffers
-from patrickstar.runtime.conductor import Conductor
-from patrickstar.runtime.keeper import Keeper
+from patrickstar.runtime.closing import Closing
 from patrickstar.runtime.optimizer_state import OptimizerState
+from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.saving import Saving
-from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.stats import Stats, gather_stats
 from patrickstar.runtime.training import Training
-from patrickstar.runtime.weights import Weights
 
-__all__ = ["Parts", "Session"]
-
-_log = logging.getLogger("patrickstar")
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a session is made of; `manage` puts it together.
-
-    `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: what they were before. `host_budget_bytes`: what
-    the user allowed the process to hold, or None.
-    """
-
-    model: nn.Module
-    named: Mapping[str, nn.Parameter]
-    layout: Layout
-    binding: Binding
-    conductor: Conductor
-    segments: Segments
-    keeper: Keeper
-    weights: Weights
-    training: Training | None
-    root: Watched
-    whole_calls: WholeCalls
-    parameter_dtypes: Mapping[str, torch.dtype]
-    buffer_dtypes: Mapping[str, torch.dtype]
-    host_budget_bytes: int | None
+__all__ = ["Session"]
 
 
 class Session:
@@ -77,6 +40,10 @@ class Session:
         """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
 
         self._closed = False
+        self._closing: Closing | None = None
+        self.unclosed: weakref.finalize[Any, Any] | None = None
+        """Warns of a session that nobody closes; `manage` sets it."""
+
         self._steps_before = 0
         self._saving = Saving(
             model=parts.model,
@@ -216,6 +183,7 @@ class Session:
             raise ConfigError("wait=False: checkpoints are written in the background in a later version; leave it out")
         if self._parts.training is not None:
             self._parts.training.expect_whole()
+        self._parts.keeper.expect_own_parameters()
         return self._saving.save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
 
     def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
@@ -279,37 +247,27 @@ class Session:
 
     # the end
 
-    def close(self) -> None:
-        """Gives the model ordinary parameters with the current weights, in the types they had before. A second call does nothing."""
+    def close(self, *, keep_weights: bool = True) -> None:
+        """Gives the model ordinary parameters with the current weights, in the types they had before. A second call does nothing.
+
+        Args:
+            keep_weights: False: the weights are not wanted; parameters become meta tensors, at once and without a warning.
+        Raises:
+            DeviceError: the disk does not give weights back. What was read stays; another call tries the rest.
+        """
         if self._closed:
             return
-        parts = self._parts
-        if parts.training is not None:
-            parts.training.finish()
-        parts.conductor.settle()
-        parts.segments.end()
-        fits = self._weights_fit()
-        if not fits:
-            _log.warning(
-                "the weights do not fit the host budget as ordinary tensors: the model's parameters are on the meta device now. "
-                "Call session.save_checkpoint(dir) before close() to keep them (session.export(dir) comes in a later version)"
+        if self._closing is None:
+            self._closing = Closing(
+                self._parts,
+                optimizer=self.optimizer,
+                optimizer_state=self._optimizer_state,
+                keep_weights=keep_weights,
             )
-        gradients = self._last_gradients() if fits else {}
-        if fits:
-            self._return_optimizer_state()
+        self._closing.run()
         self._closed = True
-        parts.root.remove()
-        parts.whole_calls.watched.remove()
-        self._let_go_of_the_rest()
-        parts.binding.release(self._taken_back if fits else lambda _: None)
-        if not fits:
-            put_on_meta(parts.model, parts.parameter_dtypes)
-        for name, gradient in gradients.items():
-            parts.named[name].grad = gradient
-        restore_buffers(parts.model, parts.buffer_dtypes)
-        if self.optimizer is not None:
-            self.optimizer.detach()
-        parts.conductor.mover.store.close()
+        if self.unclosed is not None:
+            self.unclosed.detach()
 
     def _room_bytes(self) -> int | None:
         """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""
@@ -322,59 +280,6 @@ class Session:
             resting = [ref for ref, tier in state.home.items() if tier is state.compute]
         at_rest = sum(state.unit_bytes(ref) for ref in resting)
         return budget - at_rest - 2 * max(state.unit_bytes(ref) for ref in state.home)
-
-    def _weights_fit(self) -> bool:
-        budget, state = self._parts.host_budget_bytes, self._parts.conductor.mover.state
-        if budget is None:
-            return True
-        needed = sum(bound.shape_only.numel() * 4 for bound in self._parts.binding)
-        return needed + 2 * max(state.unit_bytes(ref) for ref in state.home) <= budget
-
-    def _last_gradients(self) -> dict[str, Tensor]:
-        training = self._parts.training
-        if training is None or training.in_backward:
-            return {}
-        return {name: gradient.to(self._parts.parameter_dtypes[name]) for name, gradient in training.gradients()}
-
-    def _taken_back(self, bound: BoundParameter) -> Tensor:
-        value = self._parts.weights.read(bound.name).to(self._parts.parameter_dtypes[bound.name])
-        self._parts.conductor.pilot.segment.reserve_bytes += value.nbytes
-        state = self._parts.conductor.mover.state
-        if self._last_of[bound.ref] == bound.name and bound.ref in state.resident:
-            self._parts.conductor.mover.release(bound.ref)  # its slots' pages go before the next parameter is read
-        return value
-
-    def _return_optimizer_state(self) -> None:
-        """The optimizer that was passed in goes on from here, where its state fits as whole tensors beside the weights."""
-        parts, training = self._parts, self._parts.training
-        if training is None or self.optimizer is None or not training.steps:
-            return
-        budget = parts.host_budget_bytes
-        needed = sum(
-            4 * bound.shape_only.numel() * (3 if bound.name in training.steps else 1) for bound in parts.binding
-        )
-        if (
-            budget is not None
-            and needed + 2 * max(map(parts.conductor.mover.state.unit_bytes, parts.conductor.mover.state.home)) > budget
-        ):
-            _log.warning(
-                "the optimizer's state does not fit the host budget as whole tensors: the optimizer passed to manage() starts without it. "
-                "Call session.save_checkpoint(dir) before close() to keep it"
-            )
-            return
-        names = {id(parameter): name for name, parameter in parts.named.items()}
-        return_state(self.optimizer.original, names, self._optimizer_state().states())
-
-    def _let_go_of_the_rest(self) -> None:
-        """Gradients and moments are no longer wanted: weights may take their room as ordinary tensors."""
-        mover = self._parts.conductor.mover
-        for ref in [ref for ref in mover.state.resident if ref.plane != WEIGHT]:
-            mover.release(ref)
-
-    @property
-    def _last_of(self) -> dict[PlaneRef, str]:
-        """The last parameter in each weight unit, in registration order: with it the unit has been read whole."""
-        return {bound.ref: bound.name for bound in self._parts.binding}
 
     def __enter__(self) -> Session:
         self._expect_open()
@@ -392,5 +297,6 @@ class Session:
     def _begin_access(self) -> None:
         """State is about to be read or written: what is pending is done, and a stretch that is complete is over."""
         self._expect_open()
+        self._parts.keeper.forget_abandoned_backward()
         self._parts.conductor.settle()
         self._parts.segments.pause()

@@ -34,6 +34,8 @@ def take_over(
     dtypes = {name: parameter.dtype for name, parameter in named.items()}
     their_gradients: dict[str, Tensor] = {}
     taken: list[str] = []
+    # What fp32 cannot hold exactly is kept until nothing can fail any more.
+    wider: dict[str, Tensor] = {name: p.data for name, p in named.items() if p.dtype is torch.float64}
     try:
         for bound in binding:
             weights.fill(bound, bound.parameter.data)
@@ -54,7 +56,7 @@ def take_over(
                 training.steps[name] = entry.step
     except BaseException:
         for name in taken:
-            named[name].data = weights.read(name).to(dtypes[name])
+            named[name].data = wider[name] if name in wider else weights.read(name).to(dtypes[name])
         for name, gradient in their_gradients.items():
             named[name].grad = gradient
         raise

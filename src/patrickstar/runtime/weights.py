@@ -30,7 +30,8 @@ class Weights:
         """A copy of a parameter's value, of its shape and strides, fp32."""
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.quiet():
-            self._conductor.moment(Phase.STEP, name, (Touch(bound.ref),))
+            with self._conductor.making(4 * bound.shape_only.numel()):
+                self._conductor.moment(Phase.STEP, name, (Touch(bound.ref),))
             return bound.over(self._conductor.tensor(bound.ref)).clone()
 
     def write(self, name: str, value: Tensor) -> None:
@@ -68,10 +69,18 @@ class Weights:
         with self._conductor.lock, self._conductor.quiet():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
             flat, at = bound.flat(whole), 0
-            for piece in self.moment_pieces(name, plane):
-                flat[at : at + piece.numel()].copy_(piece)
-                at += piece.numel()
+            with self._conductor.making(whole.nbytes):
+                for piece in self.moment_pieces(name, plane):
+                    flat[at : at + piece.numel()].copy_(piece)
+                    at += piece.numel()
             return whole
+
+    def clear_moments(self, name: str) -> None:
+        """A parameter's moments are as before its first update: zero."""
+        with self._conductor.lock, self._conductor.quiet():
+            for plane in (EXP_AVG, EXP_AVG_SQ):
+                for target in self.moment_pieces(name, plane, writes=True):
+                    target.zero_()
 
     def write_moment(self, name: str, plane: str, value: Tensor) -> None:
         """Sets a parameter's first or second moment, rounded to fp32."""
