@@ -6,7 +6,7 @@ import gc
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,41 +117,42 @@ def _train(
     release_free_memory()
     growth = ResidentGrowth(model)
     session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments))
-    growth.managed()
-    assert session.optimizer is not None
-    training = Training(
-        model=model,
-        session=session,
-        # A plain function has no state of its own, which the scheduler would save and load.
-        scheduler=LambdaLR(session.optimizer, lambda step: request.schedule.factor(step)),  # noqa: PLW0108 - see above
-        batches=batches,
-        course=Course(request.steps, request.accumulate, request.clip, request.save_every, request.folder),
-        progress=Progress(),
-        growth=growth,
-        log=log,
-        display=display,
-        signals=signals,
-    )
-    if resuming:
-        training.resume()
-    progress = training.progress
-    if progress.first_validation_loss is None:
-        progress.first_validation_loss = _validate(model, validation, display)
-    random_state = RandomState.now()
-    view = TrainingView(
-        done=progress.step, steps=request.steps, budgets=allowed, validation=progress.first_validation_loss
-    )
-    training.run(view)
-    if signals.requested is None:
-        progress.validation_loss = _validate(model, validation, display)
-    summary = _summary(training, forecast)
-    log.write(summary.row())
-    display.summary(summary, budgets=allowed)
-    if request.log_json is not None:
-        display.note(f"log: {request.log_json}")
-    final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
-    # Not closed: that would make ordinary parameters of the weights, which nobody wants any more and which may not fit.
-    return _Managed(progress.losses, final, random_state)
+    with ExitStack() as end:
+        end.callback(session.close, keep_weights=False)  # nobody wants them as tensors any more, and they may not fit
+        growth.managed()
+        assert session.optimizer is not None
+        training = Training(
+            model=model,
+            session=session,
+            # A plain function has no state of its own, which the scheduler would save and load.
+            scheduler=LambdaLR(session.optimizer, lambda step: request.schedule.factor(step)),  # noqa: PLW0108 - see above
+            batches=batches,
+            course=Course(request.steps, request.accumulate, request.clip, request.save_every, request.folder),
+            progress=Progress(),
+            growth=growth,
+            log=log,
+            display=display,
+            signals=signals,
+        )
+        if resuming:
+            training.resume()
+        progress = training.progress
+        if progress.first_validation_loss is None:
+            progress.first_validation_loss = _validate(model, validation, display)
+        random_state = RandomState.now()
+        view = TrainingView(
+            done=progress.step, steps=request.steps, budgets=allowed, validation=progress.first_validation_loss
+        )
+        training.run(view)
+        if signals.requested is None:
+            progress.validation_loss = _validate(model, validation, display)
+        summary = _summary(training, forecast)
+        log.write(summary.row())
+        display.summary(summary, budgets=allowed)
+        if request.log_json is not None:
+            display.note(f"log: {request.log_json}")
+        final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
+        return _Managed(progress.losses, final, random_state)
 
 
 def _compare(request: Request, data: TextData, display: Display, managed: _Managed) -> Verdict:

@@ -39,6 +39,7 @@ class Closing:
         self._parts = parts
         self._optimizer = optimizer
         self._optimizer_state = optimizer_state
+        self._wanted = keep_weights
         self._keeps = keep_weights and self._weights_fit()
 
         self._gradients: dict[str, Tensor] = {}
@@ -67,7 +68,9 @@ class Closing:
         parts.conductor.mover.store.close()
 
     def _finish(self) -> None:
-        if self._parts.training is not None:
+        if not self._wanted:
+            self._parts.conductor.pending = None
+        elif self._parts.training is not None:
             self._parts.training.finish()
         self._parts.conductor.settle()
         self._parts.segments.end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +22,20 @@ from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.pilot import Pilot, Segment
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.torch_private import Plain
+from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.recorder import Recorder
 
 __all__ = ["Conductor"]
+
+
+class ArenaBound(Protocol):
+    """What slots and live bytes together may not exceed."""
+
+    def excess_bytes(self, slot_bytes: int) -> int:
+        """By how much they would, with so many bytes of slots in use; 0 where there is room."""
+
+    def expect_room(self, slot_bytes: int) -> None:
+        """BudgetError where they would."""
 
 
 class Conductor:
@@ -34,6 +46,7 @@ class Conductor:
 
     Attributes:
         recorder: writes down what happens, where somebody wants to know.
+        meter: of live bytes, while one is on. arena: the bound that it is held against, where there is a hard one.
         pending: what must be done before any further moment (an optimizer step that was called and not yet carried out).
     """
 
@@ -55,7 +68,8 @@ class Conductor:
 
         self.recorder: Recorder | None = None
         self.pending: Callable[..., None] | None = None
-        self.nonmodel_bytes: Callable[[], int] | None = None
+        self.meter: LiveBytes | None = None
+        self.arena: ArenaBound | None = None
         self._nonmodel_before = 0
         self._making_bytes = 0
 
@@ -99,7 +113,7 @@ class Conductor:
             self.mover.store.limit_slots = self.pilot.capacity_slots
             now = self._nonmodel_now(segment)
             # What is alive between two moments is part of both.
-            ledger.nonmodel(self._compute, now if self.nonmodel_bytes is not None else min(now, self._nonmodel_before))
+            ledger.nonmodel(self._compute, now if self.meter is not None else min(now, self._nonmodel_before))
             if actions:
                 self.mover.carry_out(actions)
             self.mover.store.trim()
@@ -126,35 +140,49 @@ class Conductor:
     ) -> Sequence[Action]:
         """What must happen before the moment, and does not make the process too large."""
         actions = self.pilot.actions(phase, label, touches, held)
+        if self.arena is not None:
+            in_use = self._slots_in_use(actions)
+            excess = self.arena.excess_bytes(in_use * self.mover.state.slot_bytes)
+            if excess:
+                self.pilot.yield_bytes(excess, slots=in_use)
+                actions = self.pilot.decided(phase, label, touches, held)
+                self.arena.expect_room(self._slots_in_use(actions) * self.mover.state.slot_bytes)
         if self._pressure is None:
             return actions
-        excess = self._pressure.excess_bytes(self._growth_bytes(actions))
+        in_use = self._slots_in_use(actions)
+        slots = max(
+            in_use, min(self.mover.store.committed_slots, self.pilot.capacity_slots)
+        )  # those that will hold pages
+        growth = (slots - self.mover.store.committed_slots) * self.mover.state.slot_bytes + self._rise_bytes()
+        excess = self._pressure.excess_bytes(growth)
         if not excess:
             return actions
-        self.pilot.yield_bytes(excess)
+        self.pilot.yield_bytes(excess, slots=slots)
         return self.pilot.decided(phase, label, touches, held)
 
-    def _growth_bytes(self, actions: Sequence[Action]) -> int:
-        """By how much the process grows until the next moment, as far as that is known: slots, and what is alive beside them."""
-        state, segment = self.mover.state, self.pilot.segment
-        in_use, committed = state.slots_used, self.mover.store.committed_slots
+    def _slots_in_use(self, actions: Sequence[Action]) -> int:
+        """How many slots will be in use once these actions are done."""
+        in_use = self.mover.state.slots_used
         for action in actions:
             match action:
                 case Create(_, tier, slots) | Copy(_, _, tier, slots) if tier is self._compute:
                     in_use += slots
                 case Drop(_, tier, slots) if tier is self._compute:
                     in_use -= slots
-        slots = max(in_use, min(committed, self.pilot.capacity_slots)) - committed
-        rise = self._making_bytes
+        return in_use
+
+    def _rise_bytes(self) -> int:
+        """By how much what is alive beside the slots grows until the next moment, as far as that is known."""
+        segment, rise = self.pilot.segment, self._making_bytes
         if segment.planned and segment.trace is not None and segment.position > 1:
             now, before = (segment.trace.moments[segment.position - back].nonmodel_bytes for back in (1, 2))
             rise += max(0, now - before)
-        return slots * state.slot_bytes + rise
+        return rise
 
     def _nonmodel_now(self, segment: Segment) -> int:
         """Bytes of non-model data: as metered, else as the trace has it, else what is reserved for it."""
-        if self.nonmodel_bytes is not None:
-            return self.nonmodel_bytes()
+        if self.meter is not None:
+            return self.meter.live
         if segment.planned and segment.trace is not None:
             return segment.trace.moments[segment.position - 1].nonmodel_bytes
         return segment.reserve_bytes if segment.trace is not None else 0
@@ -163,6 +191,19 @@ class Conductor:
         """A 1-D tensor over a resident unit, on a storage of its own. Valid until the next moment unless a lease is taken."""
         with torch.inference_mode(False):
             return self.mover.store.tensor(ref, self._compute)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """As `quiet`, and not counted: copies handed to the user as host memory, a kernel's few scalars."""
+        meter = self.meter
+        if meter is not None:
+            meter.counts = False
+        try:
+            with self.quiet():
+                yield
+        finally:
+            if meter is not None:
+                meter.counts = True
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -46,14 +46,15 @@ class Metering:
         meter = LiveBytes(self._is_slot, self._on_change)
         meter.__enter__()
         self._meter = meter
-        self._conductor.nonmodel_bytes = lambda: meter.live
+        self._conductor.meter = meter
+        self._conductor.arena = self if self._enforce else None
         return meter.restart_peak
 
     def pause(self) -> None:
         """What is made from now on is no part of the step. (A mode cannot be left from inside a backward call.)"""
         if self._meter is not None:
             self._meter.counts = False
-            self._conductor.nonmodel_bytes = None
+            self._conductor.meter = self._conductor.arena = None
             self._conductor.mover.ledger.nonmodel(self._compute, 0)
 
     def stop(self) -> None:
@@ -61,29 +62,38 @@ class Metering:
         meter, self._meter = self._meter, None
         if meter is None:
             return
-        self._conductor.nonmodel_bytes = None
+        self._conductor.meter = self._conductor.arena = None
         self._conductor.mover.ledger.nonmodel(self._compute, 0)
         meter.retire()
 
+    def excess_bytes(self, slot_bytes: int) -> int:
+        """By how much slots and live bytes would exceed the budget, with so many bytes of slots in use."""
+        if self._meter is None or LiveBytes.is_shared():
+            return 0
+        return max(0, slot_bytes + self._meter.live - self._budget_bytes())
+
+    def expect_room(self, slot_bytes: int) -> None:
+        """BudgetError where they would."""
+        if self.excess_bytes(slot_bytes):
+            assert self._meter is not None
+            self._refuse(slot_bytes, self._meter.live)
+
     def _on_change(self, live: int) -> None:
         ledger = self._conductor.mover.ledger
-        budget = self._budget_bytes()
-        if self._enforce and ledger.chunks(self._compute) + live > budget and not LiveBytes.is_shared():
+        if self._enforce and self.excess_bytes(ledger.chunks(self._compute)):
             # More than was foreseen: chunks that nothing uses right now leave, which is said, and only then it is an error.
-            self._conductor.make_way(budget - live)
-            held = ledger.chunks(self._compute) + live
-            if held > budget:
-                self._refuse(held, live, budget)
+            self._conductor.make_way(self._budget_bytes() - live)
+            self.expect_room(ledger.chunks(self._compute))
         ledger.nonmodel(self._compute, live)
 
-    def _refuse(self, held: int, live: int, budget: int) -> None:
-        ledger, segment = self._conductor.mover.ledger, self._conductor.pilot.segment
+    def _refuse(self, slot_bytes: int, live: int) -> None:
+        held, budget, segment = slot_bytes + live, self._budget_bytes(), self._conductor.pilot.segment
         # Where there is no forecast, or it has just been shown to be wrong, nobody knows what is still to come: a quarter more is an estimate.
         smallest = held + held // 4
         self.pause()  # this step is over
         raise BudgetError(
             f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {segment.position} of the {segment.name}: "
-            f"{format_bytes(held)} = chunk slots {format_bytes(ledger.chunks(self._compute))} + activations {format_bytes(live)}\n"
+            f"{format_bytes(held)} = chunk slots {format_bytes(slot_bytes)} + activations {format_bytes(live)}\n"
             f"  give {self._compute.label}_memory >= {format_bytes(smallest)}, or a smaller batch",
             tier=self._compute.label,
             moment=f"{segment.position} {segment.name}",

@@ -36,6 +36,7 @@ class Segment:
     reason: str = ""
 
     position: int = 0
+    gave_gradients: bool = False
     opened: bool = False  # what must happen before the first moment has happened
     worth: Worth | None = field(default=None, repr=False)
 
@@ -43,15 +44,6 @@ class Segment:
     def planned(self) -> bool:
         """Whether the plan is being followed."""
         return self.plan is not None and not self.reason
-
-    @property
-    def reached_backward(self) -> bool:
-        """Whether a moment of the backward has come, as planned."""
-        return (
-            self.trace is not None
-            and self.position > 0
-            and self.trace.moments[self.position - 1].phase is not Phase.FORWARD
-        )
 
     @property
     def complete(self) -> bool:
@@ -129,12 +121,12 @@ class Pilot:
         capacity_slots = max(slot_bytes // state.slot_bytes, pinned)
         return make_room(state, needed=(), pinned=held, capacity_slots=capacity_slots, order=self._order(segment))
 
-    def yield_bytes(self, nbytes: int) -> None:
-        """Until the segment ends, the budget is less by this much: something else has taken it."""
-        self._handicap_bytes += nbytes
-        self.segment.reason = (
-            self.segment.reason or f"the process holds {format_bytes(nbytes)} more than the plan foresaw"
-        )
+    def yield_bytes(self, nbytes: int, *, slots: int) -> None:
+        """Until the segment ends, chunks have less room: so many bytes less than these slots take, since something else has taken them."""
+        room = max(0, slots * self._state.slot_bytes - nbytes)
+        withheld = self.segment.reserve_bytes + self._spare_bytes
+        self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
+        self.segment.reason = self.segment.reason or f"{format_bytes(nbytes)} more are held than the plan foresaw"
 
     def actions(
         self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]

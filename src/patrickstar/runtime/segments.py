@@ -216,11 +216,11 @@ class Segments:
                 known.measure_next = known.departures > 1 and known.measurements < _MEASUREMENTS
             self._metering.stop()
         if segment is not self._ended and segment.name != "outside":
-            if segment.name == "evaluation":
-                pass  # no part of a step
+            if segment.name == "evaluation" or (segment.name == "training step" and not segment.gave_gradients):
+                pass  # no part of a step: a forward alone, or a backward for other tensors than parameters
             elif segment.reason:
                 self._step_reasons.append(segment.reason)
-            elif not segment.complete and segment.reached_backward:
+            elif not segment.complete:
                 self._step_reasons.append(f"the {segment.name} ended after {segment.position} moments of its trace")
         self._ended = segment
         self._conductor.pilot.begin(Segment("outside"))

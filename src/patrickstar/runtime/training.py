@@ -94,11 +94,14 @@ class Training:
         """A gradient has arrived."""
         bound = self._binding.by_name[name]
         self._enter_backward()
+        self._conductor.pilot.segment.gave_gradients = True
         if not self.in_backward:
             self._gradients.add(bound, gradient)
             return
         hyper = self._backward_hypers.get(name)
-        if hyper is not None and self._choreography.updates_at_once(name):
+        # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
+        alone = name not in self._gradients.names
+        if hyper is not None and alone and self._choreography.updates_at_once(name):
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
             self._updated.add(name)

@@ -103,7 +103,7 @@ class Updates:
         """
         trace = step_trace(self._layout, order.hypers, writes_gradients=bool(order.factors))
         chunks = [chunk for chunk, _ in _chunks_of(self._layout, set(order.hypers))]
-        with self._conductor.quiet():
+        with self._conductor.apart():
             for index, (chunk, moment) in enumerate(zip(chunks, trace.moments, strict=True)):
                 self._conductor.moment(moment.phase, moment.label, moment.touches)
                 weight, grad, exp_avg, exp_avg_sq = self._planes(chunk)
@@ -122,7 +122,7 @@ class Updates:
         """Updates one parameter from a gradient that has just arrived and is its whole gradient."""
         name = bound.name
         weight_ref = self._layout.weight_unit(name)
-        with self._conductor.quiet():
+        with self._conductor.apart():
             flat = bound.flat(gradient)
             for part in self._layout.parts(name):
                 touches = (
@@ -141,7 +141,7 @@ class Updates:
         """The global norm of these parameters' gradients: 0-dim, fp32."""
         wanted = set(names)
         norm = GlobalNorm()
-        with self._conductor.quiet():
+        with self._conductor.apart():
             for name in self._layout.slices:
                 if name in wanted:
                     for part in self._layout.parts(name):

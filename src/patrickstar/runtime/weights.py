@@ -29,7 +29,7 @@ class Weights:
     def read(self, name: str) -> Tensor:
         """A copy of a parameter's value, of its shape and strides, fp32."""
         bound = self._binding.by_name[name]
-        with self._conductor.lock, self._conductor.quiet():
+        with self._conductor.lock, self._conductor.apart():
             with self._conductor.making(4 * bound.shape_only.numel()):
                 self._conductor.moment(Phase.STEP, name, (Touch(bound.ref),))
             return bound.over(self._conductor.tensor(bound.ref)).clone()
@@ -66,7 +66,7 @@ class Weights:
     def read_moment(self, name: str, plane: str) -> Tensor:
         """A copy of a parameter's first or second moment, of its shape and strides."""
         bound = self._binding.by_name[name]
-        with self._conductor.lock, self._conductor.quiet():
+        with self._conductor.lock, self._conductor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
             flat, at = bound.flat(whole), 0
             with self._conductor.making(whole.nbytes):

@@ -7,6 +7,7 @@ touched: not the model, its gradients or buffers, nor any random state.
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -90,6 +91,11 @@ class _Twin:
         pass
 
 
+# What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
+_LOSS_COPIES = 3
+_LOSS_BYTES = 4096
+
+
 class OfflineTracer:
     """Makes traces of forwards, with the backward where gradients are on.
 
@@ -108,14 +114,15 @@ class OfflineTracer:
     ) -> Trace:
         """The trace of `model(*args, **kwargs)`, and of a backward of its loss where gradients are on.
 
-        The loss is the output's `loss`, or the output itself where it is a scalar. A loss outside the model cannot be seen: for it twice the
-        bytes of the outputs are reserved through the backward.
+        The loss is the output's `loss`, or the output itself where it is a scalar. A loss outside the model cannot be seen: for it
+        three times the bytes of the outputs, and 4 KiB, are reserved through the backward.
 
         Raises:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
         """
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
+            stack.enter_context(_quiet_torch())
             stack.enter_context(_random_states_kept())
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             stack.enter_context(torch.inference_mode(False))
@@ -203,9 +210,21 @@ def _backward(output: Any) -> None:
         return
     wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
     if wanted:
-        scratch = [torch.empty_like(tensor) for tensor in wanted]
+        scratch = [torch.empty_like(tensor) for tensor in wanted for _ in range(_LOSS_COPIES - 1)]
+        scratch.append(torch.empty(_LOSS_BYTES, dtype=torch.uint8))
         torch.autograd.backward(wanted, [torch.empty_like(tensor) for tensor in wanted])
         del scratch
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """What fake tensors cannot do is said once, by us; torch's own logger would print a traceback for each."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager
