@@ -50,7 +50,7 @@ def _references(parameter: torch.nn.Parameter) -> int:
     if gradient is None:
         return 0
     storage = gradient.untyped_storage()
-    return sys.getrefcount(gradient) + torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(gradient) + sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -324,3 +324,14 @@ def test_weights_that_do_not_fit_become_meta_with_one_warning_that_names_what_ke
     with patrickstar.manage(other, adamw(other), options=options(), **EMULATED) as session:
         session.load_checkpoint(tmp_path / "checkpoint")
     expect_bits(want, values(other))
+
+
+def test_weights_that_nobody_wants_are_not_given_back(make_pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.session.close(keep_weights=False)
+    assert is_ordinary(pair.model)
+    assert all(parameter.is_meta for parameter in pair.model.parameters())
+    assert not caplog.records
+    with pytest.raises(StateError, match="closed"):
+        pair.session.stats()

@@ -499,3 +499,26 @@ def test_backward_on_another_thread(make_pair: MakePair) -> None:
     for _ in range(3):
         pair.each(act)
     pair.expect_same()
+
+
+def test_smaller_shapes_go_by_the_plan_of_larger_ones(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of every length are not traced anew, each."""
+    from patrickstar.tracing.offline import OfflineTracer
+
+    pair = make_pair()
+    pair.each(train_step, 0, rows=6)
+    traced: list[Any] = []
+    original = OfflineTracer.trace
+
+    def trace(self: OfflineTracer, *args: Any) -> Any:
+        traced.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(OfflineTracer, "trace", trace)
+    for number, rows in enumerate((5, 2, 6, 1), start=1):
+        pair.each(train_step, number, rows=rows)
+    assert not traced
+    pair.each(train_step, 9, rows=8)
+    assert len(traced) == 1
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 6, pair.session.stats().reason

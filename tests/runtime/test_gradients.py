@@ -619,3 +619,38 @@ def test_a_functional_use_counts_like_a_modules(make_pair: MakePair, on_disk: di
         want, got = pair.each(regularised, number)
         assert same_bits(want, got)
     pair.expect_same()
+
+
+# gradients that do not fit as ordinary tensors
+
+
+def test_gradients_are_lent_one_at_a_time(make_pair: MakePair) -> None:
+    """Each is read as `p.grad`, changed, and goes back where it was when the next is read."""
+
+    def halve(model: nn.Module, optimizer: Any) -> None:
+        backward(model)
+        for p in model.parameters():
+            p.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step()
+        model.zero_grad()
+
+    pair = make_pair()
+    pair.each(halve)
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+def test_a_gradient_that_was_lent_and_is_still_held_is_said_where_it_must_go(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    held: list[Any] = []
+    for p in pair.model.parameters():
+        held.append(p.grad)
+        if pair.session._parts.training._lent:  # from here on there is no room for good
+            break
+    with pytest.raises(StateError, match=r"\.grad.*still held"):
+        pair.optimizer.step()
+    held.clear()
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(1, first=1)
+    pair.expect_same()

@@ -515,3 +515,21 @@ def test_copies_of_parameters_are_ordinary(make_pair: MakePair) -> None:
         copied.detach().add_(1)
         assert same_bits(pair.session.state_dict()["0.weight"], pair.plain[0].weight.detach()), name
     assert not mover_of(pair.session).state.in_flight
+
+
+def test_the_address_of_an_alias_stays_its_address(make_pair: MakePair) -> None:
+    """Writers of files ask for the addresses of all tensors before they read the first."""
+    pair = make_pair()
+    pair.train(1)
+    state = pair.model[2].state_dict()
+    address = state["weight"].data_ptr()
+    want = pair.plain[2].weight.detach().clone()
+    for number in range(3):  # other chunks come and go
+        with torch.no_grad():
+            pair.model(batch(number))
+    assert state["weight"].data_ptr() == address
+    got = (ctypes.c_float * want.numel()).from_address(address)
+    assert same_bits(want.flatten(), torch.tensor(list(got)))
+    del state
+    pair.train(1, first=1)
+    pair.expect_same()

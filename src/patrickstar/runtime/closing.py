@@ -76,26 +76,38 @@ class Closing:
         self._parts.segments.end()
 
     def _return_gradients(self) -> None:
-        training = self._parts.training
-        if self._keeps and training is not None and not training.in_backward:
-            dtypes = self._parts.parameter_dtypes
-            self._gradients = {name: gradient.to(dtypes[name]) for name, gradient in training.gradients()}
+        """Gradients that nobody has used stay, where they fit as whole tensors beside the weights."""
+        training, segment = self._parts.training, self._parts.conductor.pilot.segment
+        if not self._keeps or training is None or training.in_backward:
+            return
+        reserved = segment.reserve_bytes
+        for name, gradient in training.gradients():
+            segment.reserve_bytes += gradient.nbytes
+            if not self._fits(self._weight_bytes() + segment.reserve_bytes - reserved):
+                _log.warning(
+                    "the gradients do not fit the host budget as whole tensors beside the weights: they are let go"
+                )
+                self._gradients.clear()
+                segment.reserve_bytes = reserved
+                return
+            self._gradients[name] = gradient.to(self._parts.parameter_dtypes[name])
 
     def _return_optimizer_state(self) -> None:
         """The optimizer that was passed in goes on from here, where its state fits as whole tensors beside the weights."""
         parts, training = self._parts, self._parts.training
         if not self._keeps or training is None or self._optimizer is None or not training.steps:
             return
-        needed = sum(
-            4 * bound.shape_only.numel() * (3 if bound.name in training.steps else 1) for bound in parts.binding
-        )
-        if not self._fits(needed):
+        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in training.steps)
+        if not self._fits(
+            needed + self._weight_bytes() + sum(gradient.nbytes for gradient in self._gradients.values())
+        ):
             _log.warning(
                 "the optimizer's state does not fit the host budget as whole tensors: the optimizer passed to manage() starts without it. "
                 "Call session.save_checkpoint(dir) before close() to keep it"
             )
             return
         names = {id(parameter): name for name, parameter in parts.named.items()}
+        parts.conductor.pilot.segment.reserve_bytes += needed  # chunks make room
         return_state(self._optimizer.original, names, self._optimizer_state().states())
 
     def _return_weights(self) -> None:
@@ -121,7 +133,10 @@ class Closing:
         return {bound.ref: bound.name for bound in self._parts.binding}
 
     def _weights_fit(self) -> bool:
-        return self._fits(sum(bound.shape_only.numel() * 4 for bound in self._parts.binding))
+        return self._fits(self._weight_bytes())
+
+    def _weight_bytes(self) -> int:
+        return sum(4 * bound.shape_only.numel() for bound in self._parts.binding)
 
     def _fits(self, nbytes: int) -> bool:
         budget, state = self._parts.host_budget_bytes, self._parts.conductor.mover.state

@@ -28,7 +28,7 @@ from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.pilot import Segment
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.recorder import Recorder
-from patrickstar.tracing.signature import can_be_traced, signature
+from patrickstar.tracing.signature import Signature, can_be_traced, signature
 
 __all__ = ["Known", "Segments", "with_retention"]
 
@@ -91,7 +91,7 @@ class Segments:
         self._metering = metering
         self._always_meter = always_meter
 
-        self._known: OrderedDict[Hashable, Known] = OrderedDict()
+        self._known: OrderedDict[Signature, Known] = OrderedDict()
         self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
         self._follower: dict[str, Trace] = {}
         self._current: Known | None = None
@@ -143,7 +143,8 @@ class Segments:
         key = signature(model, args, kwargs)
         known = self._known.get(key)
         if known is None:
-            known = Known()
+            known = Known(trace=self._dominating(key))
+        if key not in self._known and known.trace is None:
             try:
                 known.trace = known.offline = with_retention(
                     self._tracer.trace(model, named, args, kwargs), self._budgets
@@ -154,13 +155,20 @@ class Segments:
             else:
                 # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
                 self._refuse_unless_it_fits(known.trace)
-            self._known[key] = known
-            if len(self._known) > _KEPT_KINDS:
-                self._known.popitem(last=False)
+        self._known[key] = known
         self._known.move_to_end(key)
+        if len(self._known) > _KEPT_KINDS:
+            self._known.popitem(last=False)
         if known.trace is not None:
             self._largest_bytes = max(self._largest_bytes, known.trace.peak)
         return known
+
+    def _dominating(self, key: Signature) -> Trace | None:
+        """The least trace of those whose shapes are at least as large."""
+        traces = [
+            entry.trace for other, entry in self._known.items() if entry.trace is not None and other.dominates(key)
+        ]
+        return min(traces, key=lambda trace: trace.peak, default=None)
 
     def _refuse_unless_it_fits(self, trace: Trace) -> None:
         state = self._conductor.mover.state

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["can_be_traced", "signature"]
+__all__ = ["Signature", "can_be_traced", "signature"]
 
 
-def signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A kind of forward.
+
+    `kind`: all but the sizes of tensors; `sizes`: those, of all dimensions of all tensors, in order.
+    """
+
+    kind: Hashable
+    sizes: tuple[int, ...]
+
+    def dominates(self, other: Signature) -> bool:
+        """Whether the other differs in sizes alone, and none is larger: it does the same in no more memory."""
+        return self.kind == other.kind and all(
+            ours >= theirs for ours, theirs in zip(self.sizes, other.sizes, strict=True)
+        )
+
+
+def signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
     """Shapes and types of the inputs, plain values among them, and the modes that steer a forward.
 
     Tensor *values* are no part of it, nor what is inside of objects we do not know (a key-value cache): where those make a difference, the
@@ -26,16 +44,19 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         torch.is_autocast_enabled("cpu"),
         torch.get_default_dtype(),
     )
-    return _key(args), _key(dict(kwargs)), training, trainable, modes
+    sizes: list[int] = []
+    inputs = _key(args, sizes), _key(dict(kwargs), sizes)
+    return Signature((*inputs, training, trainable, modes), tuple(sizes))
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: Any, sizes: list[int]) -> Hashable:
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.device, value.requires_grad
+        sizes.extend(value.shape)
+        return value.ndim, value.dtype, value.device, value.requires_grad
     if isinstance(value, Mapping):
-        return tuple((name, _key(item)) for name, item in value.items())
+        return tuple((name, _key(item, sizes)) for name, item in value.items())
     if isinstance(value, list | tuple):
-        return type(value), tuple(_key(item) for item in value)
+        return type(value), tuple(_key(item, sizes) for item in value)
     if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device):
         return value
     return type(value).__qualname__
