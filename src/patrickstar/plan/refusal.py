@@ -21,7 +21,9 @@ def refuse_moment(
     chunks = slots * slot_bytes
     needed = chunks + nonmodel_bytes
     size = _Sizes(needed)
-    fits = [f"{tier.label}_memory >= {size.up(smallest_bytes)}"] if smallest_bytes else []
+    # What is printed as needed is a sum of sizes rounded up: where that very need is the smallest budget, it reads the same.
+    smallest = size.total([chunks, nonmodel_bytes]) if smallest_bytes == needed else size.up(smallest_bytes)
+    fits = [f"{tier.label}_memory >= {smallest}"] if smallest_bytes else []
     if chunks < budget_bytes:
         fits.append(f"activations of at most {size.down(budget_bytes - chunks)} there: a smaller batch, or recompute")
     message = (

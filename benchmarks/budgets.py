@@ -1,0 +1,198 @@
+"""What fits where, and at what speed: one model at several budgets and in plain PyTorch, interleaved in one run.
+
+    python benchmarks/budgets.py [--rounds N] [--layers N] [--tokens N] [--disk DIR] [--write]
+
+GPT-2 (124M), fp32, one sequence of `--tokens`, `device="cpu"` with a disk tier. Each budget has a process of its own, which waits while
+another takes its step. All must end every round with the same loss. Prints seconds a step, the ratio to plain PyTorch with its spread over
+rounds, bytes moved, and the roofline: computing as long as plain PyTorch does, and the bytes moved over what the disk was measured to give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import patrickstar
+from patrickstar.core.plane import PlaneRef
+from patrickstar.memory.allocator import release_free_memory
+from patrickstar.memory.disk import DiskPool
+from patrickstar.memory.mapping import reserve
+from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
+
+MIB = 1 << 20
+SHARES = (1.25, 0.75, 0.5)
+"""Budgets as shares of the model data; the smallest budget that fits comes on top."""
+
+
+def build(layers: int, tokens: int) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, n_positions=tokens, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    return GPT2LMHeadModel(config).train()
+
+
+def smallest_budget(arguments: argparse.Namespace) -> int:
+    """What refusals name, until there is none."""
+    nbytes, batch = 64 * MIB, torch.zeros(1, arguments.tokens, dtype=torch.long)
+    while True:
+        model = build(arguments.layers, arguments.tokens)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        try:
+            session = patrickstar.manage(model, optimizer, device="cpu", host_memory=nbytes, disk=arguments.disk)
+        except patrickstar.BudgetError as refusal:
+            nbytes = max(refusal.smallest_bytes or 0, nbytes + 1)
+            continue
+        try:
+            model(input_ids=batch, labels=batch)
+        except patrickstar.BudgetError as refusal:
+            nbytes = max(refusal.smallest_bytes or 0, nbytes + 1)
+        else:
+            return nbytes
+        finally:
+            session.close(keep_weights=False)
+
+
+def work(pipe: Connection, arguments: argparse.Namespace, share: float | None) -> None:
+    """One process: steps when it is asked to. `share` None: plain PyTorch; 0: the smallest budget."""
+    least = smallest_budget(arguments) if share == 0 else 0
+    gc.collect()
+    release_free_memory()
+    model = build(arguments.layers, arguments.tokens)
+    model_data = 16 * sum(parameter.numel() for parameter in model.parameters())
+    session, budget = None, 0
+    if share is not None:
+        budget = int(share * model_data) or least
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=share is None)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    reset_peak()
+    before = resident_bytes() - weights
+    if share is not None:
+        session = patrickstar.manage(model, optimizer, device="cpu", host_memory=budget, disk=arguments.disk)
+        optimizer = session.optimizer
+    pipe.send({"budget": budget, "model_data": model_data})
+    while (seed := pipe.recv()) is not None:
+        batch = torch.randint(
+            0, model.config.vocab_size, (1, arguments.tokens), generator=torch.Generator().manual_seed(seed)
+        )
+        moved = dict(session.stats().moved) if session is not None else {}
+        began = time.perf_counter()
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+        now = session.stats().moved if session is not None else {}
+        pipe.send(
+            {
+                "seconds": seconds,
+                "loss": loss.item().hex(),
+                "moved": {link: now[link] - moved[link] for link in now},
+                "growth": peak_resident_bytes() - before,
+            }
+        )
+    if session is not None:
+        session.close(keep_weights=False)
+
+
+def disk_bandwidth(directory: str) -> dict[str, float]:
+    """Bytes a second, reading and writing units of 8 MiB."""
+    units = {PlaneRef(number, "weight"): 8 * MIB for number in range(64)}
+    pool = DiskPool(Path(directory), units=units)
+    buffer = memoryview(reserve(8 * MIB)).cast("B")
+    found = {}
+    for name, transfer in (("write", pool.write), ("read", pool.read)):
+        began = time.perf_counter()
+        for ref in units:
+            transfer(ref, buffer).wait()
+        found[name] = sum(units.values()) / (time.perf_counter() - began)
+    pool.close()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--disk", default=tempfile.gettempdir())
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    runs: dict[str, tuple[Connection, Any, dict[str, Any]]] = {}
+    for name, share in {"plain": None, **{f"{share:g}": share for share in SHARES}, "minimum": 0.0}.items():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, arguments, share), daemon=True)
+        process.start()
+        runs[name] = ours, process, ours.recv()
+        print(f"{name}: {runs[name][2]}", flush=True)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for round_number in range(arguments.rounds + 2):
+        order = list(runs) if round_number % 2 else list(reversed(runs))
+        for name in order:
+            runs[name][0].send(round_number)
+            rows[name].append(runs[name][0].recv())
+        losses = {name: row[-1]["loss"] for name, row in rows.items()}
+        if len(set(losses.values())) > 1:
+            print(f"round {round_number}: losses differ: {losses}", file=sys.stderr)
+            return 1
+        print(
+            f"round {round_number}: " + ", ".join(f"{n} {row[-1]['seconds']:.2f} s" for n, row in rows.items()),
+            flush=True,
+        )
+    for pipe, process, _ in runs.values():
+        pipe.send(None)
+        process.join()
+    bandwidth = disk_bandwidth(arguments.disk)
+    result = {
+        "what": "steps of GPT-2 at several budgets against plain PyTorch with AdamW(fused=True); the first two rounds warm up",
+        "parameters": runs["plain"][2]["model_data"] // 16,
+        "tokens": arguments.tokens,
+        "disk_bytes_per_second": bandwidth,
+        "rows": [summary(name, runs[name][2], rows, bandwidth) for name in runs],
+        "command": " ".join(["python", "benchmarks/budgets.py", *sys.argv[1:]]),
+        "machine": describe_machine(),
+    }
+    for row in result["rows"]:
+        print(row)
+    if arguments.write:
+        (Path(__file__).parent / "results" / "budgets.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def summary(
+    name: str, start: dict[str, Any], rows: dict[str, list[dict[str, Any]]], bandwidth: dict[str, float]
+) -> dict[str, Any]:
+    """The row of one budget."""
+    plain = [row["seconds"] for row in rows["plain"][2:]]
+    seconds = [row["seconds"] for row in rows[name][2:]]
+    moved = rows[name][-1]["moved"]
+    computing = statistics.median(plain)
+    disk = moved.get("K>H", 0) / bandwidth["read"] + moved.get("H>K", 0) / bandwidth["write"]
+    return {
+        "name": name,
+        "budget_bytes": start["budget"],
+        "model_data_bytes": start["model_data"],
+        "growth_bytes": rows[name][-1]["growth"],
+        "seconds": seconds,
+        "median_seconds": statistics.median(seconds),
+        "ratios": sorted(ours / theirs for ours, theirs in zip(seconds, plain, strict=True)),
+        "moved": moved,
+        "roofline_seconds": max(computing, disk),
+        "share_of_roofline": max(computing, disk) / statistics.median(seconds),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
