@@ -23,7 +23,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-UNFINISHED = frozenset({"cli", "docs", "mutants", "runtime"})
+UNFINISHED = frozenset({"cli", "docs"})
 """Directories whose tests are ahead of the code, or not yet seen green on a quiet machine (docs/roadmap.md): `make test-full` runs them."""
 
 
@@ -31,5 +31,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         top = item.path.relative_to(here).parts[0]
-        if top in UNFINISHED or item.path.name in ("test_parity.py", "test_mutants_are_current.py"):
+        if top in UNFINISHED:
             item.add_marker(pytest.mark.unfinished)

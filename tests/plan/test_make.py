@@ -30,6 +30,7 @@ from tests.plan.builders import (
     paging,
     resting,
     some,
+    tight_instances,
     trace_of,
     unit,
 )
@@ -59,7 +60,7 @@ def before_each_moment(plan: Plan) -> list[str]:
 
 
 @some
-@given(instance=instances(), policy=policies)
+@given(instance=instances() | tight_instances(), policy=policies)
 def test_a_plan_keeps_every_invariant_or_is_refused_for_a_reason(instance: Instance, policy: str) -> None:
     needed = needed_bytes(instance)
     before = instance.start.copy()

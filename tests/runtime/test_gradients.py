@@ -646,7 +646,7 @@ def test_a_gradient_that_was_lent_and_is_still_held_is_said_where_it_must_go(mak
     held: list[Any] = []
     for p in pair.model.parameters():
         held.append(p.grad)
-        if pair.session._parts.training._lent:  # from here on there is no room for good
+        if pair.session._parts.training.lending.lent:  # from here on there is no room for good
             break
     with pytest.raises(StateError, match=r"\.grad.*still held"):
         pair.optimizer.step()

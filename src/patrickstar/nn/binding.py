@@ -31,6 +31,7 @@ from patrickstar.nn.bound import BoundParameter, slot_strides
 from patrickstar.nn.classes import alias_classes, parameter_class
 from patrickstar.nn.detached import DetachedAliases
 from patrickstar.nn.differentiate import differentiate
+from patrickstar.nn.foreach import one_by_one
 from patrickstar.nn.found import Found
 from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 from patrickstar.nn.gradient_access import GradientAccess, GradientOwner
@@ -187,7 +188,7 @@ class Binding:
                     raise StateError(self._not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
             found = self._found((args, kwargs))
             if len(found.parameters) > 1 and func.__name__.startswith("_foreach_"):
-                return self._one_by_one(func, args, kwargs)
+                return one_by_one(self.handle, func, args, kwargs)
             return self._use(func, args, kwargs, found=found, others=found.others)
 
     def _found(self, values: Any) -> Found:
@@ -196,21 +197,6 @@ class Binding:
     def _join(self, func: Callable[..., Any], others: Sequence[Binding], *args: Any, **kwargs: Any) -> Any:
         """The part of this session in a use that another session's class has caught."""
         return self._use(func, args, kwargs, found=self._found((args, kwargs)), others=others)
-
-    def _one_by_one(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A foreach function tensor by tensor, so that what it is given need not be resident all at once. Same arithmetic, same bits."""
-        length = len(args[0])
-
-        def item(value: Any, index: int) -> Any:
-            return [value[index]] if isinstance(value, list | tuple) and len(value) == length else value
-
-        results: list[Any] = []
-        for index in range(length):
-            result = self.handle(
-                func, [item(value, index) for value in args], {key: item(value, index) for key, value in kwargs.items()}
-            )
-            results.extend(result if result is not None else ())
-        return results or None
 
     def _use(
         self,

@@ -152,7 +152,7 @@ class Keeper:
         self.expect_own_parameters()
         if self._training is not None:
             self._training.expect_whole()
-            self._training.take_back()
+            self._training.lending.take_back()
         self._check_watch()
         self._conductor.settle()
         args, kwargs = cast_inputs((args, kwargs), torch.float32)

@@ -61,6 +61,7 @@ class Metering:
         """Switches it off."""
         meter, self._meter = self._meter, None
         if meter is None:
+            LiveBytes.leave_retired()
             return
         self._conductor.meter = self._conductor.arena = None
         self._conductor.mover.ledger.nonmodel(self._compute, 0)

@@ -222,7 +222,7 @@ class Segments:
             elif known.trace is not None and not self._recorded:
                 known.departures = known.departures + 1 if segment.reason else 0
                 known.measure_next = known.departures > 1 and known.measurements < _MEASUREMENTS
-            self._metering.stop()
+        self._metering.stop()
         if segment is not self._ended and segment.name != "outside":
             if segment.name == "evaluation" or (segment.name == "training step" and not segment.gave_gradients):
                 pass  # no part of a step: a forward alone, or a backward for other tensors than parameters

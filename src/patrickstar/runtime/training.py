@@ -17,16 +17,17 @@ from torch import Tensor
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD
 from patrickstar.core.trace import Trace
-from patrickstar.errors import BudgetError, StateError
+from patrickstar.errors import StateError
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.lending import Lending
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.updates import StepOrder, Updates, norm_trace, step_trace
-from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, gradient_is_held, inside_backward_node
+from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
 from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Training"]
@@ -46,6 +47,7 @@ class Training:
         max_grad_norm: clipping at every step, or None.
 
     Attributes:
+        lending: of gradients that are read as `p.grad`.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry. step_seconds: of the last update.
     """
 
@@ -79,7 +81,9 @@ class Training:
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
-        self._lent: set[str] = set()
+        self.lending = Lending(
+            binding=binding, conductor=conductor, segments=segments, gradients=gradients, traces=self.all_traces
+        )
         self._unfinished = False
         self._nested = False
 
@@ -181,46 +185,7 @@ class Training:
                     f'{name}.grad with step="in_backward": the gradient has been used and let go; manage with step="deferred"'
                 )
             return None
-        self._segments.pause()
-        self.take_back()
-        bound = self._binding.by_name[name]
-        needed = bound.shape_only.numel() * bound.shape_only.element_size()
-        if not self._segments.has_room_for(needed, self.all_traces()):
-            self._lent.add(name)
-        segment = self._conductor.pilot.segment
-        segment.reserve_bytes += needed
-        try:
-            gradient = self._gradients.read(bound)
-        except BudgetError as refusal:
-            raise StateError(
-                f"{name}.grad does not fit: use session.gradients() or session.clip_grad_norm_(max_norm)"
-            ) from refusal
-        finally:
-            segment.reserve_bytes -= needed
-        self._gradients.drop(name)
-        return gradient
-
-    def take_back(self) -> None:
-        """Gradients that were read as `p.grad`, and would not fit beside what comes, go back where they were.
-
-        Raises:
-            StateError: one is still held. It stays where it is.
-        """
-        for name in sorted(self._lent):
-            bound = self._binding.by_name[name]
-            with Plain():
-                if gradient_is_held(bound.parameter):
-                    raise StateError(
-                        f"{name}.grad: reading gradients this way keeps them as ordinary tensors, and they do not fit the budget all at once: "
-                        "this one is still held. Use session.gradients() to read them one at a time, session.clip_grad_norm_(max_norm) "
-                        "to clip, and session.optimizer.zero_grad() to let them go"
-                    )
-                own = self._binding.gradients.own_of(name)
-                if own is not None:
-                    self._gradients.add(bound, own)
-                    bound.parameter.grad = None
-                    self._binding.gradients.own.discard(name)
-            self._lent.discard(name)
+        return self.lending.hand_over(name)
 
     def drop_gradient(self, name: str) -> None:
         """`p.grad = None`, or a tensor of the user's in its place."""
@@ -274,7 +239,7 @@ class Training:
                 'clipping with step="in_backward": the norm is known when parameters are updated; manage with step="deferred"'
             )
         self._conductor.settle()
-        self.take_back()
+        self.lending.take_back()
         self._gradients.apply_factors()
         with self._own_gradients_in_plane():
             names = self._gradients.names
@@ -300,7 +265,7 @@ class Training:
             self._segments.step_ended()
             return
         self._conductor.settle()
-        self.take_back()
+        self.lending.take_back()
         if self._max_grad_norm is not None:
             self.clip(self._max_grad_norm)
         hypers = self._hypers()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from patrickstar.torch_private import Plain
+from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["LiveBytes"]
 
@@ -100,7 +100,12 @@ class LiveBytes(TorchDispatchMode):
         Modes can be left only innermost first, and two sessions' steps may overlap in any order.
         """
         self.counts, self._retired = False, True
-        while True:
+        self.leave_retired()
+
+    @staticmethod
+    def leave_retired() -> None:
+        """Leaves those that can be left now. From inside a backward none can: the engine puts the stack back as it was."""
+        while backward_id() == -1:
             modes = _get_current_dispatch_mode_stack()
             if not modes or not (isinstance(modes[-1], LiveBytes) and modes[-1]._retired):
                 return

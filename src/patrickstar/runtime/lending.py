@@ -1,0 +1,89 @@
+"""Gradients that the user reads as `p.grad`.
+
+Where all of them would fit beside everything that is known of a step, a gradient that was read is the user's for good. Otherwise it is lent:
+it goes back where it was before the next thing happens, and nobody may hold it by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from patrickstar.core.trace import Trace
+from patrickstar.errors import BudgetError, StateError
+from patrickstar.nn.binding import Binding
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.segments import Segments
+from patrickstar.torch_private import Plain, gradient_is_held
+
+__all__ = ["Lending"]
+
+
+class Lending:
+    """Hands gradients over, and takes back what was lent.
+
+    Args:
+        traces: of what a step does beside the forward and backward, at most.
+
+    Attributes:
+        lent: the parameters whose gradients must come back, by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        binding: Binding,
+        conductor: Conductor,
+        segments: Segments,
+        gradients: Gradients,
+        traces: Callable[[], Iterable[Trace]],
+    ) -> None:
+        self._binding = binding
+        self._conductor = conductor
+        self._segments = segments
+        self._gradients = gradients
+        self._traces = traces
+
+        self.lent: set[str] = set()
+
+    def hand_over(self, name: str) -> Tensor:
+        """A gradient as a tensor of the user's own."""
+        self._segments.pause()
+        self.take_back()
+        bound = self._binding.by_name[name]
+        needed = bound.shape_only.numel() * bound.shape_only.element_size()
+        if not self._segments.has_room_for(needed, self._traces()):
+            self.lent.add(name)
+        try:
+            with self._conductor.making(needed):
+                gradient = self._gradients.read(bound)
+        except BudgetError as refusal:
+            raise StateError(
+                f"{name}.grad does not fit: use session.gradients() or session.clip_grad_norm_(max_norm)"
+            ) from refusal
+        self._gradients.drop(name)
+        return gradient
+
+    def take_back(self) -> None:
+        """What was lent goes back where it was.
+
+        Raises:
+            StateError: somebody still holds it. It stays where it is.
+        """
+        for name in sorted(self.lent):
+            bound = self._binding.by_name[name]
+            with Plain():
+                if gradient_is_held(bound.parameter):
+                    raise StateError(
+                        f"{name}.grad: reading gradients this way keeps them as ordinary tensors, and they do not fit the budget all at once: "
+                        "this one is still held. Use session.gradients() to read them one at a time, session.clip_grad_norm_(max_norm) "
+                        "to clip, and session.optimizer.zero_grad() to let them go"
+                    )
+                own = self._binding.gradients.own_of(name)
+                if own is not None:
+                    self._gradients.add(bound, own)
+                    bound.parameter.grad = None
+                    self._binding.gradients.own.discard(name)
+            self.lent.discard(name)
