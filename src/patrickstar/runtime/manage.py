@@ -256,8 +256,10 @@ def _build_session(
     metering = Metering(
         conductor,
         compute=compute,
-        budget_bytes=lambda: machine.budget[compute],
+        # On the host an operation's result is there before it is counted: some room is left for that.
+        budget_bytes=lambda: machine.budget[compute] - budgets.spare_bytes - budgets.fixed_bytes,
         is_slot=lambda tensor: binding.leases.locate(tensor) is not None,
+        bounded=budgets.host_binds or compute is Tier.DEVICE,
         enforce=compute is Tier.DEVICE,
     )
     segments = Segments(

@@ -31,12 +31,14 @@ class Metering:
         compute: Tier,
         budget_bytes: Callable[[], int],
         is_slot: Callable[[Tensor], bool],
+        bounded: bool,
         enforce: bool,
     ) -> None:
         self._conductor = conductor
         self._compute = compute
         self._budget_bytes = budget_bytes
         self._is_slot = is_slot
+        self._bounded = bounded
         self._enforce = enforce
 
         self._meter: LiveBytes | None = None
@@ -81,10 +83,11 @@ class Metering:
 
     def _on_change(self, live: int) -> None:
         ledger = self._conductor.mover.ledger
-        if self._enforce and self.excess_bytes(ledger.chunks(self._compute)):
+        if self._bounded and self.excess_bytes(ledger.chunks(self._compute)):
             # More than was foreseen: chunks that nothing uses right now leave, which is said, and only then it is an error.
             self._conductor.make_way(self._budget_bytes() - live)
-            self.expect_room(ledger.chunks(self._compute))
+            if self._enforce:
+                self.expect_room(ledger.chunks(self._compute))
         ledger.nonmodel(self._compute, live)
 
     def _refuse(self, slot_bytes: int, live: int) -> None:

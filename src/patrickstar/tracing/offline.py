@@ -26,6 +26,7 @@ from patrickstar.nn.bound import slot_strides
 from patrickstar.torch_private import backward_id
 from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.meter import LiveBytes
+from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.recorder import Recorder
 
 __all__ = ["CannotTrace", "OfflineTracer"]
@@ -134,6 +135,7 @@ class OfflineTracer:
                 owner.binding = Binding(twins, self._layout, owner, takes_gradients=self._takes_gradients)
                 owner.binding.bind()
                 inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
+                stack.enter_context(MissingOperations())
                 stack.enter_context(owner.meter)
                 output = twin(*inputs, **keywords)
                 if with_backward:

@@ -1,0 +1,33 @@
+"""Operations that fake tensors cannot do in every type that real ones can: their results, by shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from patrickstar.torch_private import Plain
+
+__all__ = ["MissingOperations"]
+
+
+class MissingOperations(TorchDispatchMode):
+    """Answers for them, in a trial run on fake tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with Plain():
+            # The grouped product of experts: torch 2.13 has it for CPUs in fp32, and its shape rule in bf16 alone.
+            if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+                return _grouped_product(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """[M, K] x [G, K, N], [G, M, K] x [K, N], [G, M, K] x [G, K, N], or [M, K] x [K, N] with K in G groups."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.ndim == right.ndim:
+        groups = left.shape[0] if left.ndim == 3 or offsets is None else offsets.shape[0]
+        return left.new_empty((groups, rows, columns))
+    return left.new_empty((rows, columns))

@@ -1,0 +1,110 @@
+"""`host_memory` bounds what the process really holds, over its whole life, whatever allocator serves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patrickstar.memory.allocator import tcmalloc_library
+from tests.memory.resident import MIB, budgets, in_child
+
+ALLOCATORS = [
+    "glibc",
+    pytest.param(
+        "tcmalloc",
+        marks=pytest.mark.skipif(
+            tcmalloc_library() is None, reason="tcmalloc is not installed (Debian: libtcmalloc-minimal4)"
+        ),
+    ),
+]
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SMALL = {
+    "config": {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2048, "n_positions": 512},
+    "batch": (4, 512),
+    "checkpointing": True,
+}
+LARGE = {
+    "config": {
+        "n_layer": 9,
+        "n_embd": 768,
+        "n_head": 12,
+        "vocab_size": 8192,
+        "n_positions": 256,
+    },  # 70M parameters, 1.1 GB of model data
+    "batch": (2, 128),
+}
+
+
+def preload(allocator: str) -> Path | None:
+    return tcmalloc_library() if allocator == "tcmalloc" else None
+
+
+def too_much(budget: int, parts: Mapping[str, int]) -> dict[str, str]:
+    """The parts of a life in which the process took more than was promised."""
+    promised = budget * 101 // 100 + 48 * MIB
+    return {name: f"{(grown - promised) / MIB:.1f} MiB more" for name, grown in parts.items() if grown > promised}
+
+
+def log(allocator: str, share: float, budget: int, run: Mapping[str, Any]) -> None:
+    """For a table (`pytest -s`)."""
+    parts = {name: round(grown / MIB) for name, grown in run["parts"].items()}
+    print(
+        json.dumps({"allocator": allocator, "share": share, "budget": round(budget / MIB), "parts": parts}), flush=True
+    )
+
+
+def expect_within(budget: int, run: Mapping[str, Any]) -> None:
+    over = too_much(budget, run["parts"])
+    assert not over, (
+        f"budget {budget / MIB:.0f} MiB under {run['allocator']}: {over}\n{run['parts']}\n{run['said'][-2000:]}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_short_life_in_little_memory_stays_within_it(allocator: str, tmp_path: Path) -> None:
+    budget = 120 * MIB  # 112 are needed, nearly all of them for activations
+    run = in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), steps=1, **SMALL)
+    assert run["allocator"] == allocator
+    assert run["moved"]["H>K"] > 0
+    expect_within(budget, run)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("share", SHARES)
+def test_a_whole_life_on_a_gigabyte_of_model_data_stays_within_every_budget_and_was_foreseen(
+    share: float, allocator: str, tmp_path: Path
+) -> None:
+    budget = budgets(preload(allocator), shares=(share,), disk=str(tmp_path), **LARGE)[0]
+    run = in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), **LARGE)
+    log(allocator, share, budget, run)
+    assert run["allocator"] == allocator
+    assert sum(run["moved"].values()) > 0 or share == 1.0
+    assert run["reactive"].startswith("0 of"), run["reactive"]
+    expect_within(budget, run)
+    growth = in_child(preload(allocator), "foresee", host_memory=budget, disk=str(tmp_path), **LARGE)["growth"]
+    assert max(run["parts"][f"step {number}"] for number in range(3)) == pytest.approx(growth, rel=0.08)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("what", [{"checkpointing": True, "generate_first": True}, {"clip": True, "batch": (4, 256)}])
+def test_other_steps_stay_within_the_smallest_budget(what: Mapping[str, Any], allocator: str, tmp_path: Path) -> None:
+    wanted = {**LARGE, **what}
+    known = {name: value for name, value in wanted.items() if name != "generate_first"}
+    budget = budgets(preload(allocator), shares=(0.0,), disk=str(tmp_path), **known)[0]
+    expect_within(budget, in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), **wanted))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_the_check_fails_where_the_allocator_keeps_what_it_likes(allocator: str, tmp_path: Path) -> None:
+    wanted = {**LARGE, "checkpointing": True, "batch": (4, 256)}
+    budget = budgets(preload(allocator), shares=(0.0,), disk=str(tmp_path), **wanted)[0]
+    run = in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), spoil=True, **wanted)
+    assert too_much(budget, run["parts"])
