@@ -21,7 +21,8 @@ class Metering:
     It counts from the beginning of a forward to the end of its backward, and is left when the next stretch of the step begins.
 
     Args:
-        is_slot: whether a tensor lies over a slot. enforce: whether slots and live bytes together may not exceed the budget.
+        is_slot: whether a tensor lies over a slot. bounded: whether chunks leave where slots and live bytes together would exceed the budget.
+            enforce: whether it is an error where that does not help.
     """
 
     def __init__(
