@@ -43,7 +43,7 @@ class Unforeseen(nn.Module):
 def test_chunks_leave_for_activations_that_no_forecast_saw(
     make_pair: Callable[..., Pair], on_disk: dict[str, Any]
 ) -> None:
-    budget = 120 * SLOT
+    budget = 104 * SLOT
     pair = make_pair(Unforeseen, **on_disk | {"host_memory": budget})
     pair.train(2)
     pair.expect_same()

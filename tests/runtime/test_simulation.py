@@ -21,7 +21,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
 from tests.parity.compare import same_bits
 from tests.parity.zoo import CASES, Case, language_loss, micro_seed
-from tests.runtime.builders import MACHINES, Pair, WithLoss, batch, mover_of, options, step_with_loss
+from tests.runtime.builders import EMULATED, MACHINES, Pair, WithLoss, batch, mover_of, options, step_with_loss
 
 MakePair = Callable[..., Pair]
 
@@ -150,7 +150,7 @@ def test_what_is_done_is_what_the_plan_says(
 
 
 def test_clipping_and_evaluation_are_planned_too(make_pair: MakePair) -> None:
-    pair = make_pair(WithLoss, max_grad_norm=1.0)
+    pair = make_pair(WithLoss, max_grad_norm=1.0, **EMULATED)
     with watched(pair.session) as stretches:
         for number in range(2):
             pair.model(batch(number)).backward()

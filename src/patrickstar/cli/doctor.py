@@ -116,11 +116,17 @@ def _allocator() -> Iterator[Finding]:
     advice = ""
     if found.name == "glibc" and library is None:
         advice = (
-            "glibc keeps freed activations, which count against host_memory; `patrickstar train` starts itself under "
-            "tcmalloc where it finds it: apt install libtcmalloc-minimal4 (elsewhere: gperftools)"
+            "glibc keeps freed activations, which count against host_memory: a session makes it return them at once, and steps "
+            "take longer by that; tcmalloc returns them for less, and `patrickstar train` starts itself under it where it "
+            "finds it: apt install libtcmalloc-minimal4 (elsewhere: gperftools)"
         )
     elif found.name == "glibc":
-        advice = f"LD_PRELOAD={library} keeps less of freed memory; `patrickstar train` starts itself with it"
+        advice = f"LD_PRELOAD={library} returns freed memory for less time; `patrickstar train` starts itself with it"
+    elif found.name not in ("glibc", "tcmalloc"):
+        advice = (
+            f"a session cannot make {found.name} return freed memory at once: a step needs more host_memory than under "
+            "glibc or tcmalloc; leave LD_PRELOAD out, or preload tcmalloc"
+        )
     value = {"name": found.name, "library": found.library, "tcmalloc": None if library is None else str(library)}
     yield Finding("allocator", found.name, value, advice)
 

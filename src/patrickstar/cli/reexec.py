@@ -1,7 +1,7 @@
 """Starting over under tcmalloc, once, where a budget of host memory binds and the library is installed.
 
-What glibc's allocator keeps of freed activations counts against the budget, and returning them costs time; tcmalloc
-keeps little. An allocator can only be chosen before a process starts, so the process replaces itself.
+What an allocator keeps of freed activations counts against the budget, and returning them costs time: tcmalloc's less
+than glibc's. An allocator can only be chosen before a process starts, so the process replaces itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def under_tcmalloc(*, device: str | None, host_memory: int | str | None) -> None
     # Whoever preloads something has chosen; two allocators in one process end badly.
     if library is None or os.environ.get("LD_PRELOAD"):
         return
-    click.echo(f"starting over under tcmalloc, which keeps less of what is freed ({GUARD}=glibc stays)", err=True)
+    click.echo(
+        f"starting over under tcmalloc, which returns freed memory for less time ({GUARD}=glibc stays)", err=True
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     environment = {**os.environ, "LD_PRELOAD": str(library), GUARD: "tcmalloc"}

@@ -53,8 +53,7 @@ class Allocator:
     """An allocator, and what to expect of it.
 
     The process grows by at most `live * retains + extra_bytes` over its size before, where `live` is the largest sum of
-    live tensor bytes. Where `release_free_memory` is called at every moment at which the resident size plus the coming
-    rise of the live bytes would pass a limit, `guarded` takes the place of `retains`.
+    live tensor bytes.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Allocator:
     library: str
     """The file that serves allocations; "" where it could not be found."""
     retains: float
-    guarded: float
     extra_bytes: int
     """What a first step leaves behind whatever its size: lazy imports, thread pools, workspaces, pages of libraries."""
     note: str
@@ -80,8 +78,8 @@ def allocator(*, returning: bool = False) -> Allocator:
     with Path("/proc/self/maps").open() as maps:
         name, library = identify(maps, address=ctypes.cast(_process.posix_memalign, ctypes.c_void_p).value or 0)
     at_once = returning if name == "glibc" else name == "tcmalloc" and (_decommits() or (returning and _can_decommit()))
-    retains, guarded, note = _RETURNS_AT_ONCE if at_once else _EXPECTED[name]
-    return Allocator(name, library, retains, guarded, _EXTRA_BYTES, note)
+    retains, note = _RETURNS_AT_ONCE if at_once else _EXPECTED[name]
+    return Allocator(name, library, retains, _EXTRA_BYTES, note)
 
 
 def identify(maps: Iterable[str], *, address: int) -> tuple[str, str]:
@@ -172,14 +170,14 @@ def _decommits() -> bool:
 # The most that was measured is 61 MiB: decision record 0002.
 _EXTRA_BYTES: Final = 64 * MIB
 
-# retains, guarded, note. Those of jemalloc and mimalloc are from a shorter series, and nothing is known of a guard there.
-_RETURNS_AT_ONCE: Final = (1.0, 1.0, "")
+# retains, note. Those of jemalloc and mimalloc are from a shorter series, under no session.
+_RETURNS_AT_ONCE: Final = (1.0, "")
 _EXPECTED: Final = MappingProxyType(
     {
-        "glibc": (1.6, 1.0, "preloading tcmalloc (Debian: libtcmalloc-minimal4), or setting glibc's thresholds"),
-        "tcmalloc": (1.45, 1.15, "its property tcmalloc.aggressive_memory_decommit"),
-        "jemalloc": (1.2, 1.2, ""),
-        "mimalloc": (1.7, 1.7, "preloading tcmalloc instead (Debian: libtcmalloc-minimal4)"),
-        "unknown": (2.0, 2.0, "preloading tcmalloc (Debian: libtcmalloc-minimal4)"),
+        "glibc": (1.6, "preloading tcmalloc (Debian: libtcmalloc-minimal4), or setting glibc's thresholds"),
+        "tcmalloc": (1.45, "its property tcmalloc.aggressive_memory_decommit"),
+        "jemalloc": (1.2, ""),
+        "mimalloc": (1.7, "preloading tcmalloc instead (Debian: libtcmalloc-minimal4)"),
+        "unknown": (2.0, "preloading tcmalloc (Debian: libtcmalloc-minimal4)"),
     }
 )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError
@@ -73,7 +74,7 @@ class Binding:
     Args:
         named: the parameters by name, each once, in layout order.
         owner: who owns the bytes. dtype: what parameters are of while they are managed.
-        takes_gradients: whether gradients are taken off the parameters as they arrive, or left to PyTorch.
+        gradients: where they go.
 
     Attributes:
         leases: of the slots in use. gradients: what `.grad` of a parameter is.
@@ -87,7 +88,7 @@ class Binding:
         owner: Owner,
         *,
         dtype: torch.dtype = torch.float32,
-        takes_gradients: bool = True,
+        gradients: GradientUse = GradientUse.CHUNK,
     ) -> None:
         self._owner = owner
         self.leases = Leases(owner.wrap)
@@ -120,7 +121,7 @@ class Binding:
             starts, owners = self._starts.setdefault(bound.ref, ([], []))
             starts.append(bound.offset)
             owners.append(bound)
-        self.gradients = GradientAccess(self.by_name, owner, self.lock, takes=takes_gradients)
+        self.gradients = GradientAccess(self.by_name, owner, self.lock, use=gradients)
 
     # binding and releasing
 

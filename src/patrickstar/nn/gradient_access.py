@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.torch_private import Plain
 
@@ -31,11 +32,10 @@ class GradientAccess:
     """The gradients of bound parameters, as PyTorch's users know them.
 
     Read or written as `p.grad`, a gradient is the user's own from then on: an ordinary tensor, to which autograd adds as ever, until it is
-    None again. Until then it is the owner's.
+    None again. Until then it is the owner's. Where gradients stay tensors, all of them are the user's own, always.
 
     Args:
-        by_name: the parameters. lock: held while a gradient is taken off.
-        takes: whether gradients are taken off as they arrive, or left to PyTorch.
+        by_name: the parameters. lock: held while a gradient is taken off. use: where gradients go.
 
     Attributes:
         own: the parameters whose gradient is the user's own, by name.
@@ -47,20 +47,25 @@ class GradientAccess:
         owner: GradientOwner,
         lock: AbstractContextManager[object],
         *,
-        takes: bool,
+        use: GradientUse,
     ) -> None:
         self._by_name = by_name
         self._owner = owner
         self._lock = lock
-        self._takes = takes
+        self._use = use
 
         self._by_id: dict[int, BoundParameter] = {}
-        self.own: set[str] = set()
+        self.own: set[str] = set(by_name) if use is GradientUse.TENSOR else set()
+
+    @property
+    def stay(self) -> bool:
+        """Whether gradients stay the tensors that autograd made."""
+        return self._use is GradientUse.TENSOR
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""
         self._by_id[id(bound.parameter)] = bound
-        if not self._takes or not bound.parameter.requires_grad or bound.handles:
+        if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound.handles:
             return
         handle = bound.parameter.register_post_accumulate_grad_hook(self._take)
         bound.handles.append(handle)
@@ -76,7 +81,9 @@ class GradientAccess:
         with self._lock, Plain():
             bound = self._by_id[id(parameter)]
             gradient = parameter.grad
-            if gradient is not None and bound.name not in self.own:
+            if gradient is not None and self.stay:
+                self._owner.gradient(bound.name, gradient)
+            elif gradient is not None and bound.name not in self.own:
                 parameter.grad = None
                 self._owner.gradient(bound.name, gradient)
 
@@ -97,9 +104,14 @@ class GradientAccess:
             return
         self._owner.drop_gradient(bound.name)
         if value is None:
-            self.own.discard(bound.name)
+            self.is_not_own(bound.name)
         else:
             self.own.add(bound.name)
+
+    def is_not_own(self, name: str) -> None:
+        """The user has let go of the parameter's gradient: the next one is the owner's again, where it keeps any."""
+        if not self.stay:
+            self.own.discard(name)
 
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""
@@ -116,7 +128,8 @@ class GradientAccess:
         with Plain():
             for name in self.own:
                 self._by_name[name].parameter.grad = None
-        self.own.clear()
+        if not self.stay:
+            self.own.clear()
 
     def _is_parameter(self, bound: BoundParameter) -> bool:
         """Whether this is the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""

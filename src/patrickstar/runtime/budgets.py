@@ -46,6 +46,11 @@ class Budgets:
     extra_bytes: int = 0
     fixed_bytes: int = 0
 
+    @property
+    def bind(self) -> bool:
+        """Whether there is a bound, or a tier below, for which something may have to move."""
+        return self.host_binds or self.machine.compute is not Tier.HOST or Tier.DISK in self.machine.budget
+
     def machine_for(self, need_bytes: int, *, taken_bytes: int = 0) -> Machine:
         """The machine to plan a stretch for that needs at least so much of the compute tier.
 

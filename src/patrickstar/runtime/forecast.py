@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
@@ -24,7 +25,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
 from patrickstar.runtime.budgets import Budgets, find_budgets
-from patrickstar.runtime.manage import resting_state
+from patrickstar.runtime.manage import gradient_use, resting_state
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.segments import with_retention
 from patrickstar.runtime.updates import norm_trace, step_trace
@@ -80,19 +81,21 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     specs = [TensorSpec(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()]
     layout = build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
     budgets = find_budgets(memory, weight_bytes=sum(parameter.nbytes for parameter in named.values()))
+    gradients = gradient_use(memory, budgets)
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
     tracer = OfflineTracer(
         layout,
-        lambda: Choreography(layout, in_backward=in_backward, updates=trainable.__contains__),
-        takes_gradients=True,
+        lambda: Choreography(layout, gradients=gradients, updates=trainable.__contains__),
+        gradients=gradients,
     )
     try:
         step = with_retention(tracer.trace(model, named, (), batch), budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None
-    updates = [] if in_backward else [step_trace(layout, trainable, writes_gradients=clips)]
-    norms = [norm_trace(layout, trainable)] if clips and not in_backward else []
+    in_chunks = gradients is GradientUse.CHUNK
+    updates = [] if in_backward else [_update(layout, named, trainable, clips=clips, in_chunks=in_chunks)]
+    norms = [norm_trace(layout, trainable)] if clips and in_chunks else []
     traces = (step, *norms, *updates)
     planes = 3 if in_backward else 4
     facts = {
@@ -104,12 +107,22 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     }
     minimum = _minimum(layout, budgets, traces)
     try:
-        state = resting_state(layout, budgets, with_optimizer=True, in_backward=in_backward)
+        state = resting_state(layout, budgets, gradients=gradients)
         peak, moved, plans = _long_run(state, layout, budgets, traces, policy=memory.options.eviction)
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
         return Forecast(False, str(refusal), nothing, {}, minimum, **facts)  # type: ignore[arg-type]
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
+
+
+def _update(
+    layout: Layout, named: Mapping[str, nn.Parameter], trainable: set[str], *, clips: bool, in_chunks: bool
+) -> Trace:
+    trace = step_trace(layout, trainable, writes_gradients=clips, with_gradient=in_chunks)
+    if in_chunks:
+        return trace
+    beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
+    return Trace(tuple(replace(moment, nonmodel_bytes=beside) for moment in trace.moments))
 
 
 def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...]) -> dict[str, int]:

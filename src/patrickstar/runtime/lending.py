@@ -85,5 +85,5 @@ class Lending:
                 if own is not None:
                     self._gradients.add(bound, own)
                     bound.parameter.grad = None
-                    self._binding.gradients.own.discard(name)
+                    self._binding.gradients.is_not_own(name)
             self.lent.discard(name)

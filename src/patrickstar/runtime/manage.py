@@ -15,6 +15,7 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.options import Options
 from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Machine, Tier
@@ -58,7 +59,7 @@ from patrickstar.runtime.weights import Weights
 from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.offline import OfflineTracer
 
-__all__ = ["manage", "resting_state"]
+__all__ = ["gradient_use", "manage", "resting_state"]
 
 _log = logging.getLogger("patrickstar")
 
@@ -124,34 +125,50 @@ def manage(
     specs = [TensorSpec(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()]
     layout = build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
     budgets = find_budgets(memory, weight_bytes=sum(parameter.nbytes for parameter in named.values()))
-    state = resting_state(
-        layout, budgets, with_optimizer=optimizer is not None, in_backward=memory.step == "in_backward"
-    )
+    gradients = gradient_use(memory, budgets) if optimizer is not None else GradientUse.NONE
+    state = resting_state(layout, budgets, gradients=gradients)
     budgets.prepare_allocator()
     store, ledger = _build_store(state, memory, budgets)
     try:
         return _build_session(
-            model, named, optimizer, memory=memory, layout=layout, budgets=budgets, mover=Mover(state, store, ledger)
+            model,
+            named,
+            optimizer,
+            memory=memory,
+            layout=layout,
+            budgets=budgets,
+            gradients=gradients,
+            mover=Mover(state, store, ledger),
         )
     except BaseException:
         store.close()
         raise
 
 
-def resting_state(layout: Layout, budgets: Budgets, *, with_optimizer: bool, in_backward: bool) -> Residency:
+def gradient_use(memory: MemoryOptions, budgets: Budgets) -> GradientUse:
+    """Where gradients go: with nothing to move them out of the way for, they stay where PyTorch puts them."""
+    if memory.step == "in_backward":
+        return GradientUse.UPDATE
+    return GradientUse.CHUNK if budgets.bind else GradientUse.TENSOR
+
+
+def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse) -> Residency:
     """Every unit at its home, without contents yet.
 
     Raises:
         BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
     """
     machine = budgets.machine
-    planes = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ) if with_optimizer else (WEIGHT,)
-    home = _homes(layout, machine, planes, transient=(GRAD,) if in_backward else ())
+    planes: tuple[str, ...] = (WEIGHT,)
+    if gradients is not GradientUse.NONE:
+        planes = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ) if gradients.has_plane else (WEIGHT, EXP_AVG, EXP_AVG_SQ)
+    home = _homes(layout, machine, planes, transient=(GRAD,) if gradients is GradientUse.UPDATE else ())
     state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home)
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]
-    if with_optimizer:
-        traces.append(step_trace(layout, layout.slices, writes_gradients=True, with_gradient=not in_backward))
+    if gradients is not GradientUse.NONE:
+        in_chunks = gradients is GradientUse.CHUNK
+        traces.append(step_trace(layout, layout.slices, writes_gradients=True, with_gradient=in_chunks))
     worst = max((worst_moment(trace, layout=layout, start=state) for trace in traces), key=lambda need: need.nbytes)
     if worst.nbytes > machine.budget[machine.compute]:
         raise refuse_moment(
@@ -222,11 +239,11 @@ def _build_session(
     memory: MemoryOptions,
     layout: Layout,
     budgets: Budgets,
+    gradients: GradientUse,
     mover: Mover,
 ) -> Session:
     machine, options = budgets.machine, memory.options
     compute = machine.compute
-    in_backward = memory.step == "in_backward"
     names = {id(parameter): name for name, parameter in named.items()}
 
     def hypers() -> Mapping[str, Hyper]:
@@ -238,11 +255,11 @@ def _build_session(
         )
 
     def choreography() -> Choreography:
-        return Choreography(layout, in_backward=in_backward, updates=in_a_group)
+        return Choreography(layout, gradients=gradients, updates=in_a_group)
 
     states = ParameterStates(layout)
     keeper = Keeper(model=model, named=named, choreography=choreography(), states=states)
-    binding = Binding(named, layout, keeper, takes_gradients=original is not None)
+    binding = Binding(named, layout, keeper, gradients=gradients)
     pilot = Pilot(
         mover.state,
         budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
@@ -267,13 +284,13 @@ def _build_session(
         layout=layout,
         budgets=budgets,
         policy=options.eviction,
-        tracer=OfflineTracer(layout, choreography, takes_gradients=original is not None),
+        tracer=OfflineTracer(layout, choreography, gradients=gradients),
         taken_bytes=binding.gradients.own_bytes,
         metering=metering,
         always_meter=compute is Tier.DEVICE,
     )
     weights = Weights(binding, layout, conductor)
-    gradients = Gradients(layout, conductor)
+    in_chunks = Gradients(layout, conductor)
     training = None
     if original is not None:
         training = Training(
@@ -281,7 +298,7 @@ def _build_session(
             layout=layout,
             conductor=conductor,
             segments=segments,
-            gradients=gradients,
+            gradients=in_chunks,
             updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update),
             choreography=keeper.choreography,
             hypers=hypers,
@@ -323,7 +340,7 @@ def _build_session(
             managed = ManagedOptimizer(original, target=session, names=names)
             undo.callback(managed.detach)
             session.attach(managed)
-        take_over(named, binding=binding, weights=weights, gradients=gradients, training=training, optimizer=original)
+        take_over(named, binding=binding, weights=weights, gradients=in_chunks, training=training, optimizer=original)
         undo.pop_all()
     for name in named:
         states.filled(name)

@@ -92,6 +92,7 @@ class Session:
             parts.segments,
             seconds={**parts.keeper.seconds, "step": step_seconds},
             numel=parts.layout.model_numel,
+            gradient_bytes=parts.binding.gradients.own_bytes(),
         )
 
     # gradients

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
+from patrickstar.core.plane import GRAD
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.segments import Segments
 
@@ -44,13 +45,17 @@ class Stats:
     """Bytes of model data by parameter."""
 
 
-def gather_stats(mover: Mover, segments: Segments, *, seconds: Mapping[str, float], numel: int) -> Stats:
-    """The numbers as they are now. `numel`: elements of all parameters."""
+def gather_stats(
+    mover: Mover, segments: Segments, *, seconds: Mapping[str, float], numel: int, gradient_bytes: int
+) -> Stats:
+    """The numbers as they are now. `numel`: elements of all parameters. `gradient_bytes`: of gradients in no chunk."""
     state, ledger = mover.state, mover.ledger
     model_data: dict[str, int] = {}
     for ref in state.home:
         if ref not in state.free:
             model_data[ref.plane] = model_data.get(ref.plane, 0) + state.unit_bytes(ref)
+    if gradient_bytes:
+        model_data[GRAD] = model_data.get(GRAD, 0) + gradient_bytes
     return Stats(
         peak={tier.label: ledger.peak(tier) for tier in Tier},
         moved={link: ledger.moved(link) for link in LINKS},

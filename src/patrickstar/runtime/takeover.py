@@ -41,7 +41,7 @@ def take_over(
             weights.fill(bound, bound.parameter.data)
             taken.append(bound.name)
             gradient = bound.parameter.grad
-            if training is not None and gradient is not None:
+            if training is not None and gradient is not None and not binding.gradients.stay:
                 their_gradients[bound.name] = gradient
                 bound.parameter.grad = None
             bound.parameter.data = bound.standin

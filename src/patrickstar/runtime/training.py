@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD
 from patrickstar.core.trace import Trace
@@ -90,7 +91,7 @@ class Training:
     @property
     def in_backward(self) -> bool:
         """Whether parameters are updated as gradients arrive."""
-        return self._choreography.in_backward
+        return self._choreography.gradients is GradientUse.UPDATE
 
     # gradients arriving
 
@@ -99,6 +100,8 @@ class Training:
         bound = self._binding.by_name[name]
         self._enter_backward()
         self._conductor.pilot.segment.gave_gradients = True
+        if self._choreography.gradients is GradientUse.TENSOR:
+            return
         if not self.in_backward:
             self._gradients.add(bound, gradient)
             return
@@ -220,7 +223,7 @@ class Training:
                 parameter = self._binding.by_name[name].parameter
                 if set_to_none:
                     parameter.grad = None
-                    self._binding.gradients.own.discard(name)
+                    self._binding.gradients.is_not_own(name)
                 elif parameter.grad is not None:
                     parameter.grad = parameter.grad.detach_() if parameter.grad.grad_fn is not None else parameter.grad
                     parameter.grad.requires_grad_(False).zero_()
@@ -241,11 +244,14 @@ class Training:
         self._conductor.settle()
         self.lending.take_back()
         self._gradients.apply_factors()
-        with self._own_gradients_in_plane():
-            names = self._gradients.names
-            self._segments.begin("norm", self._trace("norm", names), following="step")
-            norm = self._updates.norm(names)
-            self._segments.end()
+        if self._binding.gradients.stay:
+            norm = self._updates.norm_of(self._tensors())
+        else:
+            with self._own_gradients_in_plane():
+                names = self._gradients.names
+                self._segments.begin("norm", self._trace("norm", names), following="step")
+                norm = self._updates.norm(names)
+                self._segments.end()
         factor = clip_factor(max_norm, norm)
         self._gradients.factors.append(factor)
         for name in self._binding.gradients.own:
@@ -296,6 +302,28 @@ class Training:
     def _carry_out(self, order: StepOrder, *, free: bool) -> None:
         began = time.perf_counter()
         self._unfinished = True
+        if self._binding.gradients.stay:
+            trace = self._trace("step", order.hypers)
+            self._segments.begin("step", trace, following="training step")
+            self._updates.step_with(order, trace, self._tensors())
+        else:
+            self._carry_out_in_chunks(order, free=free)
+        self._unfinished = False
+        self.step_seconds = time.perf_counter() - began
+        if not self.in_backward:
+            self._segments.step_ended()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The gradients that are the user's own: by name, 1-D in slot order."""
+        found = {}
+        with self._conductor.apart():
+            for name, bound in self._binding.by_name.items():
+                own = self._binding.gradients.own_of(name)
+                if own is not None:
+                    found[name] = bound.flat(own)
+        return found
+
+    def _carry_out_in_chunks(self, order: StepOrder, *, free: bool) -> None:
         with self._own_gradients_in_plane():
             if order.hypers:
                 trace = self._trace("step", order.hypers, writes=bool(order.factors))
@@ -306,11 +334,7 @@ class Training:
                     if touch.ref.plane == GRAD
                 )
                 self._segments.begin("step", trace, following="training step", frees=frees if free else ())
-                self._updates.step(order, frees=dict(frees) if free else {})
-        self._unfinished = False
-        self.step_seconds = time.perf_counter() - began
-        if not self.in_backward:
-            self._segments.step_ended()
+                self._updates.step(order, trace, frees=dict(frees) if free else {})
 
     def finish(self) -> None:
         """The session ends: what is pending is done, unless an update was left half done, which is said."""
@@ -335,7 +359,9 @@ class Training:
             make = (
                 norm_trace(self._layout, names)
                 if kind == "norm"
-                else step_trace(self._layout, names, writes_gradients=writes)
+                else step_trace(
+                    self._layout, names, writes_gradients=writes, with_gradient=not self._binding.gradients.stay
+                )
             )
             self._traces[key] = make
         return self._traces[key]

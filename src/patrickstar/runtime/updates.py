@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -95,16 +95,17 @@ class Updates:
         self._kernel = kernel
         self._bump = bump
 
-    def step(self, order: StepOrder, *, frees: Mapping[int, PlaneRef]) -> None:
-        """Updates every parameter of the order from its accumulated gradient. `frees`: units nobody wants after the moment of that number.
+    def step(self, order: StepOrder, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
+        """Updates every parameter of the order from its accumulated gradient.
 
         In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them
         included: a zero with zero moments and a zero gradient stays zero.
+
+        Args:
+            trace: `step_trace` of these parameters. frees: units nobody wants after the moment of that number.
         """
-        trace = step_trace(self._layout, order.hypers, writes_gradients=bool(order.factors))
-        chunks = [chunk for chunk, _ in _chunks_of(self._layout, set(order.hypers))]
         with self._conductor.apart():
-            for index, (chunk, moment) in enumerate(zip(chunks, trace.moments, strict=True)):
+            for index, (chunk, moment) in enumerate(self._moments(order, trace)):
                 self._conductor.moment(moment.phase, moment.label, moment.touches)
                 weight, grad, exp_avg, exp_avg_sq = self._planes(chunk)
                 for piece in self._ranges(chunk, order):
@@ -117,6 +118,28 @@ class Updates:
                 if index in frees:
                     self._conductor.mover.forget(frees[index])
         self._bump(order.hypers)
+
+    def step_with(self, order: StepOrder, trace: Trace, gradients: Mapping[str, Tensor]) -> None:
+        """The same from gradients that are tensors of their own: by name, 1-D in slot order."""
+        with self._conductor.apart():
+            for chunk, moment in self._moments(order, trace):
+                self._conductor.moment(moment.phase, moment.label, moment.touches)
+                weight, exp_avg, exp_avg_sq = self._planes(chunk, with_gradient=False)
+                for piece in self._layout.tensors_in(chunk):
+                    if piece.name in order.hypers:
+                        span = slice(piece.start, piece.stop)
+                        gradient = gradients[piece.name][
+                            piece.tensor_start : piece.tensor_start + piece.stop - piece.start
+                        ]
+                        step, hyper = order.steps[piece.name], order.hypers[piece.name]
+                        self._kernel.update(
+                            weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper
+                        )
+        self._bump(order.hypers)
+
+    def _moments(self, order: StepOrder, trace: Trace) -> Iterator[tuple[int, Moment]]:
+        chunks = (chunk for chunk, _ in _chunks_of(self._layout, set(order.hypers)))
+        return zip(chunks, trace.moments, strict=True)
 
     def update_now(self, bound: BoundParameter, gradient: Tensor, *, hyper: Hyper, step: int) -> None:
         """Updates one parameter from a gradient that has just arrived and is its whole gradient."""
@@ -148,6 +171,16 @@ class Updates:
                         ref = PlaneRef(part.chunk, GRAD)
                         self._conductor.moment(Phase.STEP, name, (Touch(ref),))
                         norm.add(self._conductor.tensor(ref)[part.start : part.stop])
+                    norm.end_tensor()
+            return norm.result()
+
+    def norm_of(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order."""
+        norm = GlobalNorm()
+        with self._conductor.apart():
+            for name in self._layout.slices:
+                if name in gradients:
+                    norm.add(gradients[name])
                     norm.end_tensor()
             return norm.result()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Part
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, PlaneRef
 from patrickstar.core.trace import Touch
@@ -16,7 +17,7 @@ class Choreography:
     """Counts uses, and says what a gradient's arrival touches.
 
     Args:
-        in_backward: whether parameters are updated as their gradients arrive.
+        gradients: where they go.
         updates: whether the optimizer updates a parameter, by name.
 
     Note [Updates in backward]
@@ -26,9 +27,9 @@ class Choreography:
         the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends.
     """
 
-    def __init__(self, layout: Layout, *, in_backward: bool, updates: Callable[[str], bool]) -> None:
+    def __init__(self, layout: Layout, *, gradients: GradientUse, updates: Callable[[str], bool]) -> None:
         self.layout = layout
-        self.in_backward = in_backward
+        self.gradients = gradients
         self._updates = updates
 
         self._uses: Counter[str] = Counter()
@@ -47,12 +48,14 @@ class Choreography:
 
     def updates_at_once(self, name: str) -> bool:
         """Whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
-        if not (self.in_backward and self._updates(name)):
+        if self.gradients is not GradientUse.UPDATE or not self._updates(name):
             return False
         return not self._uses_apart[name] or self._uses[name] == 1
 
     def gradient(self, name: str) -> list[tuple[Part, tuple[Touch, ...]]]:
         """The moments of a gradient's arrival: the piece of it that each is about, and what it touches."""
+        if self.gradients is GradientUse.TENSOR:
+            return []
         parts = self.layout.parts(name)
         if not self.updates_at_once(name):
             return [(part, (Touch(PlaneRef(part.chunk, GRAD), True),)) for part in parts]

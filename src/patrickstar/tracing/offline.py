@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
@@ -102,13 +103,15 @@ class OfflineTracer:
 
     Args:
         make_choreography: a fresh one for each trace.
-        takes_gradients: whether gradients that arrive are taken off the parameters.
+        gradients: where they go.
     """
 
-    def __init__(self, layout: Layout, make_choreography: Callable[[], Choreography], *, takes_gradients: bool) -> None:
+    def __init__(
+        self, layout: Layout, make_choreography: Callable[[], Choreography], *, gradients: GradientUse
+    ) -> None:
         self._layout = layout
         self._make_choreography = make_choreography
-        self._takes_gradients = takes_gradients
+        self._gradients = gradients
 
     def trace(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -132,7 +135,7 @@ class OfflineTracer:
             try:
                 twin, twins = _twin_of(model, named, fake_mode)
                 stack.enter_context(fake_mode)
-                owner.binding = Binding(twins, self._layout, owner, takes_gradients=self._takes_gradients)
+                owner.binding = Binding(twins, self._layout, owner, gradients=self._gradients)
                 owner.binding.bind()
                 inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
                 stack.enter_context(MissingOperations())
