@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -21,15 +20,3 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-UNFINISHED = frozenset({"cli", "docs"})
-"""Directories whose tests are ahead of the code, or not yet seen green on a quiet machine (docs/roadmap.md): `make test-full` runs them."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        top = item.path.relative_to(here).parts[0]
-        if top in UNFINISHED:
-            item.add_marker(pytest.mark.unfinished)

@@ -16,6 +16,8 @@ __all__ = ["Pressure"]
 
 _SLACK_BYTES = 40 * MIB  # of the 48 MiB that are promised
 _SLACK_SHARE = 128  # of the 1 % that is promised
+_EARLY_BYTES = 16 * MIB  # above the limit: from here on the allocator is asked for what it keeps
+_STEP_BYTES = 16 * MIB  # of growth, after which it is asked again
 _log = logging.getLogger("patrickstar")
 
 
@@ -27,19 +29,25 @@ class Pressure:
     """
 
     def __init__(self, limit_bytes: int, budget_bytes: int) -> None:
+        self._early_bytes = limit_bytes + _EARLY_BYTES
         self._limit_bytes = limit_bytes + _SLACK_BYTES + budget_bytes // _SLACK_SHARE
         self._said = False
+        self._least_bytes = 0  # resident since the allocator was last asked
 
     def excess_bytes(self, growth_bytes: int) -> int:
         """How much more will be resident than may be once the process has grown by so much, with what the allocator keeps given back.
 
         0 where all is well.
         """
-        limit = self._limit_bytes - growth_bytes
-        if resident_bytes() <= limit:
+        resident = resident_bytes()
+        self._least_bytes = min(self._least_bytes, resident)
+        if resident + growth_bytes <= self._early_bytes:
             return 0
-        release_free_memory()
-        excess = max(0, resident_bytes() - limit)
+        # A heap with holes from before, as building a model leaves them, keeps what is freed into them whatever its thresholds.
+        if resident + growth_bytes > self._limit_bytes or resident > self._least_bytes + _STEP_BYTES:
+            release_free_memory()
+            resident = self._least_bytes = resident_bytes()
+        excess = max(0, resident + growth_bytes - self._limit_bytes)
         if excess and not self._said:
             self._said = True
             _log.warning(
