@@ -48,8 +48,10 @@ def main() -> None:
     print(json.dumps({"foresee": foresee, "measure": measure}[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)
 
 
-def build(config: Mapping[str, Any], batch: Sequence[int], *, checkpointing: bool) -> tuple[Any, Any]:
-    """A GPT-2 and a batch of tokens."""
+def build(
+    config: Mapping[str, Any], batch: Sequence[int], *, checkpointing: bool, holes: bool = False
+) -> tuple[Any, Any]:
+    """A GPT-2 and a batch of tokens. `holes`: glibc puts the weights on the heap, where they leave holes when they are taken over."""
     import torch
     import transformers
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -57,6 +59,10 @@ def build(config: Mapping[str, Any], batch: Sequence[int], *, checkpointing: boo
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
+    if holes:
+        torch.empty(
+            30 * MIB, dtype=torch.uint8
+        )  # freed at once: from now on blocks of up to its size come from the heap
     model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **config)).train()
     model.config.use_cache = False
     model.generation_config.pad_token_id = 0
@@ -153,6 +159,7 @@ def measure(
     checkpointing: bool = False,
     clip: bool = False,
     generate_first: bool = False,
+    holes: bool = False,
     steps: int = 3,
     spoil: bool = False,
 ) -> dict[str, Any]:
@@ -168,7 +175,7 @@ def measure(
 
         kept.return_at_once = lambda: ""  # type: ignore[assignment]
         Pressure.excess_bytes = lambda self, growth_bytes: 0  # type: ignore[method-assign]
-    model, tokens = build(config, batch, checkpointing=checkpointing)
+    model, tokens = build(config, batch, checkpointing=checkpointing, holes=holes)
     run = Run(model, tokens, budget=budget, disk=disk, clip=clip)
     folder = Path(disk) / "checkpoints"
     if generate_first:

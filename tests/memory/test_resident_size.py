@@ -93,10 +93,12 @@ def test_a_whole_life_on_a_gigabyte_of_model_data_stays_within_every_budget_and_
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("allocator", ALLOCATORS)
-@pytest.mark.parametrize("what", [{"checkpointing": True, "generate_first": True}, {"clip": True, "batch": (4, 256)}])
+@pytest.mark.parametrize(
+    "what", [{"checkpointing": True, "generate_first": True}, {"clip": True, "batch": (4, 256)}, {"holes": True}]
+)
 def test_other_steps_stay_within_the_smallest_budget(what: Mapping[str, Any], allocator: str, tmp_path: Path) -> None:
     wanted = {**LARGE, **what}
-    known = {name: value for name, value in wanted.items() if name != "generate_first"}
+    known = {name: value for name, value in wanted.items() if name not in ("generate_first", "holes")}
     budget = budgets(preload(allocator), shares=(0.0,), disk=str(tmp_path), **known)[0]
     expect_within(budget, in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), **wanted))
 

@@ -87,10 +87,10 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="hyper-parameters-are-read-when-the-update-is-done",
         file="runtime/training.py",
-        old="        self._unfinished = True\n        with self._own",
+        old="        self._unfinished = True\n        if self._binding",
         new="        self._unfinished = True\n"
         "        order = StepOrder({name: self._hypers()[name] for name in order.hypers}, order.steps, order.factors)\n"
-        "        with self._own",
+        "        if self._binding",
         tests=(f"{GRADIENTS}::test_hyper_parameters_are_read_when_step_is_called",),
     ),
     Mutant(
