@@ -1,0 +1,92 @@
+"""How long it takes to know: the offline trace of a training step, and the plans made from it.
+
+    python benchmarks/planning.py [--model NAME] [--rounds N] [--write]
+
+Nothing is run: the model is on the meta device. Times are of one thread, the median and the range over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+
+from patrickstar.cli.model_source import ModelSource
+from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import build_layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.spec import TensorSpec
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.residency import Residency
+from patrickstar.runtime.updates import step_trace
+from patrickstar.tracing.choreography import Choreography
+from patrickstar.tracing.offline import OfflineTracer
+
+WANTED_TRACE_S, WANTED_PLAN_S = 10.0, 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2-xl")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        model = ModelSource.find(arguments.model).build()
+    named = dict(model.named_parameters())
+    specs = [TensorSpec(name, tuple(p.shape), p.requires_grad) for name, p in named.items()]
+    layout = build_layout(specs, chunk_numel=search_chunk_numel(specs))
+    tracer = OfflineTracer(
+        layout,
+        lambda: Choreography(layout, gradients=GradientUse.CHUNK, updates=named.__contains__),
+        gradients=GradientUse.CHUNK,
+    )
+    tokens = torch.zeros(1, arguments.tokens, dtype=torch.long)
+    seconds: dict[str, list[float]] = {"trace": [], "plan": []}
+    for _ in range(arguments.rounds):
+        began = time.perf_counter()
+        forward = tracer.trace(model, named, (), {"input_ids": tokens, "labels": tokens})
+        seconds["trace"].append(time.perf_counter() - began)
+        traces = (forward, step_trace(layout, named, writes_gradients=False))
+        home = dict.fromkeys(layout.units(("weight", "grad", "exp_avg", "exp_avg_sq")), Tier.DISK)
+        state = Residency.at_rest(
+            layout, compute=Tier.HOST, home=home, free=[ref for ref in home if ref.plane == "grad"]
+        )
+        need = max(worst_moment(trace, layout=layout, start=state).nbytes for trace in traces)
+        machine = Machine(Tier.HOST, {Tier.HOST: need * 3 // 2, Tier.DISK: 1 << 50})
+        began = time.perf_counter()
+        for number, trace in enumerate(traces):
+            plan = make_plan(trace, layout=layout, machine=machine, start=state, following=traces[1 - number])
+            state = Residency.of(plan.end)
+        seconds["plan"].append(time.perf_counter() - began)
+    result: dict[str, Any] = {
+        "what": "seconds to trace a training step offline, and to plan its forward, backward and update",
+        "model": arguments.model,
+        "parameters": sum(p.numel() for p in named.values()),
+        "chunks": layout.n_chunks,
+        "moments": [len(trace.moments) for trace in traces],
+        "wanted": {"trace": WANTED_TRACE_S, "plan": WANTED_PLAN_S},
+        "seconds": seconds,
+        "command": " ".join(["python", "benchmarks/planning.py", *sys.argv[1:]]),
+        "machine": describe_machine(),
+    }
+    for name, taken in seconds.items():
+        print(f"{name}: median {statistics.median(taken):.3f} s, {min(taken):.3f} to {max(taken):.3f}")
+    if arguments.write:
+        (Path(__file__).parent / "results" / "planning.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
