@@ -78,9 +78,10 @@ class _DefinedUpdate(torch.optim.Optimizer):
 class AdamW(_DefinedUpdate, torch.optim.AdamW):
     """Adam with decoupled weight decay, in place of `torch.optim.AdamW` on fp32 CPU parameters.
 
-    From one and the same state a step has torch's moments, and weights within 1 ulp of max(|p|, lr). `state_dict()` has
-    torch's format: either class loads the other's. `foreach` and `fused` choose among torch's implementations and are
-    without effect; `amsgrad`, `maximize`, `capturable` and `differentiable` must stay False.
+    From one and the same state a step has the moments and weights of torch's fused optimizer, bit for bit (but for tails:
+    see `docs/bits.md`); of its others the moments, and weights within 3 ulp of max(|p|, lr). `state_dict()` has torch's
+    format: either class loads the other's. `foreach` and `fused` choose among torch's implementations and are without
+    effect; `amsgrad`, `maximize`, `capturable` and `differentiable` must stay False.
 
     Args:
         states: "exact", fp32 moments.
