@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, FP32_FORMATS, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 
 PLANES = (WEIGHT, REST, GRAD, EXP_AVG, EXP_AVG_SQ)
 
@@ -29,11 +29,3 @@ def test_what_is_no_unit_is_refused_by_its_text(text):
 def test_units_sort_by_chunk_then_plane():
     units = [PlaneRef(10, GRAD), PlaneRef(9, WEIGHT), PlaneRef(10, EXP_AVG)]
     assert sorted(units) == [PlaneRef(9, WEIGHT), PlaneRef(10, EXP_AVG), PlaneRef(10, GRAD)]
-
-
-def test_fp32_has_four_planes_of_four_bytes_and_cannot_be_changed():
-    assert {plane: form.itemsize for plane, form in FP32_FORMATS.items()} == dict.fromkeys(
-        (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), 4
-    )
-    with pytest.raises(TypeError):
-        FP32_FORMATS[REST] = FP32_FORMATS[GRAD]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patrickstar.core.formats import FP32, Formats, PlaneFormat
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import FP32_FORMATS, WEIGHT, PlaneFormat, PlaneRef
+from patrickstar.core.plane import WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait, parse_action
 from patrickstar.plan.check import check
@@ -212,7 +213,8 @@ def test_an_illegal_action_is_refused_by_number_and_changes_nothing(state: str, 
 
 def test_a_wider_plane_takes_several_slots() -> None:
     layout = layout_of(1, 3)
-    formats = {**FP32_FORMATS, WEIGHT: PlaneFormat("bfloat16", 2)}
+    planes = {**FP32.planes, WEIGHT: PlaneFormat("bfloat16", 2)}
+    formats = Formats(planes=planes, whole=planes)
     assert bytes_of_slot(layout, formats) == 32
     assert [slots_of(ref, layout, formats) for ref in units("c0.weight c1.weight c2.exp_avg")] == [1, 3, 2]
 

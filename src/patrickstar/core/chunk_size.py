@@ -41,14 +41,17 @@ def search_chunk_numel(specs: Sequence[TensorSpec]) -> int:
     """
     if not specs:
         raise LayoutError("the model has no parameters: there is nothing to manage")
-    spaces = [aligned(spec.numel) for spec in specs]
+    # Tensors that stay fp32 whole have chunks of their own.
+    groups = [[aligned(spec.numel) for spec in specs if spec.whole is whole] for whole in (False, True)]
+    spaces = [space for group in groups for space in group]
     numel = sum(spec.numel for spec in specs)
     aim = target_numel(numel)
     limit = PADDING_LIMIT if numel >= _LIMITED_FROM else 1.0
 
     @cache
     def padding(chunk_numel: int) -> float:
-        return 1 - numel / (chunk_numel * count_chunks(spaces, chunk_numel=chunk_numel))
+        chunks = sum(count_chunks(group, chunk_numel=chunk_numel) for group in groups if group)
+        return 1 - numel / (chunk_numel * chunks)
 
     def cost(chunk_numel: int) -> float:
         return padding(chunk_numel) + _PRICE_OF_AN_OCTAVE * abs(math.log2(chunk_numel / aim))

@@ -60,11 +60,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Runs of chunks that partition `[0, n_chunks)`, and the slice of every tensor, in registration order."""
+    """Runs of chunks that partition `[0, n_chunks)`, and the slice of every tensor, in registration order.
+
+    `first_whole`: the chunk from which on tensors lie that stay fp32 whole, behind all others; None: there are none.
+    """
 
     chunk_numel: int
     runs: tuple[Run, ...]
     slices: Mapping[str, Slice]
+    first_whole: int | None = None
 
     _run_of: tuple[Run, ...] = field(init=False, repr=False, compare=False)
     _pieces: tuple[tuple[Piece, ...], ...] = field(init=False, repr=False, compare=False)
@@ -87,6 +91,10 @@ class Layout:
     def n_chunks(self) -> int:
         """Chunks of all runs together."""
         return len(self._run_of)
+
+    def is_whole(self, chunk: int) -> bool:
+        """Whether a chunk's tensors stay fp32 whole."""
+        return self.first_whole is not None and chunk >= self.first_whole
 
     @property
     def model_numel(self) -> int:
@@ -136,6 +144,8 @@ class Layout:
 
     def __str__(self) -> str:
         lines = [f"layout of {self.n_chunks} chunks of {self.chunk_numel} elements, padding {self.padding:.2%}"]
+        if self.first_whole is not None:
+            lines.append(f"fp32 whole from c{self.first_whole} on")
         for run in self.runs:
             lines.append(f"c{run.head}" + (f" x{run.length}" if run.length > 1 else ""))
             lines += [f"  {self.slices[name].offset}+{self.slices[name].numel} {name}" for name in run.tensors]
@@ -146,7 +156,12 @@ class Layout:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[Any, ...]]:
-        return Layout, (self.chunk_numel, self.runs, dict(self.slices))  # a mapping proxy neither pickles nor copies
+        return Layout, (
+            self.chunk_numel,
+            self.runs,
+            dict(self.slices),
+            self.first_whole,
+        )  # a mapping proxy neither pickles nor copies
 
 
 def aligned(numel: int) -> int:
@@ -167,8 +182,16 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
     slices: dict[str, Slice] = {}
     names: list[str] = []
     head, length, used = 0, 1, 0
-    for spec in specs:
+    first_whole: int | None = None
+    for spec in sorted(specs, key=lambda spec: spec.whole):  # stable: in registration order otherwise
         space = aligned(spec.numel)
+        begins_whole = spec.whole and first_whole is None
+        if begins_whole and names:
+            runs.append(Run(head, length, tuple(names)))
+            head, names = head + length, []
+            length, used = max(1, -(-space // chunk_numel)), 0
+        if begins_whole:
+            first_whole = head
         if used + space > length * chunk_numel:
             if used:
                 runs.append(Run(head, length, tuple(names)))
@@ -178,7 +201,7 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
         names.append(spec.name)
         used += space
     runs.append(Run(head, length, tuple(names)))
-    return Layout(chunk_numel, tuple(runs), slices)
+    return Layout(chunk_numel, tuple(runs), slices, first_whole)
 
 
 def _refuse_bad_input(specs: Sequence[TensorSpec], chunk_numel: int) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 WEIGHT: Final = "weight"  # what the model computes with
@@ -38,16 +35,3 @@ class PlaneRef(NamedTuple):
         if chunk[:1] != "c" or not (chunk[1:].isascii() and chunk[1:].isdigit()) or not dot or not plane.isidentifier():
             raise ValueError(f'{text!r} is not a plane of a chunk, such as "c12.weight"')
         return cls(int(chunk[1:]), plane)
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneFormat:
-    """The element type of a plane, by the field's name for it, and its bytes per element."""
-
-    dtype: str
-    itemsize: int
-
-
-FP32_FORMATS: Final[Mapping[str, PlaneFormat]] = MappingProxyType(
-    {plane: PlaneFormat("float32", 4) for plane in (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ)}
-)

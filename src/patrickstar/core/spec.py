@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A parameter's name, shape, and whether it is trained. Parameters that are tied appear once."""
+    """A parameter's name, shape, whether it is trained, and whether it stays fp32 whole. Parameters that are tied appear once."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    whole: bool = False
 
     @property
     def numel(self) -> int:

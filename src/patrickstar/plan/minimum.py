@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import FP32_FORMATS, PlaneFormat, PlaneRef
+from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.plan import frees_by_moment
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
@@ -33,7 +34,7 @@ class Need:
         return self.slots * self.slot_bytes + self.nonmodel_bytes
 
 
-def minimum_bytes(*traces: Trace, layout: Layout, formats: Mapping[str, PlaneFormat] = FP32_FORMATS) -> int:
+def minimum_bytes(*traces: Trace, layout: Layout, formats: Formats = FP32) -> int:
     """The smallest budget of the compute tier with which all traces fit, when every unit's home is below it."""
     return max((worst_moment(trace, layout=layout, formats=formats).nbytes for trace in traces), default=0)
 
@@ -44,7 +45,7 @@ def worst_moment(
     layout: Layout,
     start: Residency | None = None,
     frees: Iterable[tuple[int, PlaneRef]] = (),
-    formats: Mapping[str, PlaneFormat] = FP32_FORMATS,
+    formats: Formats = FP32,
 ) -> Need:
     """The moment that needs the largest budget; the earliest of equals.
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, FP32_FORMATS, GRAD, REST, WEIGHT, PlaneFormat, PlaneRef
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.plan.refusal import refuse_homes
 from patrickstar.plan.residency import bytes_of_slot, slots_of
 
@@ -28,7 +29,7 @@ def place(
     disk: bool = True,
     nonmodel_bytes: int = 0,
     transient: Collection[str] = (),
-    formats: Mapping[str, PlaneFormat] = FP32_FORMATS,
+    formats: Formats = FP32,
 ) -> dict[PlaneRef, Tier]:
     """The home of every unit of these planes.
 
@@ -40,7 +41,7 @@ def place(
     Raises:
         BudgetError: homes do not fit the host or the disk.
     """
-    units = list(layout.units(planes))
+    units = list(formats.units(layout, planes))
     slot_bytes = bytes_of_slot(layout, formats)
     sizes = {ref: slots_of(ref, layout, formats) * slot_bytes for ref in units}
     compute, budget = machine.compute, machine.budget

@@ -27,9 +27,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import FP32_FORMATS, PlaneFormat, PlaneRef
+from patrickstar.core.plane import PlaneRef
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.snapshot import CopyState, Snapshot
 
@@ -89,7 +90,7 @@ class Residency:
         compute: Tier,
         home: Mapping[PlaneRef, Tier],
         free: Collection[PlaneRef] = (),
-        formats: Mapping[str, PlaneFormat] = FP32_FORMATS,
+        formats: Formats = FP32,
     ) -> Residency:
         """Every unit of `home` lies there and nowhere else; those in `free` have no contents yet."""
         slot_bytes = bytes_of_slot(layout, formats)
@@ -149,15 +150,14 @@ class Residency:
         return str(self.snapshot())
 
 
-def bytes_of_slot(layout: Layout, formats: Mapping[str, PlaneFormat] = FP32_FORMATS) -> int:
+def bytes_of_slot(layout: Layout, formats: Formats = FP32) -> int:
     """Bytes of one slot: a chunk of the narrowest plane. A wider plane takes several adjacent slots."""
-    return layout.chunk_numel * min(fmt.itemsize for fmt in formats.values())
+    return layout.chunk_numel * formats.narrowest
 
 
-def slots_of(ref: PlaneRef, layout: Layout, formats: Mapping[str, PlaneFormat] = FP32_FORMATS) -> int:
+def slots_of(ref: PlaneRef, layout: Layout, formats: Formats = FP32) -> int:
     """Slots a unit takes: those of its chunks, times how much wider its plane is than the narrowest."""
-    narrowest = min(fmt.itemsize for fmt in formats.values())
-    return layout.slots(ref) * (formats[ref.plane].itemsize // narrowest)
+    return layout.slots(ref) * (formats.of(ref, layout).itemsize // formats.narrowest)
 
 
 def make_room(

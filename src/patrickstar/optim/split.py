@@ -1,0 +1,91 @@
+"""The split master: an fp32 value as a bf16 weight and what is left over, 16 bits each.
+
+The weight is the master rounded to the nearest bf16, ties away from zero. What is left over, as bit patterns, is then a signed 16-bit integer,
+and the sum of the two is the master again, bit for bit:
+
+    bits(master) = (bits(weight) << 16) + rest,   -32768 <= rest <= 32767
+
+(With ties to even one remainder would need a seventeenth bit.) A master that is NaN becomes the NaN that torch makes, with its sign. One above
+the largest bf16 rounds to infinity, as rounding does, and is a finite master again when joined.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.kernel import Kernel
+
+__all__ = ["SplitKernel", "join", "split"]
+
+_BLOCK_NUMEL = 1 << 16
+"""Elements that are joined, updated and split at once: half a MiB of scratch, which stays in a core's cache."""
+
+_HALF = 0x8000
+_NAN = 0x7FC00000
+
+
+def split(master: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """Writes a master into its two halves.
+
+    Args:
+        master: fp32. weight: bf16. rest: int16. All contiguous and of one length.
+    """
+    bits = master.view(torch.int32)
+    is_nan = torch.isnan(master)
+    if bool(is_nan.any()):
+        bits = torch.where(is_nan, (bits & -0x80000000) | _NAN, bits)
+    upper = (bits + _HALF) >> 16
+    weight.view(torch.int16).copy_(upper)
+    rest.copy_(bits - (upper << 16))
+
+
+def join(weight: Tensor, rest: Tensor, master: Tensor) -> None:
+    """Writes what two halves come to: the inverse of `split`, with the same arguments."""
+    bits = master.view(torch.int32)
+    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(rest)
+
+
+class SplitKernel:
+    """An update of masters that are split, by a kernel for fp32 masters: the very same arithmetic, block by block.
+
+    Args:
+        kernel: updates the joined blocks.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._master = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device="cpu")
+        self._gradient = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device="cpu")
+
+    @torch.no_grad()
+    def update(
+        self,
+        weight: Tensor,
+        rest: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        step: int,
+        hyper: Hyper,
+        factors: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Updates weight, rest, exp_avg and exp_avg_sq in place; the gradient stays as it is.
+
+        Args:
+            weight, rest: the halves, bf16 and int16. grad: of any floating type, widened before anything else.
+            exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
+            step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
+        """
+        for start in range(0, weight.numel(), _BLOCK_NUMEL):
+            block = slice(start, min(start + _BLOCK_NUMEL, weight.numel()))
+            numel = block.stop - block.start
+            master, gradient = self._master[:numel], self._gradient[:numel]
+            join(weight[block], rest[block], master)
+            gradient.copy_(grad[block])
+            for factor in factors:
+                gradient.mul_(factor)
+            self._kernel.update(master, gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
+            split(master, weight[block], rest[block])

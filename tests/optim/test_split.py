@@ -1,0 +1,107 @@
+"""Two halves are one fp32 value, and an update of halves is the update of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.split import SplitKernel, join, split
+
+
+def halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    weight, rest = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
+    split(master, weight, rest)
+    return weight, rest
+
+
+def joined(weight: Tensor, rest: Tensor) -> Tensor:
+    master = torch.empty(weight.shape)
+    join(weight, rest, master)
+    return master
+
+
+def of_bits(bits: np.ndarray) -> Tensor:
+    return torch.from_numpy(bits.astype(np.uint32).view(np.float32).copy())
+
+
+def every_upper_half(low: int) -> Tensor:
+    """All sign, exponent and upper mantissa bits over some lower half."""
+    return of_bits((np.arange(1 << 16, dtype=np.uint64) << 16) | low)
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234])
+def test_joining_is_the_inverse_of_splitting(low: int) -> None:
+    master = every_upper_half(low)
+    weight, rest = halves(master)
+    again = joined(weight, rest)
+    finite = ~torch.isnan(master)
+    assert torch.equal(again[finite].view(torch.int32), master[finite].view(torch.int32))
+    assert torch.isnan(again[~finite]).all()
+    assert torch.isnan(weight[~finite]).all(), "a master that is NaN shows as one"
+    assert torch.equal(torch.signbit(again), torch.signbit(master))
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+def test_any_value_comes_back(bits: list[int]) -> None:
+    master = of_bits(np.array(bits, dtype=np.uint64))
+    again = joined(*halves(master))
+    finite = ~torch.isnan(master)
+    assert torch.equal(again[finite].view(torch.int32), master[finite].view(torch.int32))
+    assert torch.equal(torch.isnan(again), torch.isnan(master))
+
+
+def nearest_bf16(value: np.float32) -> float:
+    """By trying both neighbours: the nearer one, of two equally near the one further from zero."""
+    bits = int(np.float32(abs(value)).view(np.uint32))
+    below = np.uint32(bits & 0xFFFF0000).view(np.float32)
+    above = np.uint32((bits & 0xFFFF0000) + 0x10000).view(np.float32)
+    # Beyond the largest bf16 the next one would be 2^128: infinity stands for it.
+    upper = 2.0**128 if np.isinf(above) else float(above)
+    found = above if float(abs(value)) - float(below) >= upper - float(abs(value)) else below
+    return float(np.copysign(found, value))
+
+
+@given(bits=st.integers(0, 0x7F7FFFFF), negative=st.booleans())
+def test_the_weight_is_the_nearest_and_ties_go_away_from_zero(bits: int, negative: bool) -> None:
+    value = np.uint32(bits | (0x80000000 if negative else 0)).view(np.float32)
+    weight, _ = halves(torch.tensor([float(value)]))
+    assert weight.item() == nearest_bf16(value) or (weight.item() == 0 == nearest_bf16(value))
+
+
+def test_ties_go_away_from_zero() -> None:
+    tie = of_bits(np.array([0x3F808000, 0xBF808000, 0x3F818000]))
+    weight, rest = halves(tie)
+    assert weight.tolist() == [1.0078125, -1.0078125, 1.015625]
+    assert rest.tolist() == [-32768, -32768, -32768]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("numel", [1, 17, 4096, (1 << 16) + 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_update_of_halves_is_the_update_of_the_master(decoupled: bool, numel: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    master = torch.randn(numel, generator=generator)
+    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+    weight, rest = halves(master)
+    ours = exp_avg.clone(), exp_avg_sq.clone()
+    kernel = choose_kernel("torch")
+    splitting = SplitKernel(kernel)
+    hyper = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
+    for step in range(1, 5):
+        grad = torch.randn(numel, generator=generator).to(dtype)
+        factor = torch.tensor(0.37) if step > 2 else None
+        wide = grad.to(torch.float32, copy=True).mul_(1.0 if factor is None else factor)
+        kernel.update(master, wide, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+        before = grad.clone()
+        splitting.update(weight, rest, grad, *ours, step=step, hyper=hyper, factors=() if factor is None else (factor,))
+        assert torch.equal(grad, before)
+        assert torch.equal(joined(weight, rest).view(torch.int32), master.view(torch.int32))
+        assert torch.equal(ours[0], exp_avg)
+        assert torch.equal(ours[1], exp_avg_sq)
+        assert torch.equal(weight.view(torch.int16), halves(master)[0].view(torch.int16))
