@@ -53,6 +53,7 @@ SESSION = [
     "load_state_dict",
     "save_checkpoint",
     "load_checkpoint",
+    "export",
     "close",
 ]
 OPTIMIZER = [
@@ -87,6 +88,7 @@ def lines() -> Iterator[str]:
     """The page."""
     yield HEAD
     yield from _function(patrickstar.manage, "patrickstar.manage", level=2)
+    yield from _function(patrickstar.deferred_init, "patrickstar.deferred_init", level=2)
     yield "## patrickstar.Session\n"
     yield from _text(patrickstar.Session.__doc__)
     yield from _members(patrickstar.Session, "session", SESSION, level=3)

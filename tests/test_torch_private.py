@@ -8,6 +8,7 @@ from torch import nn
 
 from patrickstar.torch_private import (
     Plain,
+    Unseen,
     at_end_of_backward,
     backward_id,
     gradient_is_held,
@@ -25,6 +26,15 @@ def test_plain_switches_subclass_handlers_off():
     tensor = torch.ones(2).as_subclass(Loud)
     with Plain():
         assert (tensor + 1).shape == (2,)
+
+
+def test_unseen_switches_modes_off_too():
+    class Loud(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError("the mode was called")
+
+    with Loud(), Unseen():
+        assert (torch.ones(2) + 1).shape == (2,)
 
 
 def test_only_the_topmost_hooks_are_seen():

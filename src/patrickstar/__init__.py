@@ -14,6 +14,7 @@ from patrickstar.config.options import Options
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, DeviceError, Error, LayoutError, StateError
 
 if _typing.TYPE_CHECKING:
+    from patrickstar.nn.deferred import deferred_init
     from patrickstar.optim.adamw import Adam, AdamW
     from patrickstar.runtime import Session, manage
 
@@ -29,6 +30,7 @@ __all__ = [
     "Options",
     "Session",
     "StateError",
+    "deferred_init",
     "manage",
 ]
 
@@ -37,6 +39,7 @@ _WITH_TORCH = _types.MappingProxyType(
         "Adam": "patrickstar.optim.adamw",
         "AdamW": "patrickstar.optim.adamw",
         "Session": "patrickstar.runtime",
+        "deferred_init": "patrickstar.nn.deferred",
         "manage": "patrickstar.runtime",
     }
 )

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ModuleEvents", "Watched", "watch_calls", "watch_root"]
+__all__ = ["ModuleEvents", "Watched", "watch_calls", "watch_parameters", "watch_root"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -80,3 +81,8 @@ def watch_calls(modules: Iterable[nn.Module], events: ModuleEvents) -> Watched:
             )
         )
     return Watched(handles)
+
+
+def watch_parameters(registered: Callable[[nn.Module, str, nn.Parameter], None]) -> Watched:
+    """Tells of every parameter that any module registers, by module and name, just before."""
+    return Watched((register_module_parameter_registration_hook(registered),))

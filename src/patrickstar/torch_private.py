@@ -10,8 +10,10 @@ import torch
 
 __all__ = [
     "Plain",
+    "Unseen",
     "at_end_of_backward",
     "backward_id",
+    "computes_bf16",
     "gradient_is_held",
     "inside_backward_node",
     "top_saved_tensors_hooks",
@@ -19,6 +21,9 @@ __all__ = [
 
 Plain = torch._C.DisableTorchFunctionSubclass
 """Context in which tensor subclasses behave as plain tensors."""
+
+Unseen = torch._C.DisableTorchFunction
+"""Context in which neither tensor subclasses nor modes see what is called."""
 
 Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -51,6 +56,11 @@ def _references(parameter: torch.nn.Parameter) -> int:
         return 0
     storage = gradient.untyped_storage()
     return sys.getrefcount(gradient) + sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
+
+
+def computes_bf16() -> bool:
+    """Whether the processor has instructions for products of bf16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

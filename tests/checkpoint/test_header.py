@@ -75,6 +75,11 @@ def test_a_length_that_the_file_has_no_room_for_is_refused(start, file_nbytes):
         header_length(start, file_nbytes=file_nbytes, where="a file")
 
 
+@pytest.mark.parametrize("length", [0x80, 0x0280, 0x0480])
+def test_a_length_that_looks_like_the_start_of_a_pickle_is_a_length(length):
+    assert header_length(length.to_bytes(8, "little"), file_nbytes=5000, where="f") == length
+
+
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 

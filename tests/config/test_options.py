@@ -63,8 +63,6 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
     [
         {"prefetch": 2},
         {"compute": "fp32"},
-        {"keep_fp32": ("norm",)},
-        {"keep_fp32": []},
         {"tile_rows": 128},
         {"chunked_loss": True},
         {"chunked_loss": False},

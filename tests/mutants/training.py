@@ -45,8 +45,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="a-second-gradient-takes-the-place-of-the-first",
         file="runtime/gradients.py",
-        old="                if bound.name in self.names:\n                    target.add_(piece)",
-        new="                if False:\n                    target.add_(piece)",
+        old="                    target.add_(piece)",
+        new="                    target.copy_(piece)",
         tests=(f"{GRADIENTS}::test_gradients_of_several_backwards_add_up[True]",),
     ),
     Mutant(
@@ -59,8 +59,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="a-clip-factor-misses-one-chunk-of-the-update",
         file="runtime/updates.py",
-        old="for factor in order.factors:",
-        new="for factor in order.factors if chunk else ():",
+        old="hyper=piece.hyper, factors=order.factors)",
+        new="hyper=piece.hyper, factors=order.factors if chunk else ())",
         tests=(f"{GRADIENTS}::test_clipping_through_the_session[0.001]",),
     ),
     Mutant(
@@ -69,6 +69,41 @@ TRAINING: tuple[Mutant, ...] = (
         old="for factor in factors:",
         new="for factor in factors if chunk else ():",
         tests=(f"{GRADIENTS}::test_clipping_twice_clips_twice_and_gradients_show_it",),
+    ),
+    Mutant(
+        name="the-rest-of-a-split-master-is-forgotten",
+        file="optim/split.py",
+        old="rest.copy_(bits - (upper << 16))",
+        new="rest.zero_()",
+        tests=("tests/optim/test_split.py::test_joining_is_the_inverse_of_splitting[1]",),
+    ),
+    Mutant(
+        name="ties-of-a-split-master-go-to-even",
+        file="optim/split.py",
+        old="upper = (bits + _HALF) >> 16",
+        new="upper = (bits + _HALF - 1 + ((bits >> 16) & 1)) >> 16",
+        tests=("tests/optim/test_split.py::test_ties_go_away_from_zero",),
+    ),
+    Mutant(
+        name="a-change-by-hand-does-not-reach-a-split-master",
+        file="runtime/hand_changes.py",
+        old="if bool(mine.any()):",
+        new="if False:",
+        tests=("tests/runtime/test_bf16.py::test_a_change_by_hand_is_carried_into_the_master[clamp]",),
+    ),
+    Mutant(
+        name="a-change-by-hand-takes-the-rest-of-every-element",
+        file="runtime/hand_changes.py",
+        old="masked_fill_(mine, 0)",
+        new="zero_()",
+        tests=("tests/runtime/test_bf16.py::test_a_change_by_hand_is_carried_into_the_master[some_elements]",),
+    ),
+    Mutant(
+        name="gradients-of-several-backwards-add-up-in-16-bits",
+        file="core/formats.py",
+        old='GRAD: PlaneFormat(gradient, 2 if gradient == "bfloat16" else 4),',
+        new='GRAD: PlaneFormat("bfloat16", 2),',
+        tests=("tests/runtime/test_bf16.py::test_gradients_of_several_backwards_add_up_in_fp32",),
     ),
     Mutant(
         name="all-tensors-share-one-step-count",

@@ -67,7 +67,7 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
         precision=row.precision,
         step=row.step,
         max_grad_norm=case.max_norm if row.clipping and not by_call else None,
-        options=patrickstar.Options(chunk_size=case.chunk_numel, eviction=row.eviction, poison=True),
+        options=options_of(row, eviction=row.eviction, poison=True),
         **machine(row, limits, directory),
     )
     record = Record()
@@ -103,6 +103,13 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
     return Outcome(record, stats, dict(limits), closed)
 
 
+def options_of(row: Row, **given: Any) -> patrickstar.Options:
+    """The chunks of the case; in 16 bits, room for gradients of several backwards from the start."""
+    if row.precision != "fp32":
+        given |= {"accumulate": row.accumulation, "compute": row.precision}
+    return patrickstar.Options(chunk_size=CASES[row.model].chunk_numel, **given)
+
+
 def machine(row: Row, limits: Limits, directory: Path) -> dict[str, Any]:
     """The arguments of `manage` that say what memory there is."""
     device, host = limits.get("device", ROOMY_BYTES), limits.get("host", ROOMY_BYTES)
@@ -128,7 +135,7 @@ def read_moments(session: Any, row: Row, record: Record, *, order: list[str], di
         session.save_checkpoint(directory.parent / "checkpoint")
         model = case.build(row.checkpointing)
         plain = getattr(torch.optim, case.algorithm)(case.groups(model), lr=1.0)
-        options = patrickstar.Options(chunk_size=case.chunk_numel)
+        options = options_of(row)
         with patrickstar.manage(model, plain, device="emulated", precision=row.precision, options=options) as roomy:
             roomy.load_checkpoint(directory.parent / "checkpoint")
             state = roomy.optimizer.state_dict()

@@ -15,6 +15,7 @@ The definition, for a parameter p with gradient g at its t-th update; f(x) is x 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +78,10 @@ def train(
     groups = case.groups(model)
     base = [dict(group) for group in groups]
     parameters = dict(model.named_parameters())
-    masters = make_masters(parameters, precision)
+    kept = whole_parameters(model)
+    masters = make_masters(parameters, precision, kept=kept)
+    if precision != "fp32":
+        narrow_buffers_and_inputs(model, NARROW[precision])
     batches = case.batches(seed=0, count=steps * accumulation)
     moments: dict[str, Moments] = {}
     record = Record()
@@ -125,14 +129,54 @@ def evaluate(case: Case, model: nn.Module, batch: dict[str, Any], step: int, rec
 # 16-bit types: an fp32 master beside each parameter, gradients widened after every backward
 
 
-def make_masters(parameters: dict[str, nn.Parameter], precision: str) -> Tensors:
+def make_masters(parameters: dict[str, nn.Parameter], precision: str, *, kept: Collection[str]) -> Tensors:
     """The tensors that are updated: the parameters themselves in fp32, else copies of them from before narrowing."""
     if precision == "fp32":
         return {name: parameter.detach() for name, parameter in parameters.items()}
-    masters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    masters = {
+        name: parameter.detach() if name in kept else parameter.detach().clone()
+        for name, parameter in parameters.items()
+    }
     for name, parameter in parameters.items():
-        parameter.data = narrow(masters[name], NARROW[precision])
+        if name not in kept:
+            narrowed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=NARROW[precision])
+            parameter.data = narrowed.copy_(narrow(masters[name], NARROW[precision]))
     return masters
+
+
+def whole_modules(model: nn.Module) -> list[nn.Module]:
+    """What stays fp32 beside 16 bits: batch norms, and modules that the model itself lists."""
+    listed = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) or set(path.split(".")) & set(listed)
+    ]
+
+
+def whole_parameters(model: nn.Module) -> set[str]:
+    """Their parameters, by name."""
+    whole = {id(parameter) for module in whole_modules(model) for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in whole}
+
+
+def narrow_buffers_and_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Persistent floating buffers are of the 16-bit type, and so is what the model is called with."""
+    whole = {id(buffer) for module in whole_modules(model) for buffer in module.buffers()}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            persistent = buffer is not None and name not in module._non_persistent_buffers_set
+            if persistent and buffer.is_floating_point() and id(buffer) not in whole:
+                module._buffers[name] = buffer.to(dtype)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {name: cast(item) for name, item in value.items()}
+        return type(value)(cast(item) for item in value) if isinstance(value, list | tuple) else value
+
+    model.register_forward_pre_hook(lambda _, args, kwargs: (cast(args), cast(kwargs)), with_kwargs=True)
 
 
 def narrow(master: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 import patrickstar
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.matrix import PRECISION_ROWS, ROWS, Row
+from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, Row
 from tests.parity.oracle import Record
 from tests.parity.zoo import CASES, STEPS
 
@@ -63,7 +63,12 @@ def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path) -> N
     assert_parity(row, tmp_path)
 
 
-@pytest.mark.xfail(raises=patrickstar.ConfigError, strict=True, reason="16-bit types come next")
-@pytest.mark.parametrize("row", PRECISION_ROWS, ids=str)
-def test_no_bit_depends_on_where_16_bit_model_data_lives(row: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", BF16_ROWS, ids=str)
+def test_no_bit_depends_on_where_bf16_model_data_lives(row: Row, tmp_path: Path) -> None:
+    assert_parity(row, tmp_path)
+
+
+@pytest.mark.xfail(raises=patrickstar.ConfigError, strict=True, reason="fp16 comes next")
+@pytest.mark.parametrize("row", FP16_ROWS, ids=str)
+def test_no_bit_depends_on_where_fp16_model_data_lives(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path)

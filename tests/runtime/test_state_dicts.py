@@ -140,7 +140,7 @@ def test_transformers_saves_a_managed_model_as_it_is_or_refuses(tmp_path: Path, 
         try:
             model.save_pretrained(tmp_path)
         except patrickstar.Error as refusal:
-            assert "export" in str(refusal) or "session.state_dict" in str(refusal)
+            assert "session.export" in str(refusal)
             return
     expect_bits(want, values(GPT2LMHeadModel.from_pretrained(tmp_path)))
 
@@ -319,7 +319,7 @@ def test_a_models_state_dict_that_does_not_fit_names_export_when_it_is_copied(tm
     model = mlp()
     keywords = {"device": "cpu", "host_memory": 4 * SLOT, "disk": tmp_path / "disk"}
     with patrickstar.manage(model, adamw(model), options=options(), **keywords):
-        with pytest.raises(BudgetError, match="export|session.state_dict|save_checkpoint"):
+        with pytest.raises(BudgetError, match="session.export"):
             _ = [tensor.view(-1) for tensor in model.state_dict().values()]
 
 

@@ -76,18 +76,19 @@ def header_length(start: bytes, *, file_nbytes: int, where: str) -> int:
     """Bytes of the header after the length itself, from the file's first eight bytes (rule 1)."""
     if len(start) < LENGTH_BYTES or file_nbytes < LENGTH_BYTES + 2:
         raise CheckpointError(f"{where}: {file_nbytes} bytes are too few for a safetensors file")
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    most = min(file_nbytes - LENGTH_BYTES, MOST_HEADER_BYTES)
+    if 2 <= length <= most:
+        return length
+    # Asked only now: a header of 640 bytes begins with 80 02, as pickles do.
     if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
         raise CheckpointError(
             f"{where}: not a safetensors file; it begins like a pickle (torch.save), which is not read"
         )
-    length = int.from_bytes(start[:LENGTH_BYTES], "little")
-    most = min(file_nbytes - LENGTH_BYTES, MOST_HEADER_BYTES)
-    if not 2 <= length <= most:
-        raise CheckpointError(
-            f"{where}: header length {length}, but a file of {file_nbytes} bytes has room for {most}: "
-            "cut short, or not a safetensors file"
-        )
-    return length
+    raise CheckpointError(
+        f"{where}: header length {length}, but a file of {file_nbytes} bytes has room for {most}: "
+        "cut short, or not a safetensors file"
+    )
 
 
 def decode_header(text: bytes | bytearray, *, file_nbytes: int, where: str) -> dict[str, Span]:

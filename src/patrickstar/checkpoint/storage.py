@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,14 @@ import torch
 
 from patrickstar.checkpoint.blocks import BLOCK_BYTES, Blocks
 from patrickstar.checkpoint.contents import OLD_PREFIX
+from patrickstar.checkpoint.directories import (
+    TEMPORARY_PREFIX,
+    check_space,
+    locked,
+    make_directories,
+    remove,
+    sync_directory,
+)
 from patrickstar.checkpoint.extra import encode_tree
 from patrickstar.checkpoint.files import Files, writing
 from patrickstar.checkpoint.find import LATEST_NAME, step_directories
@@ -39,15 +46,13 @@ from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.shards import plan_shards, write_shard
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.writer import write_file
-from patrickstar.errors import CheckpointError, ConfigError, DeviceError
-from patrickstar.units import GIB, format_bytes
+from patrickstar.errors import CheckpointError, ConfigError
+from patrickstar.units import GIB
 
 __all__ = ["SHARD_BYTES", "write_step"]
 
 SHARD_BYTES = 4 * GIB
 _EXTRA_STEM = "extra"
-_TEMPORARY_PREFIX = ".tmp-"
-_SLACK_BYTES = 1 << 20  # for headers, directories and the file system's own
 
 _log = logging.getLogger("patrickstar")
 
@@ -129,50 +134,29 @@ def write_step(
 
     disk = files or Files()
     final = directory / f"step-{step:08d}"
-    _make_directories(directory, disk)
-    with _locked(directory, disk), ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane:
+    make_directories(directory, disk)
+    with (
+        locked(directory, disk, what="a checkpoint"),
+        ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane,
+    ):
         _sweep(directory, disk)
-        _check_space(directory, sum(entry.nbytes for entry in [*entries, *extra_entries]), disk)
-        temporary = directory / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        nbytes = sum(entry.nbytes for entry in [*entries, *extra_entries])
+        check_space(directory, nbytes, disk, what="a checkpoint", intact="checkpoints taken before are intact")
+        temporary = directory / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         try:
             with writing(f"{temporary}: cannot make the directory"):
                 disk.make_directory(temporary)
             write_files(temporary, lane)
-            _sync_directory(temporary, disk)
+            sync_directory(temporary, disk)
             _publish(temporary, final, disk)
             _move_latest(directory, final.name, disk, lane)
         except BaseException:
             # What cannot be removed now (the disk may have gone) is swept when the next one is written.
             with contextlib.suppress(OSError):
-                _remove(temporary, disk)
+                remove(temporary, disk)
             raise
         _retain(directory, final, keep, disk)
     return final
-
-
-def _make_directories(directory: Path, disk: Files) -> None:
-    with writing(f"{directory}: cannot make the directory"):
-        missing = [path for path in (directory, *directory.parents) if disk.status(path) is None]
-        for path in reversed(missing):
-            # Another rank or job may make it at the same time.
-            with contextlib.suppress(FileExistsError):
-                disk.make_directory(path)
-            disk.sync_directory(path.parent)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path, disk: Files) -> Iterator[None]:
-    with writing(f"{directory}: cannot open the directory"):
-        try:
-            descriptor = disk.lock(directory)
-        except BlockingIOError:
-            raise DeviceError(
-                f"{directory}: another process or session is writing a checkpoint there; give each its own directory"
-            ) from None
-    try:
-        yield
-    finally:
-        disk.unlock(descriptor)
 
 
 def _sweep(directory: Path, disk: Files) -> None:
@@ -180,26 +164,15 @@ def _sweep(directory: Path, disk: Files) -> None:
     with writing(f"{directory}: cannot remove what an interrupted checkpoint left"):
         for name in disk.names(directory):
             path = directory / name
-            if name.startswith(_TEMPORARY_PREFIX):
-                _remove(path, disk)
+            if name.startswith(TEMPORARY_PREFIX):
+                remove(path, disk)
             elif name.startswith(OLD_PREFIX):
                 original = directory / name.removeprefix(OLD_PREFIX)
                 if disk.status(original) is None:
                     disk.rename(path, original)
                     disk.sync_directory(directory)
                 else:
-                    _remove(path, disk)
-
-
-def _check_space(directory: Path, nbytes: int, disk: Files) -> None:
-    with writing(f"{directory}: cannot ask for the space left"):
-        free = disk.free_bytes(directory)
-    if free < nbytes + _SLACK_BYTES:
-        raise DeviceError(
-            f"{directory}: a checkpoint of {nbytes} bytes ({format_bytes(nbytes)}), {free} bytes "
-            f"({format_bytes(free)}) are free: make room for {format_bytes(nbytes + _SLACK_BYTES - free)} or choose "
-            "another disk. Nothing was written; checkpoints taken before are intact"
-        )
+                    remove(path, disk)
 
 
 def _publish(temporary: Path, final: Path, disk: Files) -> None:
@@ -216,20 +189,20 @@ def _publish(temporary: Path, final: Path, disk: Files) -> None:
                 with contextlib.suppress(OSError):
                     disk.rename(aside, final)
             raise
-    _sync_directory(final.parent, disk)
+    sync_directory(final.parent, disk)
 
 
 def _move_latest(directory: Path, name: str, disk: Files, lane: ThreadPoolExecutor) -> None:
-    temporary = directory / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    temporary = directory / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     try:
         write_file(temporary, f"{name}\n".encode("ascii"), files=disk, lane=lane, blocks=Blocks(4096))
         with writing(f"{directory / LATEST_NAME}: cannot move it to {name}"):
             disk.replace(temporary, directory / LATEST_NAME)
     except BaseException:
         with contextlib.suppress(OSError):
-            _remove(temporary, disk)
+            remove(temporary, disk)
         raise
-    _sync_directory(directory, disk)
+    sync_directory(directory, disk)
 
 
 def _retain(directory: Path, written: Path, keep: int | None, disk: Files) -> None:
@@ -242,13 +215,13 @@ def _retain(directory: Path, written: Path, keep: int | None, disk: Files) -> No
             ]
             doomed += complete[keep - 1 :]
         # Renamed first, and that synced: a name `step-...` never stands for a checkpoint that is half deleted.
-        trash = [directory / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}" for _ in doomed]
+        trash = [directory / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}" for _ in doomed]
         for path, target in zip(doomed, trash, strict=True):
             if disk.status(path) is not None:
                 disk.rename(path, target)
         disk.sync_directory(directory)
         for target in trash:
-            _remove(target, disk)
+            remove(target, disk)
     except (OSError, CheckpointError) as problem:
         _log.warning("%s is written, but an older checkpoint could not be deleted: %s", written, problem)
 
@@ -259,21 +232,3 @@ def _is_complete(path: Path, disk: Files) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _remove(path: Path, disk: Files) -> None:
-    """Delete a file, a link (not what it points to), or a directory with all that is in it."""
-    status = disk.status(path)
-    if status is None:
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        disk.remove_file(path)
-        return
-    for name in disk.names(path):
-        _remove(path / name, disk)
-    disk.remove_directory(path)
-
-
-def _sync_directory(path: Path, disk: Files) -> None:
-    with writing(f"{path}: cannot sync the directory"):
-        disk.sync_directory(path)

@@ -19,6 +19,7 @@ from torch import nn
 
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.losses import accumulate_gradients
+from patrickstar.cli.plain_masters import PlainMasters
 from patrickstar.cli.schedule import Schedule
 
 BETAS: Final = (0.9, 0.999)
@@ -84,7 +85,15 @@ class PlainRun:
     """The steps of a run in plain PyTorch, from the model, batches and schedule that the managed run began with."""
 
     def __init__(
-        self, model: nn.Module, batches: Batches, *, lr: float, schedule: Schedule, clip: float | None, accumulate: int
+        self,
+        model: nn.Module,
+        batches: Batches,
+        *,
+        lr: float,
+        schedule: Schedule,
+        clip: float | None,
+        accumulate: int,
+        precision: str = "fp32",
     ) -> None:
         self.model = model
         self.batches = batches
@@ -93,23 +102,36 @@ class PlainRun:
         self.clip = clip
         self.accumulate = accumulate
 
+        self._masters = PlainMasters(model) if precision == "bf16" else None
         self._moments: dict[str, Moments] = {}
         self._done = 0
 
     def step(self) -> float:
         """One step; gives its loss."""
-        loss = accumulate_gradients(self.model, self.batches, self.accumulate)
-        with torch.no_grad():
+        masters = self._masters
+        if masters is None:
+            loss = accumulate_gradients(self.model, self.batches, self.accumulate)
             gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        else:
+            loss = accumulate_gradients(self.model, self.batches, self.accumulate, after_backward=masters.gather)
+            gradients = masters.take_gradients()
+        with torch.no_grad():
             if self.clip is not None:
                 clip_(list(gradients.values()), self.clip)
             lr = self.lr * self.schedule.factor(self._done)
             for name, parameter in self.model.named_parameters():
                 if name in gradients:
-                    update_(parameter, gradients[name], self._moments_of(name, parameter), lr=lr)
+                    updated = parameter if masters is None else masters[name]
+                    update_(updated, gradients[name], self._moments_of(name, updated), lr=lr)
                     parameter.grad = None
+            if masters is not None:
+                masters.write_back()
         self._done += 1
         return loss
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        """The final state: of the model, with fp32 masters for parameters of 16 bits."""
+        return self.model.state_dict() if self._masters is None else self._masters.state_dict()
 
     def _moments_of(self, name: str, parameter: torch.Tensor) -> Moments:
         if name not in self._moments:
@@ -174,7 +196,7 @@ def compare_plain(
         if run.step().hex() != managed.hex():
             different.append(number)
         advance(1)
-    plain = digests(run.model.state_dict())
+    plain = digests(run.state_dict())
     names = plain.keys() | final.keys()
     tensors = sorted(name for name in names if plain.get(name) != final.get(name))
     return Verdict(tuple(different), tuple(tensors), len(names))

@@ -14,12 +14,15 @@ from torch import nn
 from patrickstar.cli.batches import Batch, Batches
 
 
-def accumulate_gradients(model: nn.Module, batches: Batches, accumulate: int) -> float:
+def accumulate_gradients(
+    model: nn.Module, batches: Batches, accumulate: int, *, after_backward: Callable[[], None] = lambda: None
+) -> float:
     """Forward and backward of one step's micro-batches; gives the mean of their losses."""
     total = 0.0
     for _ in range(accumulate):
         loss = model(**batches.next()).loss
         (loss if accumulate == 1 else loss / accumulate).backward()
+        after_backward()
         total += loss.item()
     return total / accumulate
 

@@ -163,6 +163,7 @@ def _compare(request: Request, data: TextData, display: Display, managed: _Manag
         schedule=request.schedule,
         clip=request.clip,
         accumulate=request.accumulate,
+        precision=request.arguments.precision or "fp32",
     )
     with display.stage("plain PyTorch", len(managed.losses)) as advance:
         return compare_plain(

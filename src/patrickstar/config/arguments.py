@@ -56,7 +56,7 @@ class MemoryOptions:
     """Global-norm clipping at every step."""
 
     weights: Path | None = None
-    """Where weights are loaded from. Arrives in a later version."""
+    """Where weights are loaded from: a safetensors file, or a directory of them."""
 
     activations: str = "model"
     """What happens to activations between forward and backward."""
@@ -70,15 +70,15 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         problems = [
             *_device(self.device),
-            *choice("precision", self.precision, (None, "fp32"), to_come=("bf16", "fp16")),
+            *choice("precision", self.precision, (None, "fp32", "bf16"), to_come=("fp16",)),
             *_size("device_memory", self.device_memory),
             *_size("host_memory", self.host_memory),
             *_size("disk_memory", self.disk_memory),
-            *_directory(self.disk),
+            *_path("disk", self.disk, "a directory"),
             *choice("states", self.states, ("exact",), to_come=("compact",)),
             *choice("step", self.step, ("deferred", "in_backward")),
             *_norm(self.max_grad_norm),
-            *later("weights", self.weights, default=None),
+            *_path("weights", self.weights, "a safetensors file, or of a directory as save_pretrained leaves it"),
             *choice("activations", self.activations, ("model",), to_come=("recompute", "plan")),
             *later("mesh", self.mesh, default=None),
         ]
@@ -124,8 +124,9 @@ def check_arguments(**arguments: Any) -> MemoryOptions:
     given = {name: value for name, value in arguments.items() if name in known}
     if given.get("options") is None:
         given["options"] = Options()
-    if isinstance(given.get("disk"), str | os.PathLike) and given["disk"] != "":
-        given["disk"] = Path(given["disk"])
+    for name in ("disk", "weights"):
+        if isinstance(given.get(name), str | os.PathLike) and given[name] != "":
+            given[name] = Path(given[name])
     if type(given.get("device")).__name__ == "device":
         given["device"] = str(given["device"])  # a torch.device, which this layer does not import
     problems = [unknown_argument(name, known) for name in unknown]
@@ -154,8 +155,8 @@ def _size(name: str, value: Any) -> list[str]:
     return []
 
 
-def _directory(value: object) -> list[str]:
-    return [] if value is None or isinstance(value, Path) else [f"disk={value!r}: expected the path of a directory"]
+def _path(name: str, value: object, of: str) -> list[str]:
+    return [] if value is None or isinstance(value, Path) else [f"{name}={value!r}: expected the path of {of}"]
 
 
 def _norm(value: object) -> list[str]:

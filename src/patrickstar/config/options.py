@@ -25,13 +25,13 @@ class Options:
     """How far ahead of its use a chunk is fetched. Arrives in a later version."""
 
     compute: str | None = None
-    """The type weights are widened to when fetched. Arrives in a later version."""
+    """The type that 16-bit weights compute in: `"bf16"`. `None`: bf16 where the processor computes fast in it; widening them arrives later."""
 
     accumulate: int | None = None
     """Backwards a step; `None`: plan for one, and make room at the second."""
 
     keep_fp32: tuple[str, ...] = ()
-    """Modules that stay fp32 whole. Arrives in a later version."""
+    """Names of modules that stay fp32 whole in 16-bit modes: any part of a path, as in `_keep_in_fp32_modules`."""
 
     tile_rows: int | None = None
     """Rows of a weight that are used at a time. Arrives in a later version."""
@@ -58,6 +58,8 @@ class Options:
             *_multiple("chunk_size", self.chunk_size, of=CHUNK_GRAIN),
             *choice("eviction", self.eviction, EVICTION_POLICIES),
             *_multiple("accumulate", self.accumulate, of=1),
+            *choice("compute", self.compute, (None, "bf16"), to_come=("fp32", "fp16")),
+            *_names("keep_fp32", self.keep_fp32),
         ]
         if not isinstance(self.poison, bool):
             problems.append(f"poison={self.poison!r}: expected True or False")
@@ -67,9 +69,13 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset(
-    {"prefetch", "compute", "keep_fp32", "tile_rows", "chunked_loss", "emulated_link", "stress_seed"}
-)
+_TO_COME: Final = frozenset({"prefetch", "tile_rows", "chunked_loss", "emulated_link", "stress_seed"})
+
+
+def _names(name: str, value: object) -> list[str]:
+    if isinstance(value, tuple | list) and all(isinstance(item, str) and item for item in value):
+        return []
+    return [f"{name}={value!r}: expected a tuple of names of modules"]
 
 
 def _multiple(name: str, value: object, *, of: int) -> list[str]:

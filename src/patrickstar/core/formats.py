@@ -45,6 +45,10 @@ class Formats:
         """The format of a unit."""
         return (self.whole if layout.is_whole(ref.chunk) else self.planes)[ref.plane]
 
+    def is_split(self, chunk: int, layout: Layout) -> bool:
+        """Whether a chunk's masters are split in two halves."""
+        return REST in (self.whole if layout.is_whole(chunk) else self.planes)
+
     def units(self, layout: Layout, planes: Iterable[str]) -> Iterator[PlaneRef]:
         """The units of these planes, as far as their chunks have them."""
         for ref in layout.units(planes):

@@ -201,7 +201,8 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
         names.append(spec.name)
         used += space
     runs.append(Run(head, length, tuple(names)))
-    return Layout(chunk_numel, tuple(runs), slices, first_whole)
+    in_order = {spec.name: slices[spec.name] for spec in specs}
+    return Layout(chunk_numel, tuple(runs), in_order, first_whole)
 
 
 def _refuse_bad_input(specs: Sequence[TensorSpec], chunk_numel: int) -> None:

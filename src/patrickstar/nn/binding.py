@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,38 +34,14 @@ from patrickstar.nn.detached import DetachedAliases
 from patrickstar.nn.differentiate import differentiate
 from patrickstar.nn.foreach import one_by_one
 from patrickstar.nn.found import Found
-from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
-from patrickstar.nn.gradient_access import GradientAccess, GradientOwner
+from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor, writes_to
+from patrickstar.nn.gradient_access import GradientAccess
 from patrickstar.nn.leases import Leases
+from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
 from patrickstar.torch_private import Plain, backward_id
 
-__all__ = ["Binding", "Owner"]
-
-
-class Owner(GradientOwner, Protocol):
-    """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
-
-    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
-        """Makes the units resident, all at once, for a use of these parameters. BudgetError where they cannot be.
-
-        `in_graph`: autograd records the use as one of the parameters themselves.
-        """
-
-    def used(self, names: Sequence[str]) -> None:
-        """The use is over."""
-
-    def unpack(self, ref: PlaneRef, name: str) -> None:
-        """Makes a unit resident for a backward that needs what a use has saved."""
-
-    def wrap(self, ref: PlaneRef) -> Tensor:
-        """A 1-D tensor over a fresh storage of the slot that holds this resident unit."""
-
-    def changed(self, ref: PlaneRef) -> None:
-        """A weight unit's bytes have been written in place."""
-
-    def escaped(self, ref: PlaneRef) -> None:
-        """Memory of a weight unit has been handed out to code that can write to it unseen."""
+__all__ = ["Binding"]
 
 
 class Binding:
@@ -73,11 +49,12 @@ class Binding:
 
     Args:
         named: the parameters by name, each once, in layout order.
-        owner: who owns the bytes. dtype: what parameters are of while they are managed.
+        owner: who owns the bytes. dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         gradients: where they go.
 
     Attributes:
         leases: of the slots in use. gradients: what `.grad` of a parameter is.
+        rewriting: is told of parameters before and after they may be written in place, where somebody wants to know.
         session_name: how messages call the session that this binding is part of.
     """
 
@@ -87,7 +64,7 @@ class Binding:
         layout: Layout,
         owner: Owner,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         gradients: GradientUse = GradientUse.CHUNK,
     ) -> None:
         self._owner = owner
@@ -102,16 +79,18 @@ class Binding:
         self._alias_class, detached_class = alias_classes(self, self._base)
         self._detached = DetachedAliases(detached_class)
 
-        nan: Tensor | None = None
+        nans: dict[torch.dtype, Tensor] = {}
         self.session_name = "a session"
+        self.rewriting: Rewriting | None = None
         self._bound: dict[int, BoundParameter] = {}
         self.by_name: dict[str, BoundParameter] = {}
         for name, parameter in named.items():
             piece = layout.slices[name]
-            if nan is None:
-                nan = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+            dtype = dtypes.get(name, torch.float32)
+            if dtype not in nans:
+                nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
             shape_only = torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtype, device="meta")
-            standin = nan.expand(parameter.shape)
+            standin = nans[dtype].expand(parameter.shape)
             bound = BoundParameter(
                 name, partial(_itself, parameter), layout.weight_unit(name), piece.offset, shape_only, standin
             )
@@ -212,6 +191,7 @@ class Binding:
         self.enter(found.parameters)
         written = [*(bound.parameter for bound in found.parameters), *found.aliases]
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in written]
+        before = self.rewriting.before(self._owners_of(writes_to(func, args, kwargs))) if self.rewriting else None
         try:
             with self._packing.around_use():
                 result = run(*args, **kwargs)
@@ -225,7 +205,20 @@ class Binding:
                     bound = self.bound(tensor)
                     for ref in self._units_of([tensor]) if bound is None else [bound.ref]:
                         self._owner.changed(ref)
+            if self.rewriting is not None and before:
+                self.rewriting.after(before)
             self.leave(found.parameters)
+
+    def _owners_of(self, value: Any) -> list[BoundParameter]:
+        """The parameters whose bytes these tensors are."""
+        found = self._found(value)
+        places = [self._find(alias) for alias in found.aliases]
+        owners = [self._bound[id(place[2])] for place in places if place is not None]
+        return list({bound.name: self.by_name[bound.name] for bound in (*found.parameters, *owners)}.values())
+
+    def parameters_in(self, ref: PlaneRef) -> Sequence[BoundParameter]:
+        """The parameters that lie in a weight unit, by rising offset."""
+        return self._starts[ref][1]
 
     def enter(self, found: Sequence[BoundParameter]) -> None:
         """Gives parameters their bytes. Each `enter` has one `leave`."""

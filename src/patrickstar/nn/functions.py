@@ -6,12 +6,12 @@ slow at worst, never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ESCAPES", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor"]
+__all__ = ["ESCAPES", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor", "writes_to"]
 
 
 def accessor(name: str, kind: str) -> Callable[..., Any]:
@@ -49,6 +49,16 @@ SHAPE_ONLY = _methods("stride is_contiguous storage_offset")
 
 ESCAPES = _methods("numpy __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage")
 """Hand out memory that can be written to behind torch's back: a digest tells whether it was."""
+
+
+def writes_to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function writes in place, by torch's naming: its first argument, or `out`; None where it writes nothing."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    name = func.__name__
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    return args[0] if in_place and args else None
+
 
 REPOINTS = frozenset(
     {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from patrickstar.core.plane import PlaneRef
@@ -20,6 +22,7 @@ class Watch:
     Args:
         lease: a tensor over the resident unit that keeps it where it is. held: the units that may not move.
         changed: is told of units whose bytes are not what they were.
+        before, after: as `Rewriting` has them, for all parameters of a unit.
     """
 
     def __init__(
@@ -27,11 +30,17 @@ class Watch:
         lease: Callable[[PlaneRef], Tensor],
         held: Callable[[], Collection[PlaneRef]],
         changed: Callable[[PlaneRef], None],
+        *,
+        before: Callable[[PlaneRef], list[Any]] = lambda _: [],
+        after: Callable[[list[Any]], None] = lambda _: None,
     ) -> None:
         self._lease = lease
         self._held = held
         self._changed = changed
+        self._before = before
+        self._after = after
 
+        self._values: dict[PlaneRef, list[Any]] = {}
         self._digests: dict[PlaneRef, bytes] = {}
         self._kept: list[Tensor] = []
 
@@ -41,7 +50,9 @@ class Watch:
     def add(self, ref: PlaneRef) -> None:
         """The unit's memory has been handed out."""
         lease = self._lease(ref)
-        self._digests.setdefault(ref, _digest(lease))
+        if ref not in self._digests:
+            self._digests[ref] = _digest(lease)
+            self._values[ref] = self._before(ref)
         self._kept.append(lease)
 
     def check(self) -> None:
@@ -51,11 +62,13 @@ class Watch:
             if now != digest:
                 self._digests[ref] = now
                 self._changed(ref)
+                self._after(self._values[ref])
+                self._values[ref] = self._before(ref)
         self._kept.clear()
         held = self._held()
         for ref in [ref for ref in self._digests if ref not in held]:
-            del self._digests[ref]
+            del self._digests[ref], self._values[ref]
 
 
 def _digest(unit: Tensor) -> bytes:
-    return hashlib.blake2b(unit.numpy().data, digest_size=16).digest()
+    return hashlib.blake2b(unit.view(torch.uint8).numpy().data, digest_size=16).digest()

@@ -103,8 +103,8 @@ def resolve_device(device: str | None) -> str:
     return device
 
 
-def find_budgets(memory: MemoryOptions, *, weight_bytes: int) -> Budgets:
-    """Budgets in bytes. `weight_bytes`: of the parameters as they are now, to be taken over."""
+def find_budgets(memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int = 0) -> Budgets:
+    """Budgets in bytes. `weight_bytes`: of the parameters as they are now, to be taken over. `absent_bytes`: of those without memory."""
     device = resolve_device(memory.device)
     host_binds = memory.host_memory is not None
     if host_binds:
@@ -124,7 +124,9 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int) -> Budgets:
         if not host_binds:
             return Budgets(Machine(Tier.HOST, budget), host_binds, limit, 1.0)
         known = allocator(returning=True)
-        fixed = min(_THREAD_BYTES * torch.get_num_threads(), max(0, weight_bytes - _SMALL_BYTES) // _SPARE_SHARE)
+        fixed = min(
+            _THREAD_BYTES * torch.get_num_threads(), max(0, weight_bytes + absent_bytes - _SMALL_BYTES) // _SPARE_SHARE
+        )
         return Budgets(Machine(Tier.HOST, budget), host_binds, limit, known.retains, known.extra_bytes, fixed)
     wanted = memory.device_memory
     budget[Tier.DEVICE] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {path: buffer for path, _, _, buffer in _places(model)}
 
 
-def cast_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Casts floating persistent buffers; gives back the types they had, by name. Others keep theirs (rotary frequencies, counters)."""
+def cast_buffers(model: nn.Module, dtype: torch.dtype, *, whole: Collection[str] = ()) -> dict[str, torch.dtype]:
+    """Casts floating persistent buffers; gives back the types they had, by name. Others keep theirs (rotary frequencies, counters).
+
+    `whole`: paths of modules whose buffers are fp32 whatever the type.
+    """
     before: dict[str, torch.dtype] = {}
     for path, module, name, buffer in _places(model):
-        if buffer.is_floating_point() and buffer.dtype is not dtype:
+        wanted = torch.float32 if any(module is model.get_submodule(kept) for kept in whole) else dtype
+        if buffer.is_floating_point() and buffer.dtype is not wanted:
             before[path] = buffer.dtype
-            module._buffers[name] = buffer.to(dtype)
+            module._buffers[name] = buffer.to(wanted)
     return before
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from patrickstar.errors import ConfigError, LayoutError, StateError
 from patrickstar.nn.bound import slot_strides
+from patrickstar.nn.deferred import deferred_by, is_building
 
 __all__ = ["check_model"]
 
@@ -24,6 +25,8 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; manage() takes a torch.nn.Module")
+    if is_building():
+        raise StateError("the model is being built: call manage() after the `with patrickstar.deferred_init():` block")
     named = dict(model.named_parameters())
     if not named:
         raise LayoutError("the model has no parameters: there is nothing to manage")
@@ -61,7 +64,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.dtype not in FLOATS:
         kind = "complex" if parameter.is_complex() else "quantised or integer"
         raise LayoutError(f"{name} is {parameter.dtype}: {kind} parameters cannot be managed")
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) is not nn.Parameter and deferred_by(parameter) is None:
         raise LayoutError(
             f"{name} is a {type(parameter).__name__}: only torch.nn.Parameter can be managed, not subclasses of it"
         )
@@ -73,11 +76,30 @@ def _check_memory(named: Mapping[str, nn.Parameter]) -> None:
     spans = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
         for name, parameter in named.items()
-        if parameter.numel() and slot_strides(parameter) == parameter.stride()
+        if parameter.numel() and slot_strides(parameter) == parameter.stride() and deferred_by(parameter) is None
     )
-    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+    pairs = itertools.chain(itertools.pairwise(spans), itertools.pairwise(_deferred_spans(named)))
+    for (_, end, name), (start, _, other) in pairs:
         if start < end:
             raise LayoutError(
                 f"{name} and {other} are two parameters that share memory: make them one (`model.b.weight = model.a.weight`), "
                 "or give each its own (`nn.Parameter(weight.clone())`)"
             )
+
+
+def _deferred_spans(named: Mapping[str, nn.Parameter]) -> list[tuple[int, int, str]]:
+    """Spans of parameters built under `deferred_init()`, counted as if their storages lay one after the other."""
+    starts: dict[object, int] = {}
+    spans = []
+    end = 0
+    for name, parameter in named.items():
+        recorder = deferred_by(parameter)
+        if recorder is not None and parameter.numel():
+            cell = recorder.cell(parameter)
+            assert cell is not None, f"{name} has no record"
+            start = starts.setdefault(cell, end)
+            if start == end:
+                end += cell.nbytes
+            first = start + int(parameter.storage_offset()) * parameter.element_size()
+            spans.append((first, first + parameter.nbytes, name))
+    return sorted(spans)

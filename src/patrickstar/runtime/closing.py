@@ -47,7 +47,7 @@ class Closing:
         if keep_weights and not self._keeps:
             _log.warning(
                 "the weights do not fit the host budget as ordinary tensors: the model's parameters are on the meta device now. "
-                "Call session.save_checkpoint(dir) before close() to keep them (session.export(dir) comes in a later version)"
+                "Call session.export(dir) or session.save_checkpoint(dir) before close() to keep them"
             )
 
     def run(self) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from patrickstar.config.arguments import check_arguments
-from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.formats import Formats
 from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError, Error
+from patrickstar.nn.deferred import present_and_absent_bytes
 from patrickstar.plan import residency
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.minimum import worst_moment
@@ -25,8 +25,10 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
 from patrickstar.runtime.budgets import Budgets, find_budgets
-from patrickstar.runtime.manage import gradient_use, resting_state
+from patrickstar.runtime.keeper import cast_inputs
 from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.precision import find_precision
+from patrickstar.runtime.resting import gradient_use, layout_of, resting_state
 from patrickstar.runtime.segments import with_retention
 from patrickstar.runtime.updates import norm_trace, step_trace
 from patrickstar.tracing.choreography import Choreography
@@ -78,36 +80,41 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     memory = check_arguments(**memory_options)
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
-    specs = [TensorSpec(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()]
-    layout = build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
-    budgets = find_budgets(memory, weight_bytes=sum(parameter.nbytes for parameter in named.values()))
-    gradients = gradient_use(memory, budgets)
+    precision = find_precision(
+        memory.precision, accumulates=(memory.options.accumulate or 1) > 1, compute=memory.options.compute
+    )
+    layout = layout_of(model, named, memory, precision)
+    present, absent = present_and_absent_bytes(named.values())
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
+    gradients = gradient_use(memory, budgets, precision)
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
     tracer = OfflineTracer(
         layout,
-        lambda: Choreography(layout, gradients=gradients, updates=trainable.__contains__),
+        lambda: Choreography(layout, gradients=gradients, updates=trainable.__contains__, formats=precision.formats),
         gradients=gradients,
+        dtypes=precision.parameter_dtypes(layout),
     )
     try:
-        step = with_retention(tracer.trace(model, named, (), batch), budgets)
+        step = with_retention(tracer.trace(model, named, (), cast_inputs(batch, precision.compute)), budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None
     in_chunks = gradients is GradientUse.CHUNK
-    updates = [] if in_backward else [_update(layout, named, trainable, clips=clips, in_chunks=in_chunks)]
+    updates = (
+        [] if in_backward else [_update(layout, named, trainable, precision.formats, clips=clips, in_chunks=in_chunks)]
+    )
     norms = [norm_trace(layout, trainable)] if clips and in_chunks else []
     traces = (step, *norms, *updates)
-    planes = 3 if in_backward else 4
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
-        "model_data_bytes": sum(spec.numel * 4 * (planes if spec.trainable else 1) for spec in specs),
+        "model_data_bytes": _model_data_bytes(layout, named, precision.formats, keeps_gradients=not in_backward),
         "layout": layout,
         "traces": traces,
         "beside_bytes": budgets.beside_bytes,
     }
-    minimum = _minimum(layout, budgets, traces)
+    minimum = _minimum(layout, budgets, traces, precision.formats)
     try:
-        state = resting_state(layout, budgets, gradients=gradients)
+        state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
         peak, moved, plans = _long_run(state, layout, budgets, traces, policy=memory.options.eviction)
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
@@ -115,17 +122,34 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
 
 
+def _model_data_bytes(
+    layout: Layout, named: Mapping[str, nn.Parameter], formats: Formats, *, keeps_gradients: bool
+) -> int:
+    total = 0
+    for name, parameter in named.items():
+        planes = formats.whole if layout.is_whole(layout.slices[name].chunk) else formats.planes
+        kept = [form.itemsize for plane, form in planes.items() if plane != GRAD or keeps_gradients]
+        total += parameter.numel() * (sum(kept) if parameter.requires_grad else planes[WEIGHT].itemsize)
+    return total
+
+
 def _update(
-    layout: Layout, named: Mapping[str, nn.Parameter], trainable: set[str], *, clips: bool, in_chunks: bool
+    layout: Layout,
+    named: Mapping[str, nn.Parameter],
+    trainable: set[str],
+    formats: Formats,
+    *,
+    clips: bool,
+    in_chunks: bool,
 ) -> Trace:
-    trace = step_trace(layout, trainable, writes_gradients=clips, with_gradient=in_chunks)
+    trace = step_trace(layout, trainable, writes_gradients=clips, with_gradient=in_chunks, formats=formats)
     if in_chunks:
         return trace
     beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
     return Trace(tuple(replace(moment, nonmodel_bytes=beside) for moment in trace.moments))
 
 
-def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...]) -> dict[str, int]:
+def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], formats: Formats) -> dict[str, int]:
     """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below."""
     machine = budgets.machine
     minimum = {tier.label: 0 for tier in Tier}
@@ -136,7 +160,7 @@ def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...]) -> dic
             for moment in trace.moments
             for ref in (touch.ref for touch in moment.touches)
         }
-        start = Residency.at_rest(layout, compute=Tier.HOST, home=homes, free=homes)
+        start = Residency.at_rest(layout, compute=Tier.HOST, home=homes, free=homes, formats=formats)
         # Weights are there from the beginning, whatever a moment touches.
         for ref in homes:
             if ref.plane == WEIGHT:
@@ -147,7 +171,7 @@ def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...]) -> dic
             contents = _touched(contents, trace)
         minimum["host"] = max(needs)
         return minimum
-    minimum[machine.compute.label] = max(worst_moment(trace, layout=layout).nbytes for trace in traces)
+    minimum[machine.compute.label] = max(worst_moment(trace, layout=layout, formats=formats).nbytes for trace in traces)
     return minimum
 
 

@@ -6,7 +6,7 @@ copied, not added to zeros: -0.0 stays -0.0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -14,25 +14,33 @@ from torch import Tensor
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["Gradients"]
+
+_SECOND_BACKWARD = (
+    "a second backward before optimizer.step(), and gradients have 16 bits: they add up in fp32, which needs room from the start. "
+    "Manage with options=patrickstar.Options(accumulate=2), or more"
+)
 
 
 class Gradients:
     """Which parameters have a gradient, and the bytes of each.
 
     Attributes:
-        names: the parameters with a gradient in the plane, by name.
+        names: the parameters with a gradient in the plane, by name. whole: those whose gradient is of a backward that has ended.
         factors: clip factors that are still to be multiplied in, oldest first (0-dim fp32); done when the gradient is next read.
     """
 
-    def __init__(self, layout: Layout, conductor: Conductor) -> None:
+    def __init__(self, layout: Layout, conductor: Conductor, dtype_of: Callable[[PlaneRef], torch.dtype]) -> None:
         self._layout = layout
         self._conductor = conductor
+        self._dtype_of = dtype_of
 
         self.names: set[str] = set()
+        self.whole: set[str] = set()
         self.factors: list[Tensor] = []
 
     def add(self, bound: BoundParameter, gradient: Tensor) -> None:
@@ -46,6 +54,8 @@ class Gradients:
                 target = self._conductor.tensor(ref)[part.start : part.stop]
                 piece = flat[part.tensor_start : part.tensor_start + target.numel()]
                 if bound.name in self.names:
+                    if target.dtype is not torch.float32 and bound.name in self.whole:
+                        raise StateError(_SECOND_BACKWARD)
                     target.add_(piece)
                 else:
                     target.copy_(piece)
@@ -58,11 +68,11 @@ class Gradients:
             self._conductor.moment(Phase.STEP, name, (Touch(ref),))
             yield self._conductor.tensor(ref)[part.start : part.stop]
 
-    def read(self, bound: BoundParameter) -> Tensor:
+    def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of the gradient, of the parameter's shape and strides."""
         self.apply_factors()
         with self._conductor.quiet():
-            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
+            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype)
             flat = whole.as_strided((whole.numel(),), (1,))
             at = 0
             with self._conductor.making(whole.nbytes):
@@ -71,12 +81,17 @@ class Gradients:
                     at += piece.numel()
             return whole
 
+    def dtype(self, bound: BoundParameter) -> torch.dtype:
+        """What the gradient is kept in."""
+        return self._dtype_of(PlaneRef(bound.ref.chunk, GRAD))
+
     def drop(self, name: str) -> None:
         """The gradient is no longer wanted; chunks without any other give their slots back."""
         if name not in self.names:
             return
         self._conductor.settle()
         self.names.discard(name)
+        self.whole.discard(name)
         for part in self._layout.parts(name):
             if not any(piece.name in self.names for piece in self._layout.tensors_in(part.chunk)):
                 self._conductor.mover.release(PlaneRef(part.chunk, GRAD))
@@ -85,6 +100,7 @@ class Gradients:
         """No gradient is wanted any more."""
         chunks = {part.chunk for name in self.names for part in self._layout.parts(name)}
         self.names.clear()
+        self.whole.clear()
         self.factors.clear()
         for chunk in sorted(chunks):
             self._conductor.mover.release(PlaneRef(chunk, GRAD))

@@ -46,12 +46,14 @@ class Keeper:
         named: Mapping[str, nn.Parameter],
         choreography: Choreography,
         states: ParameterStates,
+        compute: torch.dtype = torch.float32,
     ) -> None:
         self._model = model
         self._named = named
         self._expected = [id(parameter) for parameter in model.parameters()]
         self.choreography = choreography
         self.states = states
+        self._compute = compute
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
         self._depth = 0
@@ -155,7 +157,7 @@ class Keeper:
             self._training.lending.take_back()
         self._check_watch()
         self._conductor.settle()
-        args, kwargs = cast_inputs((args, kwargs), torch.float32)
+        args, kwargs = cast_inputs((args, kwargs), self._compute)
         with self._conductor.lock:
             self._segments.begin_forward(module, self._named, args, kwargs)
         self.choreography.begin_forward()

@@ -1,18 +1,21 @@
 """Gradients that the user reads as `p.grad`.
 
 Where all of them would fit beside everything that is known of a step, a gradient that was read is the user's for good. Otherwise it is lent:
-it goes back where it was before the next thing happens, and nobody may hold it by then.
+it goes back where it was before the next thing happens, and nobody may hold it by then. So is one that adds up in a wider type than its
+parameter's: what is lent is rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.segments import Segments
@@ -54,16 +57,18 @@ class Lending:
         self.take_back()
         bound = self._binding.by_name[name]
         needed = bound.shape_only.numel() * bound.shape_only.element_size()
-        if not self._segments.has_room_for(needed, self._traces()):
+        rounded = self._gradients.dtype(bound) != bound.shape_only.dtype
+        if rounded or not self._segments.has_room_for(needed, self._traces()):
             self.lent.add(name)
         try:
             with self._conductor.making(needed):
-                gradient = self._gradients.read(bound)
+                gradient = self._gradients.read(bound, bound.shape_only.dtype)
         except BudgetError as refusal:
             raise StateError(
                 f"{name}.grad does not fit: use session.gradients() or session.clip_grad_norm_(max_norm)"
             ) from refusal
-        self._gradients.drop(name)
+        if not rounded:
+            self._gradients.drop(name)
         return gradient
 
     def take_back(self) -> None:
@@ -83,7 +88,18 @@ class Lending:
                     )
                 own = self._binding.gradients.own_of(name)
                 if own is not None:
-                    self._gradients.add(bound, own)
+                    self._put_back(bound, own)
                     bound.parameter.grad = None
                     self._binding.gradients.is_not_own(name)
             self.lent.discard(name)
+
+    def _put_back(self, bound: BoundParameter, own: Tensor) -> None:
+        if bound.name not in self._gradients.names:
+            self._gradients.add(bound, own)
+            return
+        # What was lent was rounded; what it was rounded from is still there.
+        if not torch.equal(own, self._gradients.read(bound, bound.shape_only.dtype)):
+            raise StateError(
+                f"{bound.name}.grad was changed. Gradients of several backwards add up in {self._gradients.dtype(bound)}, and `.grad` of a "
+                f"{bound.shape_only.dtype} parameter shows them rounded: change them with session.clip_grad_norm_(max_norm), or scale the loss"
+            )

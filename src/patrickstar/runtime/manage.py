@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,52 +14,50 @@ from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.options import Options
-from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
-from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
-from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.errors import BudgetError
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import PlaneRef
 from patrickstar.hooks import watch_root
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.store import ChunkStore
 from patrickstar.nn.binding import Binding
+from patrickstar.nn.deferred import present_and_absent_bytes
 from patrickstar.nn.watch import Watch
 from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.take_over import check_optimizer, read_groups
-from patrickstar.plan.minimum import worst_moment
-from patrickstar.plan.placement import place
-from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.runtime.checks import check_model
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.hand_changes import HandChanges
 from patrickstar.runtime.keeper import Keeper
+from patrickstar.runtime.loading import Loading
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.pilot import Pilot
+from patrickstar.runtime.precision import Precision, find_precision, whole_modules
 from patrickstar.runtime.pressure import Pressure
+from patrickstar.runtime.resting import gradient_use, layout_of, resting_state
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Session
 from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.takeover import take_over
 from patrickstar.runtime.training import Training
-from patrickstar.runtime.updates import Updates, step_trace
+from patrickstar.runtime.updates import Updates
 from patrickstar.runtime.weights import Weights
 from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.offline import OfflineTracer
 
-__all__ = ["gradient_use", "manage", "resting_state"]
+__all__ = ["manage"]
 
 _log = logging.getLogger("patrickstar")
 
@@ -88,7 +86,8 @@ def manage(
     The training loop stays as it is, with `session.optimizer` in place of the optimizer. No budget changes a bit of any result.
 
     Args:
-        model: any module with dense floating parameters on the CPU. A master starts from the value a parameter has now.
+        model: any module with dense floating parameters on the CPU. A master starts from the value a parameter has now, or gets from
+            the initialisation that `deferred_init` has recorded.
         optimizer: torch's or patrickstar's Adam or AdamW over parameters of the model, whose groups and state are taken over. None: weights
             only are managed, for evaluation.
         device: "cpu", or "emulated": a bounded arena of host memory plays a device. None: "cpu".
@@ -99,9 +98,10 @@ def manage(
         step: "deferred", at `optimizer.step()`, or "in_backward", as gradients arrive.
         max_grad_norm: clips the global norm at every step.
         options: see `Options`; nobody should need it.
-        states, weights, activations, mesh: their default only, until a later version.
+        weights: safetensors file, or directory as `save_pretrained` leaves it: values that take the place of the model's, a tensor at a time.
+        states, activations, mesh: their default only, until a later version.
     Raises:
-        ConfigError, LayoutError, StateError, BudgetError, DeviceError: model and optimizer are then as before.
+        ConfigError, LayoutError, StateError, BudgetError, CheckpointError, DeviceError: model and optimizer are then as before.
     """
     memory = check_arguments(
         device=device,
@@ -122,13 +122,17 @@ def manage(
     named = check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer, {id(parameter): name for name, parameter in named.items()})
-    specs = [TensorSpec(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()]
-    layout = build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
-    budgets = find_budgets(memory, weight_bytes=sum(parameter.nbytes for parameter in named.values()))
-    gradients = gradient_use(memory, budgets) if optimizer is not None else GradientUse.NONE
-    state = resting_state(layout, budgets, gradients=gradients)
+    source = Loading(model, named, memory.weights) if memory.weights is not None else None
+    precision_ = find_precision(
+        memory.precision, accumulates=(memory.options.accumulate or 1) > 1, compute=memory.options.compute
+    )
+    layout = layout_of(model, named, memory, precision_)
+    present, absent = present_and_absent_bytes(named.values())
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
+    gradients = gradient_use(memory, budgets, precision_) if optimizer is not None else GradientUse.NONE
+    state = resting_state(layout, budgets, gradients=gradients, formats=precision_.formats)
     budgets.prepare_allocator()
-    store, ledger = _build_store(state, memory, budgets)
+    store, ledger = _build_store(state, memory, budgets, lambda ref: precision_.dtype(ref, layout))
     try:
         return _build_session(
             model,
@@ -138,69 +142,18 @@ def manage(
             layout=layout,
             budgets=budgets,
             gradients=gradients,
+            precision=precision_,
             mover=Mover(state, store, ledger),
+            source=source,
         )
     except BaseException:
         store.close()
         raise
 
 
-def gradient_use(memory: MemoryOptions, budgets: Budgets) -> GradientUse:
-    """Where gradients go: with nothing to move them out of the way for, they stay where PyTorch puts them."""
-    if memory.step == "in_backward":
-        return GradientUse.UPDATE
-    return GradientUse.CHUNK if budgets.bind else GradientUse.TENSOR
-
-
-def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse) -> Residency:
-    """Every unit at its home, without contents yet.
-
-    Raises:
-        BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
-    """
-    machine = budgets.machine
-    planes: tuple[str, ...] = (WEIGHT,)
-    if gradients is not GradientUse.NONE:
-        planes = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ) if gradients.has_plane else (WEIGHT, EXP_AVG, EXP_AVG_SQ)
-    home = _homes(layout, machine, planes, transient=(GRAD,) if gradients is GradientUse.UPDATE else ())
-    state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home)
-    uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
-    traces = [Trace(uses)]
-    if gradients is not GradientUse.NONE:
-        in_chunks = gradients is GradientUse.CHUNK
-        traces.append(step_trace(layout, layout.slices, writes_gradients=True, with_gradient=in_chunks))
-    worst = max((worst_moment(trace, layout=layout, start=state) for trace in traces), key=lambda need: need.nbytes)
-    if worst.nbytes > machine.budget[machine.compute]:
-        raise refuse_moment(
-            tier=machine.compute,
-            moment=worst.moment,
-            slot_bytes=worst.slot_bytes,
-            slots=worst.slots,
-            nonmodel_bytes=0,
-            budget_bytes=machine.budget[machine.compute],
-            smallest_bytes=worst.nbytes,
-        )
-    return state
-
-
-def _homes(
-    layout: Layout, machine: Machine, planes: tuple[str, ...], *, transient: tuple[str, ...]
-) -> dict[PlaneRef, Tier]:
-    """Where each unit rests: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
-
-    What fits stays on the compute tier all the same, as cached copies that never have to move.
-    """
-    if machine.compute is Tier.DEVICE or Tier.DISK in machine.budget:
-        try:
-            whole = machine.budget[machine.compute]
-            return place(layout, machine, planes=planes, nonmodel_bytes=whole, transient=transient)
-        except BudgetError:
-            if machine.compute is Tier.HOST:
-                raise
-    return place(layout, machine, planes=planes, transient=transient)
-
-
-def _build_store(state: Residency, memory: MemoryOptions, budgets: Budgets) -> tuple[ChunkStore, Ledger]:
+def _build_store(
+    state: Residency, memory: MemoryOptions, budgets: Budgets, dtype_of: Callable[[PlaneRef], torch.dtype]
+) -> tuple[ChunkStore, Ledger]:
     machine = budgets.machine
     total, longest = sum(state.slots.values()), max(state.slots.values())
     # More addresses than slots can ever be in use: runs of adjacent free ones are always found.
@@ -223,7 +176,7 @@ def _build_store(state: Residency, memory: MemoryOptions, budgets: Budgets) -> t
         disk=pool,
         home=state.home,
         slots=state.slots,
-        dtype=lambda _: torch.float32,
+        dtype=dtype_of,
         ledger=ledger,
         compute=machine.compute,
         poison=memory.options.poison,
@@ -240,7 +193,9 @@ def _build_session(
     layout: Layout,
     budgets: Budgets,
     gradients: GradientUse,
+    precision: Precision,
     mover: Mover,
+    source: Loading | None,
 ) -> Session:
     machine, options = budgets.machine, memory.options
     compute = machine.compute
@@ -255,11 +210,12 @@ def _build_session(
         )
 
     def choreography() -> Choreography:
-        return Choreography(layout, gradients=gradients, updates=in_a_group)
+        return Choreography(layout, gradients=gradients, updates=in_a_group, formats=precision.formats)
 
     states = ParameterStates(layout)
-    keeper = Keeper(model=model, named=named, choreography=choreography(), states=states)
-    binding = Binding(named, layout, keeper, gradients=gradients)
+    keeper = Keeper(model=model, named=named, choreography=choreography(), states=states, compute=precision.compute)
+    dtypes = precision.parameter_dtypes(layout)
+    binding = Binding(named, layout, keeper, dtypes=dtypes, gradients=gradients)
     pilot = Pilot(
         mover.state,
         budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
@@ -284,13 +240,13 @@ def _build_session(
         layout=layout,
         budgets=budgets,
         policy=options.eviction,
-        tracer=OfflineTracer(layout, choreography, gradients=gradients),
+        tracer=OfflineTracer(layout, choreography, gradients=gradients, dtypes=dtypes),
         taken_bytes=binding.gradients.own_bytes,
         metering=metering,
         always_meter=compute is Tier.DEVICE,
     )
     weights = Weights(binding, layout, conductor)
-    in_chunks = Gradients(layout, conductor)
+    in_chunks = Gradients(layout, conductor, lambda ref: precision.dtype(ref, layout))
     training = None
     if original is not None:
         training = Training(
@@ -299,7 +255,8 @@ def _build_session(
             conductor=conductor,
             segments=segments,
             gradients=in_chunks,
-            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update),
+            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=precision.formats),
+            formats=precision.formats,
             choreography=keeper.choreography,
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
@@ -308,7 +265,7 @@ def _build_session(
         conductor,
         segments,
         training,
-        Watch(binding.leases.take, binding.leases.held, keeper.changed),
+        _watch(binding, keeper, HandChanges(layout, conductor), split=precision.is_split),
         binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
@@ -317,7 +274,11 @@ def _build_session(
         whole_calls = WholeCalls(model, binding)
         undo.callback(whole_calls.watched.remove)
         undo.callback(put_back, model, persistent_buffers(model))
-        buffer_dtypes = cast_buffers(model, torch.float32)
+        buffer_dtypes = cast_buffers(
+            model,
+            precision.compute,
+            whole=whole_modules(model, memory.options.keep_fp32) if precision.is_split else frozenset(),
+        )
         session = Session(
             Parts(
                 model=model,
@@ -340,8 +301,14 @@ def _build_session(
             managed = ManagedOptimizer(original, target=session, names=names)
             undo.callback(managed.detach)
             session.attach(managed)
-        take_over(named, binding=binding, weights=weights, gradients=in_chunks, training=training, optimizer=original)
+        if source is not None:
+            source.prepare(named, mover.state, budgets)
+        take_over(
+            named, source, binding=binding, weights=weights, gradients=in_chunks, training=training, optimizer=original
+        )
         undo.pop_all()
+    if source is not None:
+        source.finish()
     for name in named:
         states.filled(name)
     binding.session_name = repr(session)
@@ -349,6 +316,19 @@ def _build_session(
     session.unclosed = weakref.finalize(mover.store, _warn_of_unclosed, repr(session))
     _log.info("%r: %d chunks of %d elements; %s", session, layout.n_chunks, layout.chunk_numel, budgets)
     return session
+
+
+def _watch(binding: Binding, keeper: Keeper, hand_changes: HandChanges, *, split: bool) -> Watch:
+    """Changes of weights by hand are noticed, and carried into masters that are split."""
+    if split:
+        binding.rewriting = hand_changes
+    return Watch(
+        binding.leases.take,
+        binding.leases.held,
+        keeper.changed,
+        before=lambda ref: hand_changes.before(binding.parameters_in(ref)),
+        after=hand_changes.after,
+    )
 
 
 def _warn_of_unclosed(session: str) -> None:

@@ -194,8 +194,8 @@ class Pilot:
                 f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
                 f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once; "
                 f"budget {format_bytes(budget)}\n"
-                "  let go of views of parameters and of gradients that are still held (session.state_dict() reads one tensor at a time), "
-                "or give a larger budget",
+                "  let go of views of parameters and of gradients that are still held (session.state_dict() reads one tensor at a time, "
+                "session.export(dir) writes them as save_pretrained does), or give a larger budget",
                 tier=self._state.compute.label,
                 moment=f"{segment.position} {phase} {label}",
                 needed_bytes=needed_bytes,

@@ -17,7 +17,6 @@ from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
-from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import CheckpointError
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.state import restore_groups
@@ -191,18 +190,19 @@ class Saving:
             whole = self._weights.read(owner) if kind == "weight" else self._weights.read_moment(owner, _PLANES[kind])
             yield whole.contiguous().reshape(-1)
         elif kind == "weight":
-            self._conductor.moment(Phase.STEP, owner, (Touch(bound.ref),))
-            yield bound.over(self._conductor.tensor(bound.ref)).reshape(-1)
+            yield from self._weights.master_pieces(owner)
         else:
             yield from self._weights.moment_pieces(owner, _PLANES[kind])
 
     def _read_weight(self, reader: StepReader, name: str, owner: str) -> None:
         bound = self._binding.by_name[owner]
-        self._conductor.moment(Phase.STEP, owner, (Touch(bound.ref, True),))
         if not bound.shape_only.is_contiguous():
-            bound.over(self._conductor.tensor(bound.ref)).copy_(reader.read(name))
+            self._weights.fill(bound, reader.read(name))
             return
-        reader.read_into(name, bound.over(self._conductor.tensor(bound.ref)).reshape(-1))
+        for part in self._layout.parts(owner):
+            master = torch.empty(part.stop - part.start)
+            reader.read_into(name, master, start=part.tensor_start)
+            self._weights.write_piece(owner, part, master)
 
     def _read_moment(self, reader: StepReader, name: str, owner: str, plane: str) -> None:
         if not self._binding.by_name[owner].shape_only.is_contiguous():

@@ -18,11 +18,13 @@ from patrickstar.errors import ConfigError, StateError
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.runtime.closing import Closing
+from patrickstar.runtime.exporting import export_model
 from patrickstar.runtime.optimizer_state import OptimizerState
 from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.saving import Saving
 from patrickstar.runtime.stats import Stats, gather_stats
 from patrickstar.runtime.training import Training
+from patrickstar.units import parse_size
 
 __all__ = ["Session"]
 
@@ -199,6 +201,32 @@ class Session:
         self._steps_before = step - segments.planned_steps - segments.reactive_steps
         return extra
 
+    def export(self, dir: str | Path, *, max_shard_size: int | str = "5GB") -> None:  # noqa: A002 - the name users type
+        """Writes the weights to `dir` as the model's own library reads them: safetensors with index and configuration.
+
+        Parameters are in fp32, tied ones stand there once. Written aside first; other files in `dir` stay. A model of no library has its
+        tensors written and no configuration.
+
+        Args:
+            max_shard_size: of one file, unless a tensor is larger.
+        Raises:
+            DeviceError: it cannot be written; a model that was there is as before, unless renaming fails half way. ConfigError: no such size.
+        """
+        self._begin_access()
+        shard_bytes = parse_size(max_shard_size, name="max_shard_size")
+        parts = self._parts
+        if parts.training is not None:
+            parts.training.expect_whole()
+        parts.keeper.expect_own_parameters()
+        export_model(
+            parts.model,
+            Path(dir),
+            binding=parts.binding,
+            conductor=parts.conductor,
+            weights=parts.weights,
+            shard_bytes=shard_bytes,
+        )
+
     def _steps(self) -> int:
         segments = self._parts.segments
         self._parts.conductor.settle()
@@ -216,10 +244,12 @@ class Session:
 
     def step_groups(self) -> None:
         """The optimizer's step."""
+        self._parts.keeper.forget_abandoned_backward()
         self._training().step()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """The optimizer's `zero_grad`."""
+        self._parts.keeper.forget_abandoned_backward()
         names = set(self.optimizer.hypers()) if self.optimizer is not None else None
         self._training().zero_grad(set_to_none=set_to_none, names=names)
 

@@ -14,17 +14,18 @@ from functools import partial
 
 from torch import Tensor
 
+from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD
 from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError
 from patrickstar.nn.binding import Binding
-from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.in_plane import InPlane
 from patrickstar.runtime.lending import Lending
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.updates import StepOrder, Updates, norm_trace, step_trace
@@ -45,7 +46,7 @@ class Training:
 
     Args:
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
-        max_grad_norm: clipping at every step, or None.
+        max_grad_norm: clipping at every step, or None. formats: which chunks have a split master.
 
     Attributes:
         lending: of gradients that are read as `p.grad`.
@@ -64,6 +65,7 @@ class Training:
         choreography: Choreography,
         hypers: Callable[[], Mapping[str, Hyper]],
         max_grad_norm: float | None,
+        formats: Formats = FP32,
     ) -> None:
         self._binding = binding
         self._layout = layout
@@ -74,6 +76,7 @@ class Training:
         self._choreography = choreography
         self._hypers = hypers
         self._max_grad_norm = max_grad_norm
+        self._formats = formats
 
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
@@ -82,6 +85,7 @@ class Training:
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
+        self._partial: dict[str, Tensor] = {}
         self.lending = Lending(
             binding=binding, conductor=conductor, segments=segments, gradients=gradients, traces=self.all_traces
         )
@@ -103,7 +107,10 @@ class Training:
         if self._choreography.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
-            self._gradients.add(bound, gradient)
+            if self._gradients.dtype(bound) != gradient.dtype and not self._choreography.comes_whole(name):
+                self._add_to_partial(name, gradient)
+            else:
+                self._gradients.add(bound, gradient)
             return
         hyper = self._backward_hypers.get(name)
         # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
@@ -118,6 +125,14 @@ class Training:
             self._gradients.add(bound, gradient)
             if hyper is not None:
                 self._postponed.add(name)
+
+    def _add_to_partial(self, name: str, gradient: Tensor) -> None:
+        """Within one backward autograd adds in the parameter's type, whatever several backwards add up in."""
+        if name in self._partial:
+            with self._conductor.quiet():
+                self._partial[name].add_(gradient)
+        else:
+            self._partial[name] = gradient
 
     def _enter_backward(self) -> None:
         now = backward_id()
@@ -137,6 +152,10 @@ class Training:
             self._unfinished, self._nested = False, True
             return
         self._nested = False
+        partial_sums, self._partial = self._partial, {}
+        for name, gradient in partial_sums.items():
+            self._gradients.add(self._binding.by_name[name], gradient)
+        self._gradients.whole |= self._gradients.names
         self._segments.backward_ended()
         if self.in_backward:
             self._unfinished = False
@@ -177,6 +196,7 @@ class Training:
         self._backward = None
         self._updated.clear()
         self._postponed.clear()
+        self._partial.clear()
 
     # gradients read and let go
 
@@ -201,6 +221,7 @@ class Training:
                 'gradients() with step="in_backward": gradients are used as they arrive; manage with step="deferred"'
             )
         self._conductor.settle()
+        self.lending.take_back()
         for name, bound in self._binding.by_name.items():
             own = self._binding.gradients.own_of(name)
             if own is not None:
@@ -211,6 +232,8 @@ class Training:
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of these parameters, or makes them zero. None: of all."""
         wanted = set(self._binding.by_name if names is None else names)
+        for name in wanted:
+            self._partial.pop(name, None)
         if set_to_none and self._gradients.names <= wanted:
             self._settle_freeing()
             self._gradients.drop_all()
@@ -360,32 +383,15 @@ class Training:
                 norm_trace(self._layout, names)
                 if kind == "norm"
                 else step_trace(
-                    self._layout, names, writes_gradients=writes, with_gradient=not self._binding.gradients.stay
+                    self._layout,
+                    names,
+                    writes_gradients=writes,
+                    with_gradient=not self._binding.gradients.stay,
+                    formats=self._formats,
                 )
             )
             self._traces[key] = make
         return self._traces[key]
 
-    def _own_gradients_in_plane(self) -> _InPlane:
-        return _InPlane(self._binding, self._gradients)
-
-
-class _InPlane:
-    """For a while, the gradients that are the user's own are in the plane too."""
-
-    def __init__(self, binding: Binding, gradients: Gradients) -> None:
-        self._binding = binding
-        self._gradients = gradients
-        self._copied: list[BoundParameter] = []
-
-    def __enter__(self) -> None:
-        for name in sorted(self._binding.gradients.own):
-            own = self._binding.gradients.own_of(name)
-            if own is not None:
-                bound = self._binding.by_name[name]
-                self._gradients.add(bound, own)
-                self._copied.append(bound)
-
-    def __exit__(self, *_: object) -> None:
-        for bound in self._copied:
-            self._gradients.drop(bound.name)
+    def _own_gradients_in_plane(self) -> InPlane:
+        return InPlane(self._binding, self._gradients)

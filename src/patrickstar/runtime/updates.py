@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.layout import Layout, aligned
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.norm import GlobalNorm
+from patrickstar.optim.split import SplitKernel
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["StepOrder", "Updates", "norm_trace", "step_trace"]
@@ -44,16 +46,26 @@ class _Range:
     step: int
 
 
-def step_trace(layout: Layout, names: Iterable[str], *, writes_gradients: bool, with_gradient: bool = True) -> Trace:
+def step_trace(
+    layout: Layout,
+    names: Iterable[str],
+    *,
+    writes_gradients: bool,
+    with_gradient: bool = True,
+    formats: Formats = FP32,
+) -> Trace:
     """The moments of an update of these parameters: one for each chunk that holds a piece of one.
 
     Args:
         writes_gradients: whether they are scaled in place first. with_gradient: False where gradients never come to their plane.
+        formats: which chunks have a split master.
     """
     moments = []
     for chunk, label in _chunks_of(layout, set(names)):
         weight = Touch(PlaneRef(layout.run_of(chunk).head, WEIGHT), True)
         touches = [Touch(PlaneRef(chunk, EXP_AVG), True), Touch(PlaneRef(chunk, EXP_AVG_SQ), True), weight]
+        if formats.is_split(chunk, layout):
+            touches.append(Touch(PlaneRef(chunk, REST), True))
         if with_gradient:
             touches.append(Touch(PlaneRef(chunk, GRAD), writes_gradients))
         moments.append(Moment(Phase.STEP, label, tuple(sorted(touches, key=lambda touch: touch.ref))))
@@ -80,20 +92,55 @@ def _chunks_of(layout: Layout, names: set[str]) -> Iterable[tuple[int, str]]:
             yield chunk, label
 
 
+@dataclass(frozen=True, slots=True)
+class _Planes:
+    """A chunk's part of the weight's run and its other planes, as 1-D tensors, and what updates them."""
+
+    weight: Tensor
+    rest: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    kernel: Kernel
+    splitting: SplitKernel
+
+    def update(
+        self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
+    ) -> None:
+        """Updates these elements from their gradient, which is scaled by the factors first: in place where it is a whole fp32 plane's."""
+        weight, exp_avg, exp_avg_sq = self.weight[span], self.exp_avg[span], self.exp_avg_sq[span]
+        if self.rest is not None:
+            self.splitting.update(
+                weight, self.rest[span], gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors
+            )
+            return
+        for factor in factors:
+            gradient.mul_(factor)
+        self.kernel.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+
+
 class Updates:
     """Updates weights and moments where they lie.
 
     Args:
-        bump: is given the names of parameters whose values have changed.
+        bump: is given the names of parameters whose values have changed. formats: which chunks have a split master.
     """
 
     def __init__(
-        self, layout: Layout, conductor: Conductor, kernel: Kernel, bump: Callable[[Iterable[str]], None]
+        self,
+        layout: Layout,
+        conductor: Conductor,
+        kernel: Kernel,
+        bump: Callable[[Iterable[str]], None],
+        *,
+        formats: Formats = FP32,
     ) -> None:
         self._layout = layout
         self._conductor = conductor
         self._kernel = kernel
         self._bump = bump
+        self._formats = formats
+
+        self._splitting = SplitKernel(kernel)
 
     def step(self, order: StepOrder, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
         """Updates every parameter of the order from its accumulated gradient.
@@ -107,14 +154,11 @@ class Updates:
         with self._conductor.apart():
             for index, (chunk, moment) in enumerate(self._moments(order, trace)):
                 self._conductor.moment(moment.phase, moment.label, moment.touches)
-                weight, grad, exp_avg, exp_avg_sq = self._planes(chunk)
+                grad = self._conductor.tensor(PlaneRef(chunk, GRAD))
+                planes = self._planes(chunk)
                 for piece in self._ranges(chunk, order):
                     span = slice(piece.start, piece.stop)
-                    for factor in order.factors:
-                        grad[span].mul_(factor)
-                    self._kernel.update(
-                        weight[span], grad[span], exp_avg[span], exp_avg_sq[span], step=piece.step, hyper=piece.hyper
-                    )
+                    planes.update(span, grad[span], step=piece.step, hyper=piece.hyper, factors=order.factors)
                 if index in frees:
                     self._conductor.mover.forget(frees[index])
         self._bump(order.hypers)
@@ -124,7 +168,7 @@ class Updates:
         with self._conductor.apart():
             for chunk, moment in self._moments(order, trace):
                 self._conductor.moment(moment.phase, moment.label, moment.touches)
-                weight, exp_avg, exp_avg_sq = self._planes(chunk, with_gradient=False)
+                planes = self._planes(chunk)
                 for piece in self._layout.tensors_in(chunk):
                     if piece.name in order.hypers:
                         span = slice(piece.start, piece.stop)
@@ -132,9 +176,7 @@ class Updates:
                             piece.tensor_start : piece.tensor_start + piece.stop - piece.start
                         ]
                         step, hyper = order.steps[piece.name], order.hypers[piece.name]
-                        self._kernel.update(
-                            weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper
-                        )
+                        planes.update(span, gradient, step=step, hyper=hyper)
         self._bump(order.hypers)
 
     def _moments(self, order: StepOrder, trace: Trace) -> Iterator[tuple[int, Moment]]:
@@ -148,16 +190,16 @@ class Updates:
         with self._conductor.apart():
             flat = bound.flat(gradient)
             for part in self._layout.parts(name):
-                touches = (
+                touches = [
                     Touch(PlaneRef(part.chunk, EXP_AVG), True),
                     Touch(PlaneRef(part.chunk, EXP_AVG_SQ), True),
                     Touch(weight_ref, True),
-                )
+                ]
+                if self._formats.is_split(part.chunk, self._layout):
+                    touches.append(Touch(PlaneRef(part.chunk, REST), True))
                 self._conductor.moment(Phase.BACKWARD, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
-                weight, exp_avg, exp_avg_sq = self._planes(part.chunk, with_gradient=False)
-                span = slice(part.start, part.stop)
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-                self._kernel.update(weight[span], piece, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                self._planes(part.chunk).update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])
 
     def norm(self, names: Iterable[str]) -> Tensor:
@@ -184,13 +226,19 @@ class Updates:
                     norm.end_tensor()
             return norm.result()
 
-    def _planes(self, chunk: int, *, with_gradient: bool = True) -> tuple[Tensor, ...]:
-        """The chunk's part of the weight's run, and its other planes, as 1-D tensors."""
+    def _planes(self, chunk: int) -> _Planes:
         head = self._layout.run_of(chunk).head
         numel = self._layout.chunk_numel
         weight = self._conductor.tensor(PlaneRef(head, WEIGHT))[(chunk - head) * numel : (chunk - head + 1) * numel]
-        planes = (GRAD, EXP_AVG, EXP_AVG_SQ) if with_gradient else (EXP_AVG, EXP_AVG_SQ)
-        return (weight, *(self._conductor.tensor(PlaneRef(chunk, plane)) for plane in planes))
+        is_split = self._formats.is_split(chunk, self._layout)
+        return _Planes(
+            weight,
+            self._conductor.tensor(PlaneRef(chunk, REST)) if is_split else None,
+            self._conductor.tensor(PlaneRef(chunk, EXP_AVG)),
+            self._conductor.tensor(PlaneRef(chunk, EXP_AVG_SQ)),
+            self._kernel,
+            self._splitting,
+        )
 
     def _ranges(self, chunk: int, order: StepOrder) -> list[_Range]:
         ranges: list[_Range] = []

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, PlaneRef
+from patrickstar.core.layout import Layout, Part
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import ConfigError
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.deferred_recorder import Recorder
+from patrickstar.optim.split import join, split
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["Weights"]
@@ -27,12 +29,48 @@ class Weights:
         self._conductor = conductor
 
     def read(self, name: str) -> Tensor:
-        """A copy of a parameter's value, of its shape and strides, fp32."""
+        """A copy of a parameter's master, of its shape and strides, fp32."""
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.apart():
-            with self._conductor.making(4 * bound.shape_only.numel()):
-                self._conductor.moment(Phase.STEP, name, (Touch(bound.ref),))
-            return bound.over(self._conductor.tensor(bound.ref)).clone()
+            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
+            flat, at = bound.flat(whole), 0
+            with self._conductor.making(whole.nbytes):
+                for piece in self.master_pieces(name):
+                    flat[at : at + piece.numel()].copy_(piece)
+                    at += piece.numel()
+            return whole
+
+    def master_pieces(self, name: str) -> Iterator[Tensor]:
+        """A parameter's master as 1-D fp32 pieces in slot order; each valid until the next is asked for, and not to be written."""
+        bound = self._binding.by_name[name]
+        for part in self._layout.parts(name):
+            weight, rest = self._halves(bound, part, writes=False)
+            if weight.dtype is torch.float32:
+                yield weight
+            elif rest is None:
+                yield weight.to(torch.float32)
+            else:
+                master = torch.empty(weight.shape)
+                join(weight, rest, master)
+                yield master
+
+    def write_piece(self, name: str, part: Part, master: Tensor) -> None:
+        """Sets a piece of a parameter's master from a 1-D fp32 tensor."""
+        weight, rest = self._halves(self._binding.by_name[name], part, writes=True)
+        if weight.dtype is torch.float32:
+            weight.copy_(master)
+        else:
+            split(master, weight, rest if rest is not None else torch.empty(weight.shape, dtype=torch.int16))
+
+    def _halves(self, bound: BoundParameter, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
+        """A piece of the weight plane, and of the rest plane where there is one."""
+        rest = PlaneRef(part.chunk, REST)
+        has_rest = rest in self._conductor.mover.state.home
+        touches = [Touch(bound.ref, writes)] + ([Touch(rest, writes)] if has_rest else [])
+        self._conductor.moment(Phase.STEP, bound.name, tuple(sorted(touches, key=lambda touch: touch.ref)))
+        start, numel = bound.offset + part.tensor_start, part.stop - part.start
+        weight = self._conductor.tensor(bound.ref)[start : start + numel]
+        return weight, self._conductor.tensor(rest)[part.start : part.stop] if has_rest else None
 
     def write(self, name: str, value: Tensor) -> None:
         """Sets a parameter's value, rounded to fp32. Counts as a change in place.
@@ -51,9 +89,22 @@ class Weights:
             self._binding.changed_by_update([name])
 
     def fill(self, bound: BoundParameter, value: Tensor) -> None:
-        """Copies a value into a parameter's place."""
-        self._conductor.moment(Phase.STEP, bound.name, (Touch(bound.ref, True),))
-        bound.over(self._conductor.tensor(bound.ref)).copy_(value)
+        """Copies a value into a parameter's place, a piece at a time."""
+        flat = bound.flat(value.detach())
+        for part in self._layout.parts(bound.name):
+            piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
+            self.write_piece(bound.name, part, piece.to(torch.float32))
+
+    def fill_made(self, bound: BoundParameter, recorder: Recorder) -> None:
+        """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
+        if bound.shape_only.dtype is torch.float32 and recorder.can_make_in(bound.parameter, torch.float32):
+            self._conductor.moment(Phase.STEP, bound.name, (Touch(bound.ref, True),))
+            unit = self._conductor.tensor(bound.ref)
+            recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])
+            return
+        with self._conductor.making(bound.parameter.nbytes):
+            self._conductor.open()
+            self.fill(bound, recorder.value(bound.parameter))
 
     def moment_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
         """A parameter's first or second moment as 1-D pieces in slot order; each valid until the next is asked for."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Part
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, PlaneRef
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, PlaneRef
 from patrickstar.core.trace import Touch
 
 __all__ = ["Choreography"]
@@ -17,7 +18,7 @@ class Choreography:
     """Counts uses, and says what a gradient's arrival touches.
 
     Args:
-        gradients: where they go.
+        gradients: where they go. formats: which chunks have a split master.
         updates: whether the optimizer updates a parameter, by name.
 
     Note [Updates in backward]
@@ -27,10 +28,18 @@ class Choreography:
         the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends.
     """
 
-    def __init__(self, layout: Layout, *, gradients: GradientUse, updates: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        gradients: GradientUse,
+        updates: Callable[[str], bool],
+        formats: Formats = FP32,
+    ) -> None:
         self.layout = layout
         self.gradients = gradients
         self._updates = updates
+        self._formats = formats
 
         self._uses: Counter[str] = Counter()
         self._uses_apart: Counter[str] = Counter()
@@ -50,6 +59,10 @@ class Choreography:
         """Whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
         if self.gradients is not GradientUse.UPDATE or not self._updates(name):
             return False
+        return self.comes_whole(name)
+
+    def comes_whole(self, name: str) -> bool:
+        """Whether a backward delivers the parameter's gradient in one piece."""
         return not self._uses_apart[name] or self._uses[name] == 1
 
     def gradient(self, name: str) -> list[tuple[Part, tuple[Touch, ...]]]:
@@ -60,7 +73,5 @@ class Choreography:
         if not self.updates_at_once(name):
             return [(part, (Touch(PlaneRef(part.chunk, GRAD), True),)) for part in parts]
         weight = Touch(self.layout.weight_unit(name), True)
-        return [
-            (part, (weight, Touch(PlaneRef(part.chunk, EXP_AVG), True), Touch(PlaneRef(part.chunk, EXP_AVG_SQ), True)))
-            for part in parts
-        ]
+        planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if self._formats.is_split(weight.ref.chunk, self.layout) else ()))
+        return [(part, (weight, *(Touch(PlaneRef(part.chunk, plane), True) for plane in planes))) for part in parts]

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step r
 class _Twin:
     """Owns no bytes: writes down what a step asks for."""
 
-    def __init__(self, choreography: Choreography) -> None:
+    def __init__(self, choreography: Choreography, dtypes: Mapping[str, torch.dtype]) -> None:
         self._choreography = choreography
+        self._dtypes = dtypes
         self.meter = LiveBytes(self._is_slot)
         self.recorder = Recorder(self.meter.restart_peak)
         self.binding: Binding | None = None
@@ -70,7 +72,9 @@ class _Twin:
         layout = self._choreography.layout
         self._making_slot = True
         try:
-            return torch.empty(layout.slots(ref) * layout.chunk_numel)
+            # A unit's tensors are of one type.
+            dtype = self._dtypes.get(layout.run_of(ref.chunk).tensors[0], torch.float32)
+            return torch.empty(layout.slots(ref) * layout.chunk_numel, dtype=dtype)
         finally:
             self._making_slot = False
 
@@ -103,15 +107,21 @@ class OfflineTracer:
 
     Args:
         make_choreography: a fresh one for each trace.
-        gradients: where they go.
+        gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing.
     """
 
     def __init__(
-        self, layout: Layout, make_choreography: Callable[[], Choreography], *, gradients: GradientUse
+        self,
+        layout: Layout,
+        make_choreography: Callable[[], Choreography],
+        *,
+        gradients: GradientUse,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._layout = layout
         self._make_choreography = make_choreography
         self._gradients = gradients
+        self._dtypes = dtypes
 
     def trace(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -131,11 +141,11 @@ class OfflineTracer:
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            owner = _Twin(self._make_choreography())
+            owner = _Twin(self._make_choreography(), self._dtypes)
             try:
-                twin, twins = _twin_of(model, named, fake_mode)
+                twin, twins = _twin_of(model, named, self._dtypes, fake_mode)
                 stack.enter_context(fake_mode)
-                owner.binding = Binding(twins, self._layout, owner, gradients=self._gradients)
+                owner.binding = Binding(twins, self._layout, owner, dtypes=self._dtypes, gradients=self._gradients)
                 owner.binding.bind()
                 inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
                 stack.enter_context(MissingOperations())
@@ -153,13 +163,13 @@ class OfflineTracer:
 
 
 def _twin_of(
-    model: nn.Module, named: Mapping[str, nn.Parameter], mode: FakeTensorMode
+    model: nn.Module, named: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], mode: FakeTensorMode
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """A copy of the model whose parameters are fake. Other tensors are copied as they are: they are small, and their values may matter."""
     with mode:
         twins = {
             name: nn.Parameter(
-                torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=torch.float32),
+                torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtypes.get(name, torch.float32)),
                 requires_grad=parameter.requires_grad,
             )
             for name, parameter in named.items()

@@ -1,0 +1,186 @@
+"""Which tensor of some files goes where in a model. Looks at names, shapes and types only; reads no tensor but to compare tied ones.
+
+What is taken over satisfies, or nothing is:
+
+(1) It has the shape of the model's tensor. A view or a broadcast would be a guess.
+(2) It is of the same type or of one that becomes it by widening or by rounding once: floats for floats, integers for no
+    narrower integers. Eight-bit floats and integers for floats are quantised; what they mean stands elsewhere.
+(3) It alone goes there. Where a tied tensor stands in the files under several of its names, all are the same.
+
+What the files do not have keeps its value, what the model does not have is left: both are told, as `from_pretrained` does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from patrickstar.checkpoint.naming import Naming
+from patrickstar.checkpoint.tensors import DTYPES
+from patrickstar.checkpoint.weight_files import WeightFiles
+from patrickstar.errors import CheckpointError
+
+__all__ = ["Match", "Origin", "Wanted", "match"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_PIECE_NUMEL = 1 << 20
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor of the model, and all keys of the state dict that it stands under; the first is the one it is known by."""
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a tensor is made of: the tensor `parts[0]` of the files as it is, or with `patterns` a conversion to `key` of all parts.
+
+    `made`: the key of what the conversion gives that is wanted here.
+    """
+
+    key: str
+    parts: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
+    made: str = ""
+
+    def read(self, files: WeightFiles, naming: Naming) -> Tensor:
+        """The tensor, of the type that it has in the files."""
+        if not self.patterns:
+            return files.read(self.parts[0])
+        parts = [(name, pattern, files.read(name)) for name, pattern in zip(self.parts, self.patterns, strict=True)]
+        return naming.convert(self.key, parts)[self.made]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Origins by the key that a tensor is known by; what neither side has."""
+
+    origins: Mapping[str, Origin]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match:
+    """What goes where.
+
+    Raises:
+        CheckpointError: one of the rules above does not hold; the message names tensors, shapes and types. Nothing fits at all.
+    """
+    by_key = {key: one for one in wanted for key in one.keys}
+    found, unexpected = _origins(files, by_key, naming)
+    problems: list[str] = []
+    origins: dict[str, Origin] = {}
+    for one in wanted:
+        given = [(key, found[key]) for key in one.keys if key in found]
+        if not given:
+            continue
+        for key, (origin, shape, dtype) in given:
+            problems += _misfit(key, origin, shape, dtype, one)
+        origins[one.keys[0]] = given[0][1][0]
+    if problems:
+        raise CheckpointError(f"{files.path}: weights of another model, nothing was loaded: {_some(problems, '; ')}")
+    if not origins:
+        raise CheckpointError(
+            f"{files.path}: none of its {len(files.spans)} tensors is one of the model's: it has {_some(list(files.spans))}, "
+            f"the model {_some(list(by_key))}"
+        )
+    for one in wanted:
+        for key in [key for key in one.keys if key in found][1:]:
+            _expect_same(files, naming, origins[one.keys[0]], found[key][0])
+    missing = [one.keys[0] for one in wanted if one.keys[0] not in origins]
+    return Match(
+        MappingProxyType(origins),
+        tuple(key for key in missing if not naming.expects_missing(key)),
+        tuple(name for name in unexpected if not naming.expects_unexpected(name)),
+    )
+
+
+_Given = tuple[Origin, tuple[int, ...], torch.dtype]
+_Found = dict[str, _Given]
+
+
+def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -> tuple[_Found, list[str]]:
+    """By key of the model: what gives it, the shape and the type of that. And the names nothing takes."""
+    found: _Found = {}
+    unexpected: list[str] = []
+    groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name, key, pattern in naming.renamed(files.spans, by_key):
+        if key not in by_key:
+            unexpected.append(name)
+        elif pattern is not None:
+            groups[key].append((name, pattern))
+        else:
+            span = files.spans[name]
+            _add(found, files, key, (Origin(key, (name,)), span.shape, DTYPES[span.dtype]))
+    for key, parts in groups.items():
+        names, patterns = tuple(name for name, _ in parts), tuple(pattern for _, pattern in parts)
+        for made, tensor in _sketch(files, key, parts, naming).items():
+            if made in by_key:
+                _add(found, files, made, (Origin(key, names, patterns, made), tuple(tensor.shape), tensor.dtype))
+    return found, unexpected
+
+
+def _sketch(files: WeightFiles, key: str, parts: Sequence[tuple[str, str]], naming: Naming) -> dict[str, Tensor]:
+    """What a conversion gives, without bytes."""
+    spans = {name: files.spans[name] for name, _ in parts}
+    bare = {name: torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta") for name, span in spans.items()}
+    try:
+        return naming.convert(key, [(name, pattern, bare[name]) for name, pattern in parts])
+    except Exception as problem:  # the library's own code, over shapes that a file has: anything
+        raise CheckpointError(
+            f"{files.path}: {_some(list(spans))} do not make {key}, as the model's library would: {problem}"
+        ) from problem
+
+
+def _add(found: _Found, files: WeightFiles, key: str, given: _Given) -> None:
+    if key in found:
+        names = f"{found[key][0].parts[0]!r} and {given[0].parts[0]!r}"
+        raise CheckpointError(f"{files.path}: {names} are both {key} of the model")
+    found[key] = given
+
+
+def _misfit(key: str, origin: Origin, shape: tuple[int, ...], dtype: torch.dtype, one: Wanted) -> list[str]:
+    name = key if origin.parts == (key,) else f"{key} (from {_some(origin.parts)})"
+    if shape != one.shape:
+        return [f"{name} has shape {list(shape)} in the files, {list(one.shape)} in the model"]
+    if dtype == one.dtype or (dtype in _FLOATS and one.dtype in _FLOATS):
+        return []
+    if dtype in _INTEGERS and one.dtype in _INTEGERS and torch.promote_types(dtype, one.dtype) == one.dtype:
+        return []
+    quantised = ", which is quantised: give weights that are not" if one.dtype in _FLOATS else ""
+    return [f"{name} is {dtype} in the files, {one.dtype} in the model{quantised}"]
+
+
+def _expect_same(files: WeightFiles, naming: Naming, one: Origin, other: Origin) -> None:
+    """Rule (3), in the precision that weights are taken over in."""
+    whole = bool(one.patterns or other.patterns)
+
+    def pieces(origin: Origin) -> Iterable[Tensor]:
+        return [origin.read(files, naming).reshape(-1)] if whole else files.pieces(origin.parts[0], _PIECE_NUMEL)
+
+    for left, right in zip(pieces(one), pieces(other), strict=True):
+        if not torch.equal(_bits(left), _bits(right)):
+            raise CheckpointError(
+                f"{files.path}: {_some(one.parts)} and {_some(other.parts)} differ, but are one tied tensor in the model: "
+                "build the model without tying them, or give weights that have it once"
+            )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32).view(torch.int32) if tensor.is_floating_point() else tensor
+
+
+def _some(texts: Sequence[str], separator: str = ", ") -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return separator.join(texts[:_SHOWN]) + more

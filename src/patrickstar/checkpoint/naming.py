@@ -1,0 +1,175 @@
+"""Under which names a model's own library keeps its tensors in files: for models of transformers, as that library has it.
+
+Three things stand between the names in a file and those of a model. The prefix of the base model may be in one and not in
+the other. Older files, and files that are kept in an original's format, have other names. And what is one tensor in the
+model may be several in the file (experts), or the other way round: the library converts them, and so do we, by its own
+code, a tensor of the model at a time. For any other model a name is a name.
+
+This file alone knows transformers from inside; `tests/checkpoint/test_naming.py` has a test of each thing relied upon.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.errors import ConfigError
+
+__all__ = ["LibraryNaming", "Naming", "PlainNaming", "describe", "naming_of", "own_keys"]
+
+
+class Naming(Protocol):
+    """The way from names in files to names of a model."""
+
+    def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
+        """(name, key, pattern): the key a tensor goes to, if it is among `keys`. A pattern says that the tensor is converted on the way, with
+        all others of that key."""
+
+    def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors by key, from (name, pattern, tensor)."""
+
+    def expects_missing(self, key: str) -> bool:
+        """Whether nobody need be told that no file has it."""
+
+    def expects_unexpected(self, name: str) -> bool:
+        """Whether nobody need be told that the model has no use for it."""
+
+
+class PlainNaming:
+    """Of models that belong to no library."""
+
+    def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:  # noqa: ARG002
+        for name in names:
+            yield name, name, None
+
+    def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+        raise AssertionError(f"{key}: nothing was to be converted of {len(parts)}")
+
+    def expects_missing(self, key: str) -> bool:  # noqa: ARG002
+        return False
+
+    def expects_unexpected(self, name: str) -> bool:  # noqa: ARG002
+        return False
+
+
+class LibraryNaming:
+    """Of models of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._loading: Any = None  # the module of the library that renames and converts
+        self._renamings: list[Any] = []
+        self._converters: list[Any] = []
+        try:
+            mapping = importlib.import_module("transformers.conversion_mapping")
+            loading = importlib.import_module("transformers.core_model_loading")
+            transforms = mapping.get_model_conversion_mapping(model)
+            self._renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+            self._converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+            self._loading = loading
+        except (ImportError, AttributeError):
+            # A release whose inside is another: what keeps its name loads all the same, what does not is told to be missing.
+            pass
+        self._of_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        self._missing = _pattern_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
+        self._unexpected = _pattern_of(
+            # What the library adds by itself: tables that old files have and models now make.
+            {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_former_buffers(model)}
+        )
+
+    def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
+        loading = self._loading
+        # In the library's order: parts of a conversion are put together in it.
+        for name in names if loading is None else sorted(names, key=loading.dot_natural_key):
+            key, pattern = name, None
+            if loading is not None:
+                key, pattern = loading.rename_source_key(name, self._renamings, self._converters)
+            key = self._prefixed(key, keys)
+            if key not in keys and (plain := self._prefixed(name, keys)) in keys:
+                key, pattern = plain, None
+            yield name, key, pattern
+
+    def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self._of_pattern[parts[0][1]])
+        for name, pattern, tensor in parts:
+            converter.add_tensor(key, name, pattern, tensor)
+        made = converter.convert(key, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def expects_missing(self, key: str) -> bool:
+        return self._missing is not None and bool(self._missing.search(key))
+
+    def expects_unexpected(self, name: str) -> bool:
+        return self._unexpected is not None and bool(self._unexpected.search(name))
+
+    def _prefixed(self, name: str, keys: Collection[str]) -> str:
+        """The name with or without the base model's prefix, whichever the model has."""
+        prefix = f"{self._model.base_model_prefix}."
+        if name.startswith(prefix) and name.removeprefix(prefix) in keys:
+            return name.removeprefix(prefix)
+        return f"{prefix}{name}" if f"{prefix}{name}" in keys else name
+
+
+def naming_of(model: nn.Module) -> Naming:
+    """The naming of the library that the model's class comes from."""
+    return LibraryNaming(model) if _is_of_transformers(model) else PlainNaming()
+
+
+def own_keys(model: nn.Module, tensors: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Which of its keys each tensor has in files: of tied ones the key that the library ties the others to. Not there: what it leaves out."""
+    ours = _is_of_transformers(model)
+    tied = getattr(model, "all_tied_weights_keys", None) or {} if ours else {}
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if ours else set()
+    found: dict[tuple[str, ...], str] = {}
+    for keys in tensors:
+        kept = [key for key in keys if key not in left_out]
+        if kept:
+            found[keys] = next((key for key in kept if key not in tied), kept[0])
+    return found
+
+
+def describe(model: Any, dtype: torch.dtype, directory: Path) -> None:
+    """Writes the files that `from_pretrained` needs beside the weights, whose type is `dtype`. None for a model of no library.
+
+    Raises:
+        ConfigError: the library refuses to save what the model has.
+    """
+    if not _is_of_transformers(model):
+        return
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    try:
+        config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+    except OSError:
+        raise
+    except Exception as problem:  # the library's own code, over what users set: anything
+        raise ConfigError(f"export: transformers does not save the model's configuration: {problem}") from problem
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Not imported to find out: who has such a model has imported it."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def _pattern_of(patterns: Collection[str] | None) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
+
+
+def _former_buffers(model: nn.Module) -> Iterator[str]:
+    names = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in names):
+        yield r"rotary_emb\.inv_freq"
+    if any(name.endswith("position_ids") for name in names):
+        yield r"(^|\.)position_ids$"

@@ -1,0 +1,187 @@
+"""How a tensor's values came about: the operations that made and changed its storage, to be carried out again.
+
+Note [Recipes]
+    Operations are recorded by *storage*, since initialisers write through views (`weight[padding_idx].zero_()`, `weight.data`). Each call
+    knows, for each storage it read, the call that wrote it last: so what a storage needs is found by walking back, and carrying those calls
+    out in the order in which they were recorded gives the same bytes. Whoever draws random numbers has the generator's state with it, so one
+    storage is made again without drawing the numbers of the others. A call that overwrites a storage whole begins a new walk: what was
+    written before, and overwritten, is let go at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from patrickstar.memory.mapping import reserve
+from patrickstar.units import KIB
+
+__all__ = [
+    "Call",
+    "Cell",
+    "Constant",
+    "GeneratorState",
+    "Operand",
+    "can_replay_in",
+    "over",
+    "replay",
+    "replay_in",
+    "room",
+]
+
+_OWN_MAPPING_BYTES = 64 * KIB
+
+
+@dataclass(eq=False, slots=True)
+class Cell:
+    """A storage, as long as it is recorded.
+
+    Attributes:
+        nbytes: its size. last: the call that made or wrote it last; None: it has no contents.
+        deferred: whether it has no memory, as a parameter's. label: how messages call it, once a module has it.
+    """
+
+    nbytes: int
+    last: Call | None = None
+    deferred: bool = False
+    label: str = ""
+
+
+class Operand(NamedTuple):
+    """A view of a storage as a call was given it; `after`: the call that wrote the storage last then, None where no contents are needed."""
+
+    cell: Cell
+    after: Call | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Constant(NamedTuple):
+    """A small tensor that no recorded call has made: a copy of it."""
+
+    value: Tensor
+
+
+class GeneratorState(NamedTuple):
+    """Stands for a generator that a call was given."""
+
+    state: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One operation, as it was called.
+
+    Attributes:
+        number: in the order of recording. leaves, spec: the arguments, flat; tensors as operands or constants.
+        random_state: of torch's own generator before it, where it draws from that.
+        makes: the new storages among what it returned, by place. lost: why it cannot be carried out again, or "".
+        parameters: the parameters whose values it depends on.
+    """
+
+    number: int
+    func: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: Any
+    random_state: Tensor | None = None
+    makes: list[tuple[int, Cell]] = field(default_factory=list)
+    lost: str = ""
+    parameters: frozenset[Cell] = frozenset()
+
+    def operands(self) -> Iterable[Operand]:
+        """Its arguments that are recorded storages."""
+        return (leaf for leaf in self.leaves if isinstance(leaf, Operand))
+
+
+def over(storage: torch.UntypedStorage, operand: Operand) -> Tensor:
+    """The operand's view of a storage."""
+    return torch.empty(0, dtype=operand.dtype).set_(storage, operand.offset, operand.shape, operand.stride)
+
+
+def room(nbytes: int) -> torch.UntypedStorage:
+    """Memory for a whole tensor that goes back to the system with it.
+
+    Freed blocks of the heap would not: small tensors that stay (random states) settle in them, and the next parameter needs another.
+    """
+    if nbytes < _OWN_MAPPING_BYTES:
+        return torch.UntypedStorage(nbytes)
+    return torch.frombuffer(reserve(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
+
+
+def can_replay_in(cell: Cell, dtype: torch.dtype) -> bool:
+    """Whether every call that a storage needs only writes to it, as this type: then it can be made where it is to lie."""
+    return all(
+        not call.makes and all(operand.cell is cell and operand.dtype is dtype for operand in call.operands())
+        for call in _needed(cell)
+    )
+
+
+def replay_in(cell: Cell, place: Tensor) -> None:
+    """As `replay`, in a 1-D tensor of the storage's size. Only where `can_replay_in`."""
+    before = torch.get_rng_state()
+    try:
+        for call in _needed(cell):
+            _carry_out(call, {}, place)
+    finally:
+        torch.set_rng_state(before)
+
+
+def replay(cell: Cell) -> torch.UntypedStorage:
+    """The contents of a storage, made again. Torch's random state is afterwards as before. Modes and gradients must be off."""
+    calls = _needed(cell)
+    uses = Counter(id(operand.cell) for call in calls for operand in call.operands())
+    storages: dict[int, torch.UntypedStorage] = {}
+    before = torch.get_rng_state()
+    try:
+        for call in calls:
+            _carry_out(call, storages)
+            for operand in call.operands():
+                uses[id(operand.cell)] -= 1
+                if not uses[id(operand.cell)] and operand.cell is not cell:
+                    storages.pop(id(operand.cell), None)  # nothing needs it any more
+    finally:
+        torch.set_rng_state(before)
+    return storages[id(cell)] if id(cell) in storages else room(cell.nbytes)
+
+
+def _needed(cell: Cell) -> list[Call]:
+    found: dict[int, Call] = {}
+    pending = [cell.last]
+    while pending:
+        call = pending.pop()
+        if call is not None and id(call) not in found:
+            found[id(call)] = call
+            pending += [operand.after for operand in call.operands()]
+    return sorted(found.values(), key=lambda call: call.number)
+
+
+def _carry_out(call: Call, storages: dict[int, torch.UntypedStorage], place: Tensor | None = None) -> None:
+    def real(leaf: Any) -> Any:
+        match leaf:
+            case Operand(cell=cell):
+                if place is not None:
+                    return place.as_strided(leaf.shape, leaf.stride, int(place.storage_offset()) + leaf.offset)
+                if id(cell) not in storages:
+                    storages[id(cell)] = room(cell.nbytes)
+                return over(storages[id(cell)], leaf)
+            case Constant(value=value):
+                return value
+            case GeneratorState(state=state):
+                return torch.Generator().set_state(state)
+            case _:
+                return leaf
+
+    args, kwargs = _pytree.tree_unflatten([real(leaf) for leaf in call.leaves], call.spec)
+    if call.random_state is not None:
+        torch.set_rng_state(call.random_state)
+    results = _pytree.tree_leaves(call.func(*args, **kwargs))
+    for number, cell in call.makes:
+        storages[id(cell)] = results[number].untyped_storage()

@@ -1,0 +1,49 @@
+"""Whom the binding asks and tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from patrickstar.core.plane import PlaneRef
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.gradient_access import GradientOwner
+
+__all__ = ["Owner", "Rewriting"]
+
+
+class Owner(GradientOwner, Protocol):
+    """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
+
+    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
+        """Makes the units resident, all at once, for a use of these parameters. BudgetError where they cannot be.
+
+        `in_graph`: autograd records the use as one of the parameters themselves.
+        """
+
+    def used(self, names: Sequence[str]) -> None:
+        """The use is over."""
+
+    def unpack(self, ref: PlaneRef, name: str) -> None:
+        """Makes a unit resident for a backward that needs what a use has saved."""
+
+    def wrap(self, ref: PlaneRef) -> Tensor:
+        """A 1-D tensor over a fresh storage of the slot that holds this resident unit."""
+
+    def changed(self, ref: PlaneRef) -> None:
+        """A weight unit's bytes have been written in place."""
+
+    def escaped(self, ref: PlaneRef) -> None:
+        """Memory of a weight unit has been handed out to code that can write to it unseen."""
+
+
+class Rewriting(Protocol):
+    """Who carries changes by hand elsewhere too."""
+
+    def before(self, parameters: Iterable[BoundParameter]) -> list[Any]:
+        """These parameters, which are resident, may be written now. What it gives is for `after`."""
+
+    def after(self, before: list[Any]) -> None:
+        """They have been."""

@@ -1,0 +1,98 @@
+"""Where everything lies and rests before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.formats import Formats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.spec import TensorSpec
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.placement import place
+from patrickstar.plan.refusal import refuse_moment
+from patrickstar.plan.residency import Residency
+from patrickstar.runtime.budgets import Budgets
+from patrickstar.runtime.precision import Precision, lies_in, whole_modules
+from patrickstar.runtime.updates import step_trace
+
+__all__ = ["gradient_use", "layout_of", "resting_state"]
+
+
+def layout_of(
+    model: nn.Module, named: Mapping[str, nn.Parameter], memory: MemoryOptions, precision: Precision
+) -> Layout:
+    """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes."""
+    whole = whole_modules(model, memory.options.keep_fp32) if precision.is_split else frozenset()
+    specs = [
+        TensorSpec(name, tuple(parameter.shape), parameter.requires_grad, lies_in(name, whole))
+        for name, parameter in named.items()
+    ]
+    return build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
+
+
+def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
+    """Where gradients go: with nothing to move them out of the way for, they stay where PyTorch puts them."""
+    if memory.step == "in_backward":
+        return GradientUse.UPDATE
+    # 16-bit gradients of several backwards add up in fp32, which autograd does not do.
+    return GradientUse.CHUNK if budgets.bind or precision.is_split else GradientUse.TENSOR
+
+
+def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:
+    """Every unit at its home, without contents yet.
+
+    Raises:
+        BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
+    """
+    machine = budgets.machine
+    planes: tuple[str, ...] = (WEIGHT,)
+    if gradients is not GradientUse.NONE:
+        planes = (WEIGHT, REST, *((GRAD,) if gradients.has_plane else ()), EXP_AVG, EXP_AVG_SQ)
+    transient = (GRAD,) if gradients is GradientUse.UPDATE else ()
+    home = _homes(layout, machine, planes, transient=transient, formats=formats)
+    state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
+    uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
+    traces = [Trace(uses)]
+    if gradients is not GradientUse.NONE:
+        in_chunks = gradients is GradientUse.CHUNK
+        traces.append(
+            step_trace(layout, layout.slices, writes_gradients=True, with_gradient=in_chunks, formats=formats)
+        )
+    worst = max((worst_moment(trace, layout=layout, start=state) for trace in traces), key=lambda need: need.nbytes)
+    if worst.nbytes > machine.budget[machine.compute]:
+        raise refuse_moment(
+            tier=machine.compute,
+            moment=worst.moment,
+            slot_bytes=worst.slot_bytes,
+            slots=worst.slots,
+            nonmodel_bytes=0,
+            budget_bytes=machine.budget[machine.compute],
+            smallest_bytes=worst.nbytes,
+        )
+    return state
+
+
+def _homes(
+    layout: Layout, machine: Machine, planes: tuple[str, ...], *, transient: tuple[str, ...], formats: Formats
+) -> dict[PlaneRef, Tier]:
+    """Where each unit rests: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
+
+    What fits stays on the compute tier all the same, as cached copies that never have to move.
+    """
+    if machine.compute is Tier.DEVICE or Tier.DISK in machine.budget:
+        try:
+            whole = machine.budget[machine.compute]
+            return place(layout, machine, planes=planes, nonmodel_bytes=whole, transient=transient, formats=formats)
+        except BudgetError:
+            if machine.compute is Tier.HOST:
+                raise
+    return place(layout, machine, planes=planes, transient=transient, formats=formats)

@@ -1,0 +1,317 @@
+"""bf16 with a split master: what plain PyTorch does with bf16 parameters and fp32 masters beside them, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patrickstar
+from patrickstar import ConfigError, StateError
+from patrickstar.core.plane import REST
+from tests.parity.compare import compare_mappings, same_bits
+from tests.parity.oracle import narrow
+from tests.runtime.builders import MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options
+
+Change = Callable[[nn.Module], Any]
+
+
+class Twin:
+    """A model of bf16 parameters, and an fp32 one that is updated."""
+
+    def __init__(self, build: Callable[[], nn.Module] = mlp) -> None:
+        self.masters = build()
+        self.optimizer = adamw(self.masters)
+        self.model = build()
+        self.dtypes = {
+            name: torch.float32 if "norm" in name else torch.bfloat16 for name, _ in self.masters.named_parameters()
+        }
+        self.narrow()
+
+    def narrow(self) -> None:
+        """Weights are the masters, rounded."""
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            whole = self.dtypes[name] is torch.float32
+            weight.data = master.detach().clone() if whole else narrow(master.detach(), torch.bfloat16)
+
+    def carry(self) -> None:
+        """Weights that were changed by hand become their masters, element by element."""
+        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
+            was = narrow(master.detach(), torch.bfloat16) if weight.dtype is torch.bfloat16 else master.detach()
+            master.data = torch.where(was == weight, master.detach(), weight.detach().float())
+
+    def backward(self, number: int) -> Tensor:
+        loss: Tensor = self.model(batch(number).bfloat16()).float().square().mean()
+        loss.backward()
+        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
+            assert weight.grad is not None
+            wide = weight.grad.float()
+            master.grad = wide if master.grad is None else master.grad + wide
+            weight.grad = None
+        return loss.detach()
+
+    def step(self, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
+        losses = [self.backward(first + number) for number in range(backwards)]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.narrow()
+        return losses
+
+
+def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
+    losses = []
+    for number in range(first, first + backwards):
+        loss = model(batch(number)).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    return losses
+
+
+def manage(model: nn.Module, *, given: dict[str, Any] | None = None, **keywords: Any) -> patrickstar.Session:
+    return patrickstar.manage(
+        model,
+        adamw(model),
+        precision="bf16",
+        options=options(compute="bf16", **(given or {})),
+        **(keywords or {"device": "emulated", "device_memory": TIGHT}),
+    )
+
+
+def expect_same(twin: Twin, session: patrickstar.Session) -> None:
+    want = dict(twin.masters.state_dict())
+    assert not (found := compare_mappings("master", want, dict(session.state_dict()))), "\n".join(found)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Twin, nn.Module, patrickstar.Session]]:
+    model = mlp()
+    with manage(model) as session:
+        yield Twin(), model, session
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, step: str, tmp_path: Path) -> None:
+    twin, model = Twin(), mlp()
+    with manage(model, step=step, **MACHINES[kind](tmp_path / "disk")) as session:
+        for number in range(4):
+            want, got = twin.step(first=number), managed_step(session, model, first=number)
+            assert all(map(same_bits, want, got))
+        expect_same(twin, session)
+        assert session.stats().planned_steps == 4, session.stats().reason
+        assert sum(session.stats().moved.values())
+        assert all(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
+    if not next(iter(model.parameters())).is_meta:
+        assert is_ordinary(model)
+        assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, 14), ({"accumulate": 3}, 16)])
+def test_bytes_of_a_parameter(given: dict[str, Any], wanted: int) -> None:
+    model = mlp()
+    with manage(model, given=given, device="emulated", device_memory="64MiB") as session:
+        model(batch()).sum().backward()
+        session.optimizer.step()
+        stats = session.stats()
+        assert sum(stats.model_data.values()) == wanted * session.layout.n_chunks * session.layout.chunk_numel
+        assert stats.model_data[REST] == stats.model_data["weight"]
+
+
+def test_gradients_of_several_backwards_add_up_in_fp32() -> None:
+    twin, model = Twin(), mlp()
+    with manage(model, given={"accumulate": 3}) as session:
+        for number in range(3):
+            want = twin.step(backwards=3, first=3 * number)
+            got = managed_step(session, model, backwards=3, first=3 * number)
+            assert all(map(same_bits, want, got))
+        expect_same(twin, session)
+        model(batch()).float().square().mean().backward()
+        assert all(gradient.dtype is torch.float32 for _, gradient in session.gradients())
+
+
+def test_a_second_backward_without_room_for_it_says_what_to_write(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    model(batch()).float().square().mean().backward()
+    with pytest.raises(StateError, match=r"Options\(accumulate=2\)"):
+        model(batch(1)).float().square().mean().backward()
+    session.optimizer.zero_grad()
+    twin.step()
+    managed_step(session, model)
+    expect_same(twin, session)
+
+
+def test_a_gradient_read_is_of_the_parameters_type(pair: tuple[Twin, nn.Module, Any]) -> None:
+    _, model, session = pair
+    model(batch()).float().square().mean().backward()
+    wide = dict(session.gradients())["0.weight"]
+    assert wide.dtype is torch.float32
+    gradient = model[0].weight.grad
+    assert gradient is not None
+    assert gradient.dtype is torch.bfloat16
+    assert same_bits(gradient.float(), wide)
+
+
+def test_a_gradient_that_adds_up_in_fp32_is_shown_rounded_and_cannot_be_changed_so() -> None:
+    twin, model = Twin(), mlp()
+    with manage(model, given={"accumulate": 2}) as session:
+        for number in range(2):
+            model(batch(number)).float().square().mean().backward()
+        wide = {name: gradient.clone() for name, gradient in session.gradients()}
+        shown = model[0].weight.grad
+        assert shown is not None
+        assert same_bits(shown, wide["0.weight"].bfloat16())
+        del shown
+        session.optimizer.step()
+        model.zero_grad()
+        twin.step(backwards=2)
+        expect_same(twin, session)
+        assert not list(session.gradients())
+        model(batch()).float().square().mean().backward()
+        model[0].weight.grad.mul_(2)  # type: ignore[union-attr]
+        with pytest.raises(StateError, match="was changed"):
+            session.optimizer.step()
+        model.zero_grad()
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def some_elements(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight[3, 4:9] = 7.0
+        model[4].weight.view(-1)[::3].mul_(2)
+        model[8].bias[0] += 1
+
+
+def by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def by_out(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch.mul(model[2].weight, 2.0, out=model[2].weight)
+
+
+def foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), 0.25)
+
+
+@pytest.mark.parametrize("change", [clamp, some_elements, by_data, by_out, foreach], ids=lambda change: change.__name__)
+def test_a_change_by_hand_is_carried_into_the_master(pair: tuple[Twin, nn.Module, Any], change: Change) -> None:
+    """What it changes has its new weight for a master; everything else keeps its own, down to the last bit."""
+    twin, model, session = pair
+    twin.step()
+    managed_step(session, model)
+    change(twin.model)
+    twin.carry()
+    change(model)
+    expect_same(twin, session)
+    twin.step(first=1)
+    managed_step(session, model, first=1)
+    expect_same(twin, session)
+
+
+def test_a_change_behind_torchs_back_is_carried_too(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    twin.step()
+    managed_step(session, model)
+    for changed in (twin.model, model):
+        changed[2].weight.detach().view(torch.int16).numpy()[4, 4] = 0x4040  # 3.0
+    twin.carry()
+    twin.step(first=1)
+    managed_step(session, model, first=1)
+    expect_same(twin, session)
+
+
+def test_writing_through_the_session_sets_the_whole_master(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    value = torch.randn(32, 32, generator=torch.Generator().manual_seed(9))
+    session.write("4.weight", value)
+    dict(twin.masters.named_parameters())["4.weight"].data = value.clone()
+    twin.narrow()
+    expect_same(twin, session)
+    assert same_bits(model[4].weight.detach().clone(), twin.model[4].weight.detach())
+
+
+def test_stopping_and_resuming_gives_the_bits_of_not_stopping(tmp_path: Path) -> None:
+    twin, first, second = Twin(), mlp(), mlp(5)
+    with manage(first) as session:
+        twin.step()
+        managed_step(session, first)
+        session.save_checkpoint(tmp_path)
+    with manage(second) as session:
+        session.load_checkpoint(tmp_path)
+        twin.step(first=1)
+        managed_step(session, second, first=1)
+        expect_same(twin, session)
+
+
+class Normed(nn.Module):
+    """Batch norm between linear layers, and a module that asks to stay fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.second = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
+        return out
+
+
+def test_batch_norm_stays_fp32_whole() -> None:
+    twin, model = Twin(Normed), Normed()
+    with manage(model) as session:
+        assert model.norm.weight.dtype is torch.float32
+        assert model.norm.running_mean is not None
+        assert model.norm.running_mean.dtype is torch.float32
+        for number in range(3):
+            want, got = twin.step(first=number), managed_step(session, model, first=number)
+            assert all(map(same_bits, want, got))
+        expected = {name: value for name, value in twin.masters.state_dict().items() if "running" not in name}
+        held = {name: value for name, value in session.state_dict().items() if "running" not in name}
+        expected.pop("norm.num_batches_tracked")
+        held.pop("norm.num_batches_tracked")
+        assert not compare_mappings("master", expected, held)
+
+
+def test_modules_that_are_named_stay_fp32_whole() -> None:
+    model = mlp()
+    with manage(model, given={"keep_fp32": ("2",)}):
+        assert model[2].weight.dtype is torch.float32
+        assert model[4].weight.dtype is torch.bfloat16
+
+
+def test_weights_alone_take_two_bytes() -> None:
+    model, plain = mlp(), mlp()
+    chosen = options(compute="bf16")
+    with patrickstar.manage(
+        model, precision="bf16", device="emulated", device_memory=4 * SLOT, options=chosen
+    ) as session:
+        assert set(session.stats().model_data) == {"weight"}
+        want = plain.bfloat16()
+        for weight, master in zip(want.parameters(), mlp().parameters(), strict=True):
+            weight.data = narrow(master.detach(), torch.bfloat16)
+        with torch.no_grad():
+            assert same_bits(want(batch().bfloat16()), model(batch()))
+
+
+def test_a_processor_without_bf16_is_told_how_to_compute_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patrickstar.runtime.precision.computes_bf16", lambda: False)
+    model = mlp()
+    with pytest.raises(ConfigError, match="compute"):
+        patrickstar.manage(model, adamw(model), precision="bf16")
+    assert is_ordinary(model)
