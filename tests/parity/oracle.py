@@ -144,13 +144,16 @@ def make_masters(parameters: dict[str, nn.Parameter], precision: str, *, kept: C
     return masters
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def whole_modules(model: nn.Module) -> list[nn.Module]:
     """What stays fp32 beside 16 bits: batch norms, and modules that the model itself lists."""
     listed = getattr(model, "_keep_in_fp32_modules", None) or ()
     return [
         module
         for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) or set(path.split(".")) & set(listed)
+        if isinstance(module, BATCH_NORMS) or set(path.split(".")) & set(listed)
     ]
 
 

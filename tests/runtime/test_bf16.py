@@ -288,6 +288,12 @@ def test_batch_norm_stays_fp32_whole() -> None:
         assert not compare_mappings("master", expected, held)
 
 
+def test_other_norms_are_cast_as_the_rest_is() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.InstanceNorm1d(4, affine=True))
+    with manage(model):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_modules_that_are_named_stay_fp32_whole() -> None:
     model = mlp()
     with manage(model, given={"keep_fp32": ("2",)}):

@@ -15,7 +15,7 @@ import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Trace
-from patrickstar.plan.actions import Action
+from patrickstar.plan.actions import Action, Copy
 from patrickstar.plan.check import check
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
@@ -190,6 +190,82 @@ def test_plan_and_trace_are_those_of_the_last_training_step(make_pair: MakePair)
     assert len(plan.moments) == len(trace.moments)
     pair.train(2, first=2)
     assert pair.session.plan.digest() == plan.digest(), "in the long run a step is as the one before"
+
+
+# reactive steps
+
+
+class Decisions:
+    """What the pilot decides, and what is given back outside of its decisions, in order."""
+
+    def __init__(self, session: patrickstar.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.actions: list[Action] = []
+        pilot, mover = session._parts.conductor.pilot, mover_of(session)
+        for name in ("actions", "decided", "opening", "clearing"):
+            monkeypatch.setattr(pilot, name, self.noting(getattr(pilot, name)))
+        monkeypatch.setattr(mover, "release", self.releasing(mover))
+        self._inside = False
+
+    def noting(self, decide: Callable[..., Any]) -> Callable[..., Any]:
+        def decided(*args: Any) -> Any:
+            outermost, self._inside = not self._inside, True  # `actions` may ask `decided`
+            try:
+                found = decide(*args)
+            finally:
+                self._inside = not outermost
+            if outermost:
+                self.actions += found
+            return found
+
+        return decided
+
+    def releasing(self, mover: Any) -> Callable[[Any], None]:
+        release = mover.release
+
+        def released(ref: Any) -> None:
+            before = len(mover.log)
+            release(ref)
+            self.actions += mover.log[before:]
+
+        return released
+
+
+@pytest.mark.parametrize("tiers", MACHINES)
+def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
+    make_pair: MakePair, tmp_path: Path, tiers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Move by move: forwards of which only a part runs, an evaluation in between, a backward for some parameters only."""
+    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
+    mover = mover_of(pair.session)
+    mover.keep_log = True
+    decisions = Decisions(pair.session, monkeypatch)
+    moved_before = dict(pair.session.stats().moved)
+
+    def depart(model: Any, optimizer: Any, number: int) -> torch.Tensor:
+        loss = model[: 4 + 2 * number](batch(number)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            model(batch(9))
+        loss = model(batch(number)).square().mean()
+        loss.backward(inputs=[model[2].weight, model[8].bias])
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().clone()
+
+    for number in range(3):
+        want, got = pair.each(depart, number)
+        assert same_bits(want, got)
+    stats = pair.session.stats()
+    assert stats.reactive_steps >= 2, "the third may go by what has been measured of the second"
+    assert mover.log == decisions.actions
+    assert len(mover.log) > 50
+    slot_bytes = mover.state.slot_bytes
+    letters = {"H": Tier.HOST, "D": Tier.DEVICE, "K": Tier.DISK}
+    for link in LINKS:
+        ends = letters[link[0]], letters[link[2]]
+        slots = sum(a.slots for a in mover.log if isinstance(a, Copy) and (a.src, a.dst) == ends)
+        assert stats.moved[link] - moved_before[link] == slots * slot_bytes, link
+    pair.expect_same()
 
 
 # the zoo

@@ -134,6 +134,19 @@ def test_strided_gradients(make_pair: MakePair) -> None:
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
+def test_tensors_longer_than_a_chunk(make_pair: MakePair) -> None:
+    """Each piece is updated from its own piece of the gradient."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32))
+
+    pair = make_pair(build, with_options={"chunk_size": 1024}, device="cpu")
+    assert max(run.length for run in pair.session.layout.runs) > 2
+    pair.train(3)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+
+
 def test_a_checkpoint_and_what_close_gives_back(pair: Pair, tmp_path: Path) -> None:
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)

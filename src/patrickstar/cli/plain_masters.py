@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 __all__ = ["PlainMasters"]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class PlainMasters:
@@ -77,5 +78,5 @@ def narrow(master: Tensor) -> Tensor:
 def _whole(model: nn.Module) -> Iterator[nn.Module]:
     listed = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for path, module in model.named_modules():
-        if isinstance(module, _NormBase) or listed & set(path.split(".")):
+        if isinstance(module, _BATCH_NORMS) or listed & set(path.split(".")):
             yield module

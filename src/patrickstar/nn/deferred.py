@@ -108,9 +108,8 @@ class _Functions(TorchFunctionMode):
                 if isinstance(tensor, Tensor) and self._recorder.has_no_memory(tensor):
                     why = f"{func.__name__}() hands out its memory, and it has none"
                     raise unrecordable(self._recorder.label(tensor), why)
-        if (
-            func == _SET_DATA and isinstance(args[0], nn.Parameter) and self._recorder.has_no_memory(args[0])
-        ):  # each look-up makes another object
+        # Equal, not the same: each look-up of an accessor makes another object.
+        if func == _SET_DATA and isinstance(args[0], nn.Parameter) and self._recorder.has_no_memory(args[0]):
             label = self._recorder.label(args[0])
             with Plain():
                 func(*args, **keywords)

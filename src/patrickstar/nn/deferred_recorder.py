@@ -72,9 +72,8 @@ class Recorder:
             if cell.last is not None:
                 if cell.last.lost:
                     raise unrecordable(label, cell.last.lost)
-                cell.last.parameters = (
-                    frozenset()
-                )  # what it was made of is its own now (`weight_norm` makes two of one)
+                # What it was made of is its own now (`weight_norm` makes two of one).
+                cell.last.parameters = frozenset()
             if not cell.deferred:
                 cell.deferred = True
                 self._let_go(cell)

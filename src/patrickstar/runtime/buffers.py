@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+
+from patrickstar.runtime.precision import Precision, lies_in
 
 __all__ = ["cast_buffers", "persistent_buffers", "put_back", "put_on_meta", "restore_buffers"]
 
@@ -22,14 +24,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {path: buffer for path, _, _, buffer in _places(model)}
 
 
-def cast_buffers(model: nn.Module, dtype: torch.dtype, *, whole: Collection[str] = ()) -> dict[str, torch.dtype]:
-    """Casts floating persistent buffers; gives back the types they had, by name. Others keep theirs (rotary frequencies, counters).
-
-    `whole`: paths of modules whose buffers are fp32 whatever the type.
-    """
+def cast_buffers(model: nn.Module, precision: Precision) -> dict[str, torch.dtype]:
+    """Casts floating persistent buffers; gives back the types they had, by name. Others keep theirs (rotary frequencies, counters)."""
     before: dict[str, torch.dtype] = {}
     for path, module, name, buffer in _places(model):
-        wanted = torch.float32 if any(module is model.get_submodule(kept) for kept in whole) else dtype
+        wanted = torch.float32 if lies_in(path, precision.whole) else precision.compute
         if buffer.is_floating_point() and buffer.dtype is not wanted:
             before[path] = buffer.dtype
             module._buffers[name] = buffer.to(wanted)

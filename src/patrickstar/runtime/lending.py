@@ -82,7 +82,7 @@ class Lending:
             with Plain():
                 if gradient_is_held(bound.parameter):
                     raise StateError(
-                        f"{name}.grad: reading gradients this way keeps them as ordinary tensors, and they do not fit the budget all at once: "
+                        f"{name}.grad: gradients read this way are lent, one at a time, where they do not fit all at once or add up in a wider type: "
                         "this one is still held. Use session.gradients() to read them one at a time, session.clip_grad_norm_(max_norm) "
                         "to clip, and session.optimizer.zero_grad() to let them go"
                     )

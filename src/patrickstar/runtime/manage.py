@@ -44,7 +44,7 @@ from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.pilot import Pilot
-from patrickstar.runtime.precision import Precision, find_precision, whole_modules
+from patrickstar.runtime.precision import Precision, find_precision
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.runtime.resting import gradient_use, layout_of, resting_state
 from patrickstar.runtime.segments import Segments
@@ -123,16 +123,14 @@ def manage(
     if optimizer is not None:
         check_optimizer(optimizer, {id(parameter): name for name, parameter in named.items()})
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
-    precision_ = find_precision(
-        memory.precision, accumulates=(memory.options.accumulate or 1) > 1, compute=memory.options.compute
-    )
-    layout = layout_of(model, named, memory, precision_)
+    types = find_precision(memory, model)
+    layout = layout_of(named, memory, types)
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
-    gradients = gradient_use(memory, budgets, precision_) if optimizer is not None else GradientUse.NONE
-    state = resting_state(layout, budgets, gradients=gradients, formats=precision_.formats)
+    gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
+    state = resting_state(layout, budgets, gradients=gradients, formats=types.formats)
     budgets.prepare_allocator()
-    store, ledger = _build_store(state, memory, budgets, lambda ref: precision_.dtype(ref, layout))
+    store, ledger = _build_store(state, memory, budgets, lambda ref: types.dtype(ref, layout))
     try:
         return _build_session(
             model,
@@ -142,7 +140,7 @@ def manage(
             layout=layout,
             budgets=budgets,
             gradients=gradients,
-            precision=precision_,
+            precision=types,
             mover=Mover(state, store, ledger),
             source=source,
         )
@@ -274,11 +272,7 @@ def _build_session(
         whole_calls = WholeCalls(model, binding)
         undo.callback(whole_calls.watched.remove)
         undo.callback(put_back, model, persistent_buffers(model))
-        buffer_dtypes = cast_buffers(
-            model,
-            precision.compute,
-            whole=whole_modules(model, memory.options.keep_fp32) if precision.is_split else frozenset(),
-        )
+        buffer_dtypes = cast_buffers(model, precision)
         session = Session(
             Parts(
                 model=model,

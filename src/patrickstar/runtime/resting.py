@@ -21,19 +21,16 @@ from patrickstar.plan.placement import place
 from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.runtime.budgets import Budgets
-from patrickstar.runtime.precision import Precision, lies_in, whole_modules
+from patrickstar.runtime.precision import Precision, lies_in
 from patrickstar.runtime.updates import step_trace
 
 __all__ = ["gradient_use", "layout_of", "resting_state"]
 
 
-def layout_of(
-    model: nn.Module, named: Mapping[str, nn.Parameter], memory: MemoryOptions, precision: Precision
-) -> Layout:
+def layout_of(named: Mapping[str, nn.Parameter], memory: MemoryOptions, precision: Precision) -> Layout:
     """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes."""
-    whole = whole_modules(model, memory.options.keep_fp32) if precision.is_split else frozenset()
     specs = [
-        TensorSpec(name, tuple(parameter.shape), parameter.requires_grad, lies_in(name, whole))
+        TensorSpec(name, tuple(parameter.shape), parameter.requires_grad, lies_in(name, precision.whole))
         for name, parameter in named.items()
     ]
     return build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
