@@ -11,11 +11,12 @@ Its chunks are those that `manage` would choose; the host computes, and everythi
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+
+from places import fill
 
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.layout import Layout, build_layout
@@ -40,22 +41,7 @@ Frees = tuple[tuple[int, PlaneRef], ...]
 
 
 def main() -> int:
-    stale = []
-    for record in sorted(RECORDS.glob("*.md")):
-        text = record.read_text()
-        now = _PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
-        if now != text:
-            stale.append(record)
-            if "--check" not in sys.argv[1:]:
-                record.write_text(now)
-    if stale and "--check" in sys.argv[1:]:
-        names = ", ".join(record.name for record in stale)
-        sys.stderr.write(f"{names}: not up to date: run `python docs/{Path(__file__).name}`\n")
-        return 1
-    return 0
-
-
-_PLACE = re.compile(r"(<!-- numbers: ([\w-]+) -->)\n.*?(<!-- end of numbers -->)", re.DOTALL)
+    return fill(RECORDS.glob("*.md"), "numbers", TABLES, script=Path(__file__).name)
 
 
 # the example

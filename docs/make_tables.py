@@ -9,7 +9,6 @@ exit status is 1 where a page is not up to date.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import sys
 import textwrap
@@ -17,28 +16,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from places import fill
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md",)
 GIB = 1 << 30
 
-_PLACE = re.compile(r"(<!-- generated: ([\w -]+) -->)\n.*?(<!-- end of generated -->)", re.DOTALL)
-
 
 def main() -> int:
-    stale = []
-    for page in PAGES:
-        text = page.read_text()
-        now = _PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
-        if now != text:
-            stale.append(page)
-            if "--check" not in sys.argv[1:]:
-                page.write_text(now)
-    if stale and "--check" in sys.argv[1:]:
-        names = ", ".join(page.name for page in stale)
-        sys.stderr.write(f"{names}: not up to date: run `python docs/{Path(__file__).name}`\n")
-        return 1
-    return 0
+    return fill(PAGES, "generated", TABLES, script=Path(__file__).name)
 
 
 def result(name: str) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.mutants.binding import BINDING
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
+from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
 from tests.mutants.training import TRAINING
 
 __all__ = ["MUTANTS"]
 
-MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING)
+MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING, *OUTSIDE)

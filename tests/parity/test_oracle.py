@@ -117,6 +117,13 @@ def torch_step(name: str, accumulation: int, *, fused: bool) -> Step:
     return Step(model, optimizer, losses)
 
 
+def ulps_between(one: Tensor, other: Tensor, before: Tensor, rate: float) -> Tensor:
+    """How far apart two updated weights are, in units in the last place of max(|p|, lr)."""
+    scale = torch.maximum(other.abs(), before.abs()).clamp(min=rate)
+    ulp = torch.as_tensor(np.spacing(np.atleast_1d(scale.numpy()))).reshape(scale.shape)
+    return (one.double() - other.double()).abs() / ulp.double()
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_one_step_of_torchs_optimizer_has_equal_moments_and_nearly_equal_weights(name: str, accumulation: int) -> None:
@@ -136,11 +143,10 @@ def test_one_step_of_torchs_optimizer_has_equal_moments_and_nearly_equal_weights
         assert same_bits(ours.gradients[0][parameter_name], p.grad)
         assert same_bits(ours.exp_avg[parameter_name], state["exp_avg"])
         assert same_bits(ours.exp_avg_sq[parameter_name], state["exp_avg_sq"])
-        scale = torch.maximum(p.detach().abs(), before[parameter_name].detach().abs()).clamp(min=rates[id(p)])
-        places.append(((got.double() - p.detach().double()).abs() / (scale.double() * 2.0**-23)).flatten())
+        places.append(ulps_between(got, p.detach(), before[parameter_name].detach(), rates[id(p)]).flatten())
     off = torch.cat(places)
-    assert off.max() <= 3
-    assert (off > 1).double().mean() <= 0.005
+    assert off.max() <= 2
+    assert (off > 1).double().mean() <= 2e-4
     assert any(not same_bits(p, ours.weights[parameter_name]) for parameter_name, p in before.items())
 
 
@@ -151,18 +157,22 @@ def but_for_the_tail(values: Tensor, like: Tensor) -> Tensor:
     return values[kept]
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_one_step_of_torchs_fused_optimizer_has_equal_bits_but_in_its_tails(name: str) -> None:
-    ours = oracle.train(CASES[name], steps=1)
-    theirs = torch_step(name, 1, fused=True)
+def test_one_step_of_torchs_fused_optimizer_has_equal_moments_and_bits_but_in_its_tails_and_there_within_an_ulp(
+    name: str, accumulation: int
+) -> None:
+    ours = oracle.train(CASES[name], accumulation=accumulation, steps=1)
+    theirs = torch_step(name, accumulation, fused=True)
+    before = dict(CASES[name].build().named_parameters())
+    rates = {id(p): group["lr"] for group in theirs.optimizer.param_groups for p in group["params"]}
     for parameter_name, p in theirs.model.named_parameters():
         if state := theirs.optimizer.state.get(p):
-            for want, got in (
-                (ours.exp_avg[parameter_name], state["exp_avg"]),
-                (ours.exp_avg_sq[parameter_name], state["exp_avg_sq"]),
-                (ours.weights[parameter_name], p.detach()),
-            ):
-                assert same_bits(but_for_the_tail(want, p), but_for_the_tail(got, p))
+            assert same_bits(ours.exp_avg[parameter_name], state["exp_avg"])
+            assert same_bits(ours.exp_avg_sq[parameter_name], state["exp_avg_sq"])
+            weight = ours.weights[parameter_name]
+            assert same_bits(but_for_the_tail(weight, p), but_for_the_tail(p.detach(), p))
+            assert (ulps_between(weight, p.detach(), before[parameter_name].detach(), rates[id(p)]) <= 1).all()
 
 
 def test_the_global_norm_is_the_norm_by_blocks_of_65536() -> None:

@@ -79,7 +79,7 @@ class AdamW(_DefinedUpdate, torch.optim.AdamW):
     """Adam with decoupled weight decay, in place of `torch.optim.AdamW` on fp32 CPU parameters.
 
     From one and the same state a step has the moments and weights of torch's fused optimizer, bit for bit (but for tails:
-    see `docs/bits.md`); of its others the moments, and weights within 3 ulp of max(|p|, lr). `state_dict()` has torch's
+    see `docs/bits.md`); of its others the moments, and weights within 2 ulp of max(|p|, lr). `state_dict()` has torch's
     format: either class loads the other's. `foreach` and `fused` choose among torch's implementations and are without
     effect; `amsgrad`, `maximize`, `capturable` and `differentiable` must stay False.
 

@@ -1,0 +1,133 @@
+"""Faults of what comes in and goes out: hands on weights and gradients, other sessions, files, models without memory."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["OUTSIDE"]
+
+DISK = "tests/runtime/test_disk_tier.py"
+HANDS = "tests/runtime/test_hand_changes.py"
+DEFERRED = "tests/nn/test_deferred_init.py"
+PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives"
+
+OUTSIDE: tuple[Mutant, ...] = (
+    Mutant(
+        name="what-is-detached-in-backward-is-a-stand-in",
+        file="nn/binding.py",
+        old="return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())",
+        new="return self._detached.make(bound, bound.tensor().detach())",
+        tests=(f"{PARITY}[function-non-reentrant-x1-noclip-in_backward-lru-minimum-emulated]",),
+    ),
+    Mutant(
+        name="an-address-that-was-handed-out-keeps-no-slot",
+        file="nn/binding.py",
+        old="                bound.lease = unit\n",
+        new="                pass\n",
+        tests=(f"{HANDS}::test_the_address_of_an_alias_stays_its_address",),
+    ),
+    Mutant(
+        name="a-weight-that-set-has-re-pointed-is-taken-for-its-own",
+        file="nn/binding.py",
+        old="return self._base is Tensor and bound.parameter.data_ptr() != bound.standin.data_ptr()",
+        new="return False",
+        tests=(f"{HANDS}::test_a_weight_that_is_re_pointed_is_refused_at_its_next_use",),
+    ),
+    Mutant(
+        name="the-other-session-of-an-operation-is-not-asked",
+        file="nn/found.py",
+        old="self.others.append(other)",
+        new="pass",
+        tests=("tests/runtime/test_together.py::test_one_operation_on_parameters_of_two_sessions",),
+    ),
+    Mutant(
+        name="a-gradient-that-is-held-is-taken-back",
+        file="runtime/lending.py",
+        old="if gradient_is_held(bound.parameter):",
+        new="if False:",
+        tests=(
+            "tests/runtime/test_gradients.py::test_a_gradient_that_was_lent_and_is_still_held_is_said_where_it_must_go",
+        ),
+    ),
+    Mutant(
+        name="every-piece-is-updated-from-the-first-of-its-gradient",
+        file="runtime/updates.py",
+        old="piece.tensor_start : piece.tensor_start + piece.stop - piece.start",
+        new="0 : piece.stop - piece.start",
+        tests=("tests/runtime/test_unbounded.py::test_tensors_longer_than_a_chunk",),
+    ),
+    Mutant(
+        name="moments-outlive-a-checkpoint-that-has-none",
+        file="runtime/saving.py",
+        old="                    self._weights.clear_moments(name)",
+        new="                    pass",
+        tests=("tests/runtime/test_checkpoints.py::test_a_checkpoint_before_the_first_step",),
+    ),
+    Mutant(
+        name="groups-of-other-parameters-take-a-checkpoint",
+        file="runtime/saving.py",
+        old="if saved != present:",
+        new="if False:",
+        tests=("tests/runtime/test_checkpoints.py::test_groups_of_the_same_number_and_other_parameters_are_refused",),
+    ),
+    Mutant(
+        name="larger-shapes-go-by-the-plan-of-smaller-ones",
+        file="tracing/signature.py",
+        old="ours >= theirs",
+        new="ours <= theirs",
+        tests=("tests/tracing/test_signature.py::test_a_forward_dominates_those_of_smaller_shapes_alone",),
+    ),
+    Mutant(
+        name="bytes-that-cross-a-link-count-twice",
+        file="memory/store.py",
+        old="self._ledger.move(src, dst, self._slots[ref] *",
+        new="self._ledger.move(src, dst, 2 * self._slots[ref] *",
+        tests=(
+            "tests/runtime/test_simulation.py::test_reactive_steps_move_what_the_pilot_decided_and_nothing_else[cpu+disk]",
+        ),
+    ),
+    Mutant(
+        name="a-newer-unit-stays-on-its-way-when-the-disk-fails",
+        file="runtime/mover.py",
+        old="if newer and ref not in self.state.resident:",
+        new="if False:",
+        tests=(
+            f"{DISK}::test_a_transfer_that_fails_in_a_step_names_its_place_and_nothing_is_lost[emulated+disk-0-pwritev-EIO]",
+        ),
+    ),
+    Mutant(
+        name="what-is-to-come-is-no-part-of-the-resident-size",
+        file="runtime/pressure.py",
+        old="excess = max(0, resident + growth_bytes - self._limit_bytes)",
+        new="excess = max(0, resident - self._limit_bytes)",
+        tests=("tests/runtime/test_host_bound.py::test_the_guard_counts_what_is_coming_beside_what_is_there",),
+    ),
+    Mutant(
+        name="a-16-bit-gradient-takes-a-second-backward",
+        file="runtime/gradients.py",
+        old="if target.dtype is not torch.float32 and bound.name in self.whole:",
+        new="if False:",
+        tests=("tests/runtime/test_bf16.py::test_a_second_backward_without_room_for_it_says_what_to_write",),
+    ),
+    Mutant(
+        name="values-are-made-from-another-random-state",
+        file="nn/deferred_recipe.py",
+        old="        torch.set_rng_state(call.random_state)\n",
+        new="        pass\n",
+        tests=(f"{DEFERRED}::test_the_values_are_those_of_ordinary_construction",),
+    ),
+    Mutant(
+        name="weights-of-another-shape-are-taken",
+        file="checkpoint/matching.py",
+        old="if shape != one.shape:",
+        new="if False:",
+        tests=("tests/checkpoint/test_matching.py::test_another_shape_is_refused_however_many_elements_it_has",),
+    ),
+    Mutant(
+        name="tied-tensors-that-differ-are-taken",
+        file="checkpoint/matching.py",
+        old="if not torch.equal(_bits(left), _bits(right)):",
+        new="if False:",
+        tests=("tests/checkpoint/test_matching.py",),
+    ),
+)
