@@ -10,6 +10,7 @@ import importlib as _importlib
 import types as _types
 import typing as _typing
 
+from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.options import Options
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, DeviceError, Error, LayoutError, StateError
 
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceError",
     "Error",
     "LayoutError",
+    "LossScale",
     "Options",
     "Session",
     "StateError",

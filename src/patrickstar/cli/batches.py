@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,17 @@ from patrickstar.cli.tokenizer import Tokens
 from patrickstar.errors import CheckpointError
 
 Batch = dict[str, torch.Tensor]
+
+
+class BatchSource(Protocol):
+    """Endless batches, [batch_size, seq_len] tokens each, whose place can be kept and come back to."""
+
+    batch_size: int
+    seq_len: int
+
+    def next(self) -> Batch: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Batches:
@@ -59,16 +70,25 @@ class Batches:
         Raises:
             CheckpointError: it was taken from other text or with other numbers; the message says which.
         """
-        for name, now in self._identity().items():
-            then = state.get(name)
-            if then != now:
-                raise CheckpointError(
-                    f"the checkpoint's data order is another: {name} was {then}, is {now}; resume with what it was"
-                )
-        self.position = int(state["position"])
+        self.position = position_in(state, self._identity())
 
     def _identity(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "seq_len": self.seq_len, "seed": self.seed, "tokens": self._digest}
+
+
+def position_in(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
+    """Where a state stands, if it is of the same data in the same order.
+
+    Raises:
+        CheckpointError: it is not; the message says in what.
+    """
+    for name, now in identity.items():
+        then = state.get(name)
+        if then != now:
+            raise CheckpointError(
+                f"the checkpoint's data order is another: {name} was {then}, is {now}; resume with what it was"
+            )
+    return int(state["position"])
 
 
 def as_batch(rows: torch.Tensor) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import choice, later, refuse, unknown_argument
 
 CHUNK_GRAIN: Final = 1024  # elements: a slot is whole pages of 4096 bytes in fp32
@@ -26,6 +27,9 @@ class Options:
 
     compute: str | None = None
     """The type that 16-bit weights compute in: `"bf16"`. `None`: bf16 where the processor computes fast in it; widening them arrives later."""
+
+    loss_scale: LossScale | None = None
+    """How the loss is scaled in fp16. `None`: `LossScale()`, a dynamic scale as DeepSpeed defines it."""
 
     accumulate: int | None = None
     """Backwards a step; `None`: plan for one, and make room at the second."""
@@ -61,6 +65,8 @@ class Options:
             *choice("compute", self.compute, (None, "bf16"), to_come=("fp32", "fp16")),
             *_names("keep_fp32", self.keep_fp32),
         ]
+        if not isinstance(self.loss_scale, LossScale | None):
+            problems.append(f"loss_scale={self.loss_scale!r}: expected patrickstar.LossScale(...), or None")
         if not isinstance(self.poison, bool):
             problems.append(f"poison={self.poison!r}: expected True or False")
         for field in fields(self):

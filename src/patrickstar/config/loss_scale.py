@@ -1,0 +1,74 @@
+"""`LossScale`: how the loss is scaled in fp16."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from patrickstar.config.problems import refuse, unknown_argument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """A loss scale that follows the gradients, or stays.
+
+    Source: DeepSpeed's `DynamicLossScaler`, whose names are in brackets. The loss is multiplied with the scale before the backward, gradients are
+    divided by it before they are used. A step whose gradients overflow is skipped. Checked as a whole: a `ConfigError` has every problem.
+    """
+
+    initial: float = 2.0**16
+    """The scale at the start [`2 ** initial_scale_power`, or `loss_scale` of a static one]."""
+
+    dynamic: bool = True
+    """False: the scale stays what it is at the start. Steps whose gradients overflow are skipped all the same."""
+
+    window: int = 1000
+    """Steps without overflow after which the scale grows [`loss_scale_window`]."""
+
+    factor: float = 2.0
+    """What it is multiplied with when it grows, and divided by when it backs off [`scale_factor`]."""
+
+    hysteresis: int = 2
+    """Overflows before the scale backs off: all but the first time at once [`hysteresis`]. A growth counts anew."""
+
+    consecutive_hysteresis: bool = False
+    """Whether each step without overflow counts anew as well [`consecutive_hysteresis`]."""
+
+    minimum: float = 1.0
+    """The scale is never less [`min_loss_scale`]."""
+
+    def __new__(cls, *_: Any, **given: Any) -> LossScale:
+        unknown = [name for name in given if name not in cls.__dataclass_fields__]
+        refuse([unknown_argument(name, cls.__dataclass_fields__) for name in unknown], of="LossScale")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        problems = [
+            *_positive("initial", self.initial),
+            *_positive("minimum", self.minimum),
+            *_positive("factor", self.factor, above=1.0),
+            *_count("window", self.window),
+            *_count("hysteresis", self.hysteresis),
+            *(
+                f"{name}={getattr(self, name)!r}: expected True or False"
+                for name in ("dynamic", "consecutive_hysteresis")
+                if not isinstance(getattr(self, name), bool)
+            ),
+        ]
+        if not problems and self.dynamic and self.initial < self.minimum:
+            problems.append(f"initial={self.initial} is less than minimum={self.minimum}")
+        refuse(problems, of="LossScale")
+
+
+def _positive(name: str, value: object, *, above: float = 0.0) -> list[str]:
+    if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value) and float(value) > above:
+        return []
+    return [f"{name}={value!r}: expected a finite number above {above:g}"]
+
+
+def _count(name: str, value: object) -> list[str]:
+    if not isinstance(value, bool) and isinstance(value, int) and value >= 1:
+        return []
+    return [f"{name}={value!r}: expected a number of steps, 1 or more"]
