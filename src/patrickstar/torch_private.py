@@ -14,6 +14,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_id",
     "computes_bf16",
+    "computes_fp16",
     "gradient_is_held",
     "inside_backward_node",
     "top_saved_tensors_hooks",
@@ -61,6 +62,11 @@ def _references(parameter: torch.nn.Parameter) -> int:
 def computes_bf16() -> bool:
     """Whether the processor has instructions for products of bf16."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def computes_fp16() -> bool:
+    """Whether the processor has instructions for products of fp16."""
+    return bool(torch.cpu._is_amx_fp16_supported())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -34,6 +34,8 @@ def differences(want: Record, got: Record, *, unseen: Collection[str] = ()) -> l
     found += compare_mappings("exp_avg_sq of", want.exp_avg_sq, got.exp_avg_sq)
     if want.updates != got.updates:
         found.append(f"updates: want {want.updates}, got {got.updates}")
+    if want.scales != got.scales:
+        found.append(f"loss scales: want {want.scales}, got {got.scales}")
     found += compare_mappings("buffer", want.buffers, got.buffers)
     if len(found) > SHOWN:
         return [*found[:SHOWN], f"and {len(found) - SHOWN} more"]

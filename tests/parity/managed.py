@@ -15,7 +15,7 @@ from torch import Tensor
 
 import patrickstar
 from tests.parity.matrix import Row
-from tests.parity.oracle import Record, evaluate
+from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate
 from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
 
 __all__ = ["LIMITED", "Outcome", "least", "limits_of", "train"]
@@ -64,7 +64,7 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
     session = patrickstar.manage(
         model,
         plain,
-        precision=row.precision,
+        precision=row.precision.partition("-")[0],
         step=row.step,
         max_grad_norm=case.max_norm if row.clipping and not by_call else None,
         options=options_of(row, eviction=row.eviction, poison=True),
@@ -80,14 +80,18 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
             for micro in range(row.accumulation):
                 torch.manual_seed(micro_seed(step, micro))
                 loss = case.loss_of(model, batches[(step - 1) * row.accumulation + micro])
-                (loss / row.accumulation).backward()
+                session.scaler.scale(loss / row.accumulation).backward()
                 record.losses.append(loss.detach().clone())
                 del loss  # its graph holds what the next forward needs room for
+            session.scaler.unscale_(optimizer)
             if row.step == "deferred":
                 record.gradients.append({name: grad.clone() for name, grad in session.gradients() if grad is not None})
             if by_call:
                 record.norms.append(torch.as_tensor(session.clip_grad_norm_(case.max_norm)).clone())
-            optimizer.step()
+            session.scaler.step(optimizer)
+            session.scaler.update()
+            if session.scaler.is_enabled():
+                record.scales.append(session.scaler.get_scale())
             (model if case.zero == "model" else optimizer).zero_grad()
             evaluate(case, model, batches[0], step, record)
         stats = session.stats()
@@ -106,7 +110,9 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
 def options_of(row: Row, **given: Any) -> patrickstar.Options:
     """The chunks of the case; in 16 bits, room for gradients of several backwards from the start."""
     if row.precision != "fp32":
-        given |= {"accumulate": row.accumulation, "compute": row.precision}
+        kept, _, compute = row.precision.partition("-")
+        scale = patrickstar.LossScale(initial=SCALE, window=WINDOW, hysteresis=HYSTERESIS)
+        given |= {"accumulate": row.accumulation, "compute": compute or kept, "loss_scale": scale}
     return patrickstar.Options(chunk_size=CASES[row.model].chunk_numel, **given)
 
 
@@ -136,7 +142,9 @@ def read_moments(session: Any, row: Row, record: Record, *, order: list[str], di
         model = case.build(row.checkpointing)
         plain = getattr(torch.optim, case.algorithm)(case.groups(model), lr=1.0)
         options = options_of(row)
-        with patrickstar.manage(model, plain, device="emulated", precision=row.precision, options=options) as roomy:
+        with patrickstar.manage(
+            model, plain, device="emulated", precision=row.precision.partition("-")[0], options=options
+        ) as roomy:
             roomy.load_checkpoint(directory.parent / "checkpoint")
             state = roomy.optimizer.state_dict()
     indices = [index for group in state["param_groups"] for index in group["params"]]

@@ -34,6 +34,48 @@ Tensors = dict[str, Tensor]
 NORM_BLOCK = 65_536
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+# How losses are scaled in fp16, by DeepSpeed's rule: small numbers, so that five steps see all of it.
+SCALE, WINDOW, HYSTERESIS = 2.0**13, 2, 2
+
+
+@dataclass(frozen=True)
+class Types:
+    """What a precision such as "bf16", or "bf16-fp32" (kept in bf16, computed in fp32), means."""
+
+    kept: torch.dtype
+    compute: torch.dtype
+    scales: bool
+
+    @classmethod
+    def of(cls, precision: str) -> Types | None:
+        """None for fp32."""
+        if precision == "fp32":
+            return None
+        kept, _, wide = precision.partition("-")
+        return cls(NARROW[kept], torch.float32 if wide else NARROW[kept], kept == "fp16")
+
+
+class LossScale:
+    """A dynamic loss scale, from DeepSpeed's description of its own."""
+
+    def __init__(self) -> None:
+        self.scale = SCALE
+        self.overflows_left = HYSTERESIS
+        self.since_overflow = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        if overflowed:
+            self.since_overflow = 0
+            if self.overflows_left > 1:
+                self.overflows_left -= 1
+            else:
+                self.scale = max(1.0, self.scale / 2)
+        else:
+            self.since_overflow += 1
+            if self.since_overflow % WINDOW == 0:
+                self.scale *= 2
+                self.overflows_left = HYSTERESIS
+
 
 @dataclass
 class Record:
@@ -50,6 +92,8 @@ class Record:
     """At the end, in fp32, by parameter name."""
     exp_avg: Tensors = field(default_factory=dict)
     exp_avg_sq: Tensors = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
+    """The loss scale after each step; empty where losses are not scaled."""
     updates: dict[str, int] = field(default_factory=dict)
     """How often each parameter was updated; no entry for never."""
     buffers: Tensors = field(default_factory=dict)
@@ -79,9 +123,10 @@ def train(
     base = [dict(group) for group in groups]
     parameters = dict(model.named_parameters())
     kept = whole_parameters(model)
-    masters = make_masters(parameters, precision, kept=kept)
-    if precision != "fp32":
-        narrow_buffers_and_inputs(model, NARROW[precision])
+    types = Types.of(precision)
+    scaling = LossScale() if types is not None and types.scales else None
+    masters = make_masters(parameters, types, kept=kept)
+    narrow_buffers_and_inputs(model, None if types is None else types.compute)
     batches = case.batches(seed=0, count=steps * accumulation)
     moments: dict[str, Moments] = {}
     record = Record()
@@ -93,16 +138,21 @@ def train(
         for micro in range(accumulation):
             torch.manual_seed(micro_seed(step, micro))
             loss = case.loss_of(model, batches[(step - 1) * accumulation + micro])
-            (loss / accumulation).backward()
+            (loss / accumulation * (1.0 if scaling is None else torch.tensor(scaling.scale))).backward()
             record.losses.append(loss.detach().clone())
-            if precision != "fp32":
-                add_up(gradients, parameters)
-        if precision == "fp32":
+            if types is not None:
+                # One backward's gradients are kept in 16 bits, several add up in fp32.
+                add_up(gradients, parameters, kept=types.kept if accumulation == 1 else None, whole=kept)
+        if types is None:
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        skips = scaling is not None and unscale(gradients, scaling, record)
         record.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         if clipping:
             record.norms.append(clip(gradients, case.max_norm))
-        update_all(groups, gradients, parameters, masters, moments, algorithm=case.algorithm)
+        if not skips:
+            update_all(
+                groups, gradients, parameters, masters, moments, types=types, kept=kept, algorithm=case.algorithm
+            )
         zeroed = parameters.values() if case.zero == "model" else [p for group in groups for p in group["params"]]
         for parameter in zeroed:
             parameter.grad = None
@@ -129,9 +179,9 @@ def evaluate(case: Case, model: nn.Module, batch: dict[str, Any], step: int, rec
 # 16-bit types: an fp32 master beside each parameter, gradients widened after every backward
 
 
-def make_masters(parameters: dict[str, nn.Parameter], precision: str, *, kept: Collection[str]) -> Tensors:
+def make_masters(parameters: dict[str, nn.Parameter], types: Types | None, *, kept: Collection[str]) -> Tensors:
     """The tensors that are updated: the parameters themselves in fp32, else copies of them from before narrowing."""
-    if precision == "fp32":
+    if types is None:
         return {name: parameter.detach() for name, parameter in parameters.items()}
     masters = {
         name: parameter.detach() if name in kept else parameter.detach().clone()
@@ -139,8 +189,8 @@ def make_masters(parameters: dict[str, nn.Parameter], precision: str, *, kept: C
     }
     for name, parameter in parameters.items():
         if name not in kept:
-            narrowed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=NARROW[precision])
-            parameter.data = narrowed.copy_(narrow(masters[name], NARROW[precision]))
+            narrowed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=types.compute)
+            parameter.data = narrowed.copy_(narrow(masters[name], types.kept))
     return masters
 
 
@@ -163,8 +213,10 @@ def whole_parameters(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in whole}
 
 
-def narrow_buffers_and_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Persistent floating buffers are of the 16-bit type, and so is what the model is called with."""
+def narrow_buffers_and_inputs(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Persistent floating buffers are of the 16-bit type, if there is one, and so is what the model is called with."""
+    if dtype is None:
+        return
     whole = {id(buffer) for module in whole_modules(model) for buffer in module.buffers()}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -191,11 +243,28 @@ def narrow(master: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded.view(torch.float32).bfloat16()
 
 
-def add_up(gradients: Tensors, parameters: dict[str, nn.Parameter]) -> None:
-    """Adds one backward's gradients, which autograd summed in the parameter's type, in fp32; the first is copied."""
+def unscale(gradients: Tensors, scaling: LossScale, record: Record) -> bool:
+    """Divides by the scale, which changes for the next step; gives back whether this step's gradients overflowed."""
+    overflowed = not all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
+    for gradient in gradients.values():
+        gradient.mul_(torch.tensor(1.0 / scaling.scale))
+    scaling.update(overflowed=overflowed)
+    record.scales.append(scaling.scale)
+    return overflowed
+
+
+def add_up(
+    gradients: Tensors, parameters: dict[str, nn.Parameter], *, kept: torch.dtype | None, whole: Collection[str]
+) -> None:
+    """Adds one backward's gradients, which autograd summed in the parameter's type, in fp32; the first is copied.
+
+    `kept`: the 16-bit type that they are kept in until the step, but for those of `whole`, if any.
+    """
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             wide = parameter.grad.float()
+            if kept is not None and name not in whole:
+                wide = wide.to(kept).float()
             gradients[name] = gradients[name].add_(wide) if name in gradients else wide
             parameter.grad = None
 
@@ -242,6 +311,8 @@ def update_all(
     masters: Tensors,
     moments: dict[str, Moments],
     *,
+    types: Types | None,
+    kept: Collection[str],
     algorithm: str,
 ) -> None:
     """Updates every parameter that a group holds and that has a gradient; the rest keep their bits."""
@@ -251,8 +322,8 @@ def update_all(
             name = names[id(parameter)]
             if name in gradients:
                 update(masters[name], gradients[name], moments, name, group, algorithm=algorithm)
-                if parameter.dtype is not torch.float32:
-                    parameter.data.copy_(narrow(masters[name], parameter.dtype))
+                if types is not None and name not in kept:
+                    parameter.data.copy_(narrow(masters[name], types.kept))
 
 
 def update(

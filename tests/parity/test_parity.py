@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import patrickstar
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, Row
+from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, WIDENED_ROWS, Row
 from tests.parity.oracle import Record
 from tests.parity.zoo import CASES, STEPS
 
@@ -68,7 +67,11 @@ def test_no_bit_depends_on_where_bf16_model_data_lives(row: Row, tmp_path: Path)
     assert_parity(row, tmp_path)
 
 
-@pytest.mark.xfail(raises=patrickstar.ConfigError, strict=True, reason="fp16 comes next")
 @pytest.mark.parametrize("row", FP16_ROWS, ids=str)
 def test_no_bit_depends_on_where_fp16_model_data_lives(row: Row, tmp_path: Path) -> None:
+    assert_parity(row, tmp_path)
+
+
+@pytest.mark.parametrize("row", WIDENED_ROWS, ids=str)
+def test_no_bit_depends_on_where_weights_live_that_are_widened_to_compute(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path)

@@ -70,7 +70,7 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         problems = [
             *_device(self.device),
-            *choice("precision", self.precision, (None, "fp32", "bf16"), to_come=("fp16",)),
+            *choice("precision", self.precision, (None, "fp32", "bf16", "fp16")),
             *_size("device_memory", self.device_memory),
             *_size("host_memory", self.host_memory),
             *_size("disk_memory", self.disk_memory),
@@ -98,7 +98,17 @@ class MemoryOptions:
             problems.append(
                 f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out"
             )
+        compute = self.options.compute if isinstance(self.options, Options) else None
+        if compute not in (None, "fp32", self.precision):
+            problems.append(
+                f'options.compute="{compute}" with precision={self.precision!r}: weights compute in the type they are kept in, or in "fp32"'
+            )
         if self.step == "in_backward":
+            if self.precision == "fp16":
+                problems.append(
+                    'precision="fp16" with step="in_backward": whether gradients overflow is known only when all have arrived, and by then '
+                    'parameters are updated; use step="deferred"'
+                )
             if self.max_grad_norm is not None:
                 problems.append(
                     f'max_grad_norm={self.max_grad_norm!r} with step="in_backward": the norm is known only when every '

@@ -17,7 +17,7 @@ class Options:
     """The options of a session beyond budgets. Checked as a whole: a `ConfigError` has every problem."""
 
     chunk_size: int | None = None
-    """Elements of a chunk, a multiple of 1024. `None`: searched for, from the model alone."""
+    """Elements of a chunk, a multiple of 1024; in 16-bit modes rounded up to one of 2048. `None`: searched for, from the model alone."""
 
     eviction: str = "next-use"
     """Who leaves when room is needed: `"next-use"`, whose next use is furthest; `"lru"`, who was used longest ago."""
@@ -26,7 +26,8 @@ class Options:
     """How far ahead of its use a chunk is fetched. Arrives in a later version."""
 
     compute: str | None = None
-    """The type that 16-bit weights compute in: `"bf16"`. `None`: bf16 where the processor computes fast in it; widening them arrives later."""
+    """The type that 16-bit weights compute in: their own (`"bf16"`, `"fp16"`), or `"fp32"`, to which they are widened at each use. `None`: their own
+    where the processor is fast in it, else fp32."""
 
     loss_scale: LossScale | None = None
     """How the loss is scaled in fp16. `None`: `LossScale()`, a dynamic scale as DeepSpeed defines it."""
@@ -62,7 +63,7 @@ class Options:
             *_multiple("chunk_size", self.chunk_size, of=CHUNK_GRAIN),
             *choice("eviction", self.eviction, EVICTION_POLICIES),
             *_multiple("accumulate", self.accumulate, of=1),
-            *choice("compute", self.compute, (None, "bf16"), to_come=("fp32", "fp16")),
+            *choice("compute", self.compute, (None, "fp32", "bf16", "fp16")),
             *_names("keep_fp32", self.keep_fp32),
         ]
         if not isinstance(self.loss_scale, LossScale | None):

@@ -10,7 +10,7 @@ from typing import Final
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 
-__all__ = ["FP32", "Formats", "PlaneFormat", "bf16_formats"]
+__all__ = ["FP32", "Formats", "PlaneFormat", "bf16_formats", "fp16_formats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,11 @@ def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
         EXP_AVG_SQ: PlaneFormat("float32", 4),
     }
     return Formats(planes=split, whole=_fp32_planes())
+
+
+def fp16_formats(*, gradient: str = "float16") -> Formats:
+    """The fp32 master alone: the 16-bit weight is rounded from it at each use. `gradient`: "float16", or "float32" where several add up."""
+    return Formats(
+        planes={**_fp32_planes(), GRAD: PlaneFormat(gradient, 2 if gradient == "float16" else 4)},
+        whole=_fp32_planes(),
+    )

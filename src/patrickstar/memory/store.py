@@ -69,6 +69,10 @@ class ChunkStore:
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
         self._in_flight: dict[tuple[PlaneRef, Tier], InFlight] = {}
 
+    def dtype(self, ref: PlaneRef) -> torch.dtype:
+        """torch's type of a unit's elements."""
+        return self._dtype(ref)
+
     @property
     def committed_slots(self) -> int:
         """Slots of the compute tier that may hold pages now."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from patrickstar.nn.foreach import one_by_one
 from patrickstar.nn.found import Found
 from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor, writes_to
 from patrickstar.nn.gradient_access import GradientAccess
-from patrickstar.nn.leases import Leases
+from patrickstar.nn.leases import Key, Leases
 from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
 from patrickstar.torch_private import Plain, backward_id
@@ -50,7 +50,7 @@ class Binding:
     Args:
         named: the parameters by name, each once, in layout order.
         owner: who owns the bytes. dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
-        gradients: where they go.
+        copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). gradients: where they go.
 
     Attributes:
         leases: of the slots in use. gradients: what `.grad` of a parameter is.
@@ -65,6 +65,7 @@ class Binding:
         owner: Owner,
         *,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        copied: Collection[str] = (),
         gradients: GradientUse = GradientUse.CHUNK,
     ) -> None:
         self._owner = owner
@@ -92,7 +93,13 @@ class Binding:
             shape_only = torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtype, device="meta")
             standin = nans[dtype].expand(parameter.shape)
             bound = BoundParameter(
-                name, partial(_itself, parameter), layout.weight_unit(name), piece.offset, shape_only, standin
+                name,
+                partial(_itself, parameter),
+                layout.weight_unit(name),
+                piece.offset,
+                shape_only,
+                standin,
+                is_copied=name in copied,
             )
             self._bound[id(parameter)] = self.by_name[name] = bound
         self._starts: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}
@@ -104,10 +111,19 @@ class Binding:
 
     # binding and releasing
 
-    def changed_by_update(self, names: Iterable[str]) -> None:
-        """The parameters' values have changed: what autograd saved of them before is out of date."""
+    def changing(self, names: Iterable[str]) -> None:
+        """The parameters' values change: what autograd saved of them before is out of date."""
         with Plain():
             torch.autograd.graph.increment_version([self.by_name[name].parameter for name in names])
+
+    def changed_by_update(self, names: Iterable[str]) -> None:
+        """The parameters' values have changed: so have copies that somebody still holds."""
+        names = list(names)
+        self.changing(names)
+        living = self.leases.living()
+        for name in names:
+            if name in living:
+                self._owner.renew(name, self.leases.take(name))
 
     def bind(self) -> None:
         """Turns every parameter into a managed one. Its old data is let go."""
@@ -196,15 +212,15 @@ class Binding:
             with self._packing.around_use():
                 result = run(*args, **kwargs)
             if func in ESCAPES:
-                for ref in self._units_of(found.aliases):
-                    self._owner.escaped(ref)
+                for key in self._keys_of(found.aliases):
+                    self._owner.escaped(key)
             return self._dress(result)
         finally:
             for tensor, version in zip(written, versions, strict=True):
                 if version >= 0 and tensor._version != version:
                     bound = self.bound(tensor)
-                    for ref in self._units_of([tensor]) if bound is None else [bound.ref]:
-                        self._owner.changed(ref)
+                    for key in self._keys_of([tensor]) if bound is None else [bound.key]:
+                        self._owner.changed(key)
             if self.rewriting is not None and before:
                 self.rewriting.after(before)
             self.leave(found.parameters)
@@ -216,9 +232,9 @@ class Binding:
         owners = [self._bound[id(place[2])] for place in places if place is not None]
         return list({bound.name: self.by_name[bound.name] for bound in (*found.parameters, *owners)}.values())
 
-    def parameters_in(self, ref: PlaneRef) -> Sequence[BoundParameter]:
-        """The parameters that lie in a weight unit, by rising offset."""
-        return self._starts[ref][1]
+    def parameters_in(self, key: Key) -> Sequence[BoundParameter]:
+        """The parameters that lie in a weight unit, by rising offset, or the one of a copy."""
+        return self._starts[key][1] if isinstance(key, PlaneRef) else [self.by_name[key]]
 
     def enter(self, found: Sequence[BoundParameter]) -> None:
         """Gives parameters their bytes. Each `enter` has one `leave`."""
@@ -232,12 +248,14 @@ class Binding:
                     bound.parameter.data = bound.standin
                     raise StateError(self._not_its_own(bound, f"set_() gave {bound.name} other memory"))
             self._owner.use(refs, [bound.name for bound in found], in_graph=in_graph)
-            units = {ref: self.leases.take(ref) for ref in refs}
+            units = [self.leases.take(ref) for ref in refs]  # none may leave while copies are made
+            leased = {bound.key: self.leases.take(bound.key) for bound in found}
+            del units
             for bound in found:
                 bound.depth += 1
                 if bound.depth == 1:
                     with torch.inference_mode(False):
-                        bound.parameter.data = bound.over(units[bound.ref])
+                        bound.parameter.data = bound.over(leased[bound.key])
 
     def _moved(self, bound: BoundParameter) -> bool:
         """Whether `set_()`, which no class sees, has put something in the place of the stand-in."""
@@ -281,23 +299,27 @@ class Binding:
         if type(tensor) is self._alias_class:
             tensor.__class__ = self._base
 
-    def _units_of(self, tensors: Iterable[Tensor]) -> list[PlaneRef]:
+    def _keys_of(self, tensors: Iterable[Tensor]) -> list[Key]:
         places = (self.leases.locate(tensor) for tensor in tensors)
-        return [place.ref for place in places if place is not None]
+        return [place.key for place in places if place is not None]
 
-    def _find(self, tensor: Tensor) -> tuple[PlaneRef, int, nn.Parameter] | None:
+    def _find(self, tensor: Tensor) -> tuple[Key, int, nn.Parameter] | None:
         if tensor.layout is not torch.strided:
             return None
         place = self.leases.locate(tensor)
         if place is None:
             return None
-        starts, owners = self._starts[place.ref]
-        return place.ref, place.offset, owners[bisect.bisect_right(starts, place.offset) - 1].parameter
+        if not isinstance(place.key, PlaneRef):
+            return place.key, place.offset, self.by_name[place.key].parameter
+        starts, owners = self._starts[place.key]
+        return place.key, place.offset, owners[bisect.bisect_right(starts, place.offset) - 1].parameter
 
-    def _fetch(self, ref: PlaneRef) -> Tensor:
+    def _fetch(self, key: Key) -> Tensor:
         with self.lock, Plain():
-            self._owner.unpack(ref, self._starts[ref][1][0].name)
-            return self.leases.take(ref)
+            first = self.parameters_in(key)[0]
+            self._owner.unpack(first.ref, first.name)
+            unit = self.leases.take(first.ref)
+            return unit if key == first.ref else self.leases.take(key)
 
     # the rest of what is special about a parameter
 
@@ -314,7 +336,7 @@ class Binding:
         self.enter([bound])
         try:
             with torch.inference_mode(False):
-                return cast("Tensor", self._dress(bound.over(self.leases.take(bound.ref))))
+                return cast("Tensor", self._dress(bound.over(self.leases.take(bound.key))))
         finally:
             self.leave([bound])
 
@@ -338,12 +360,12 @@ class Binding:
         """
         self.enter([bound])
         try:
-            unit = self.leases.take(bound.ref)
+            leased = self.leases.take(bound.key)
             if self._detached.is_one(bound.tensor()):
-                bound.lease = unit
-            self._owner.escaped(bound.ref)
+                bound.lease = leased
+            self._owner.escaped(bound.key)
             with torch.inference_mode(False):
-                view = bound.over(unit).requires_grad_(bound.tensor().requires_grad)
+                view = bound.over(leased).requires_grad_(bound.tensor().requires_grad)
             return func(view, *args, **kwargs)
         finally:
             self.leave([bound])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.plane import PlaneRef
+from patrickstar.nn.leases import Key
 
 __all__ = ["BoundParameter", "slot_strides"]
 
@@ -29,6 +30,8 @@ class BoundParameter:
     shape_only: Tensor
 
     standin: Tensor
+    is_copied: bool = False
+    """Whether uses see a copy in the type that computes (Note [Copies] in `leases.py`), not the slot itself."""
     lease: Tensor | None = (
         None  # of a detached alias whose address has been asked for: the slot stays as long as the alias lives
     )
@@ -40,9 +43,15 @@ class BoundParameter:
         """The parameter itself."""
         return self.tensor()  # type: ignore[return-value]
 
-    def over(self, unit: Tensor) -> Tensor:
-        """The parameter's values in a 1-D tensor over its unit."""
-        return torch.as_strided(unit, self.shape_only.shape, self.shape_only.stride(), self.offset)
+    @property
+    def key(self) -> Key:
+        """What is leased at a use: the unit, or the copy of this parameter."""
+        return self.name if self.is_copied else self.ref
+
+    def over(self, leased: Tensor) -> Tensor:
+        """The parameter's values in the 1-D tensor that is leased at a use."""
+        start = 0 if self.is_copied else self.offset
+        return torch.as_strided(leased, self.shape_only.shape, self.shape_only.stride(), start)
 
     def flat(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as 1-D, in the order in which the parameter lies in its slot; a copy only where it lies otherwise."""

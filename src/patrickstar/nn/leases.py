@@ -1,10 +1,16 @@
-"""Storages over slots that are in use.
+"""Storages over slots that are in use, and copies of parameters in the type that computes.
 
 Note [Leases]
     Every time a unit is asked for, its slot is wrapped in a *fresh* storage, and the slot may move or be reused only when every storage over
     it has died. So whatever keeps a weight alive (a view handed to a child module, a tensor that autograd saved, a buffer protocol export)
     keeps the slot where it is, without anybody having to know about it. The worst outcome of a forgotten reference is "no slot free", never
     a wrong number.
+
+Note [Copies]
+    Where weights are kept in another type than the one that computes (16-bit weights on a processor that is slow in 16 bits; the fp32 master of
+    an fp16 weight), a use sees a copy of its parameter, converted when it is asked for. A copy is leased under the parameter's name; as long as
+    anything holds it, it is the same one for everybody, so that a change made through one view is seen through all. It pins no slot, and its
+    bytes count as any tensor's.
 """
 
 from __future__ import annotations
@@ -18,36 +24,40 @@ import torch
 
 from patrickstar.core.plane import PlaneRef
 
-__all__ = ["Leases", "Located"]
+__all__ = ["Key", "Leases", "Located"]
+
+Key = PlaneRef | str
+"""What is leased: a unit's slot, or a parameter's copy by the parameter's name."""
 
 
 class Located(NamedTuple):
-    """Where a tensor over a slot lies: the unit, and the offset of its first element from the unit's start."""
+    """Where a tensor lies in what is leased: the unit or copy, and the offset of its first element from the start of that."""
 
-    ref: PlaneRef
+    key: Key
     offset: int
 
 
 class Leases:
-    """The living storages over slots, by unit.
+    """The living storages over slots, by unit, and the living copies, by parameter.
 
     Args:
-        wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now. The unit must be resident.
+        wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now, or a new copy of this parameter. The unit must be
+            resident.
     """
 
-    def __init__(self, wrap: Callable[[PlaneRef], torch.Tensor]) -> None:
+    def __init__(self, wrap: Callable[[Key], torch.Tensor]) -> None:
         self._wrap = wrap
 
-        self._tensor: dict[PlaneRef, weakref.ref[torch.Tensor]] = {}
-        self._unit_of: dict[int, PlaneRef] = {}
+        self._tensor: dict[Key, weakref.ref[torch.Tensor]] = {}
+        self._unit_of: dict[int, Key] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._count: Counter[PlaneRef] = Counter()
+        self._count: Counter[Key] = Counter()
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
         # bookkeeping. The callback only notes it; `settle` draws the consequences at a time of our choosing.
         self._dead: deque[int] = deque()
 
-    def take(self, ref: PlaneRef) -> torch.Tensor:
-        """A 1-D tensor over the unit's slot. The slot stays where it is while this tensor, or any view of it, lives."""
+    def take(self, ref: Key) -> torch.Tensor:
+        """A 1-D tensor over the unit's slot, or the copy. It stays what it is while this tensor, or any view of it, lives."""
         known = self._tensor.get(ref)
         tensor = known() if known is not None else None
         if tensor is not None:
@@ -67,7 +77,7 @@ class Leases:
         return tensor
 
     def locate(self, tensor: torch.Tensor) -> Located | None:
-        """Where the tensor lies if it is over a leased slot, else None."""
+        """Where the tensor lies if it is over what is leased, else None."""
         if self._dead:
             self.settle()  # an ordinary tensor may have got the address of a lease that has died: it must not be taken for a slot
         ref = self._unit_of.get(tensor.untyped_storage()._cdata)
@@ -84,7 +94,16 @@ class Leases:
                 del self._count[ref]
                 self._tensor.pop(ref, None)
 
-    def held(self) -> Collection[PlaneRef]:
-        """The units that may not move now."""
+    def is_slot(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies over a slot, and so has no bytes of its own."""
+        place = self.locate(tensor)
+        return place is not None and isinstance(place.key, PlaneRef)
+
+    def living(self) -> Collection[Key]:
+        """What is leased now."""
         self.settle()
         return self._count.keys()
+
+    def held(self) -> Collection[PlaneRef]:
+        """The units that may not move now."""
+        return {key for key in self.living() if isinstance(key, PlaneRef)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from patrickstar.core.plane import PlaneRef
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.gradient_access import GradientOwner
+from patrickstar.nn.leases import Key
 
 __all__ = ["Owner", "Rewriting"]
 
@@ -29,14 +30,17 @@ class Owner(GradientOwner, Protocol):
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident for a backward that needs what a use has saved."""
 
-    def wrap(self, ref: PlaneRef) -> Tensor:
-        """A 1-D tensor over a fresh storage of the slot that holds this resident unit."""
+    def wrap(self, key: Key) -> Tensor:
+        """A 1-D tensor over a fresh storage of the slot that holds this resident unit, or a new copy of this parameter, whose unit is."""
 
-    def changed(self, ref: PlaneRef) -> None:
-        """A weight unit's bytes have been written in place."""
+    def renew(self, name: str, copy: Tensor) -> None:
+        """Writes a parameter's value, which has changed, into a copy that is still held."""
 
-    def escaped(self, ref: PlaneRef) -> None:
-        """Memory of a weight unit has been handed out to code that can write to it unseen."""
+    def changed(self, key: Key) -> None:
+        """A weight unit's bytes, or a copy's, have been written in place."""
+
+    def escaped(self, key: Key) -> None:
+        """Memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
 
 
 class Rewriting(Protocol):

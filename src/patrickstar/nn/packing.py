@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError
+from patrickstar.nn.leases import Key
 from patrickstar.torch_private import Plain, top_saved_tensors_hooks
 
 __all__ = ["Packing", "SavedSlice"]
 
 
 class SavedSlice(NamedTuple):
-    """An alias of a managed parameter, as autograd saved it. Strides and offset are in elements, the offset from the unit's start."""
+    """An alias of a managed parameter, as autograd saved it. Strides and offset are in elements, the offset from the start of what is leased."""
 
-    ref: PlaneRef
+    key: Key
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,14 +65,14 @@ class Packing:
     """The pair of saved-tensor hooks for one use.
 
     Args:
-        find: gives (unit, offset, parameter) of a tensor over a slot, or None.
-        fetch: gives a 1-D tensor over the unit's slot, fetching it where it is not resident.
+        find: gives (unit or copy, offset, parameter) of a tensor over a slot or copy, or None.
+        fetch: gives a 1-D tensor over the unit's slot, fetching it where it is not resident, or the copy.
     """
 
     def __init__(
         self,
-        find: Callable[[torch.Tensor], tuple[PlaneRef, int, torch.nn.Parameter] | None],
-        fetch: Callable[[PlaneRef], torch.Tensor],
+        find: Callable[[torch.Tensor], tuple[Key, int, torch.nn.Parameter] | None],
+        fetch: Callable[[Key], torch.Tensor],
     ) -> None:
         self._find = find
         self._fetch = fetch
@@ -84,9 +84,9 @@ class Packing:
         def pack(tensor: torch.Tensor) -> SavedSlice | SavedTensor | SavedUnderneath:
             found = self._find(tensor)
             if found is not None:
-                ref, offset, owner = found
+                key, offset, owner = found
                 with Plain():
-                    return SavedSlice(ref, offset, tuple(tensor.shape), tensor.stride(), owner, owner._version)
+                    return SavedSlice(key, offset, tuple(tensor.shape), tensor.stride(), owner, owner._version)
             if underneath is not None:
                 return SavedUnderneath(underneath[0](tensor), underneath[1])
             return SavedTensor(tensor, tensor._version)
@@ -101,7 +101,7 @@ class Packing:
                     now = saved.owner._version
                 if now != saved.version:
                     raise WeightChangedError(changed_message(saved.shape, now, saved.version))
-                return torch.as_strided(self._fetch(saved.ref), saved.shape, saved.stride, saved.offset)
+                return torch.as_strided(self._fetch(saved.key), saved.shape, saved.stride, saved.offset)
             case SavedTensor():
                 if saved.tensor._version != saved.version:
                     raise RuntimeError(changed_message(tuple(saved.tensor.shape), saved.tensor._version, saved.version))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.nn.leases import Key
 
 __all__ = ["Watch"]
 
@@ -20,18 +20,18 @@ class Watch:
     A unit is watched while its memory can be reached: as long as a lease on it lives, and at least until the next moment.
 
     Args:
-        lease: a tensor over the resident unit that keeps it where it is. held: the units that may not move.
-        changed: is told of units whose bytes are not what they were.
-        before, after: as `Rewriting` has them, for all parameters of a unit.
+        lease: a tensor over the resident unit or the copy that keeps it where it is. held: those that somebody has.
+        changed: is told of those whose bytes are not what they were.
+        before, after: as `Rewriting` has them, for all parameters of one.
     """
 
     def __init__(
         self,
-        lease: Callable[[PlaneRef], Tensor],
-        held: Callable[[], Collection[PlaneRef]],
-        changed: Callable[[PlaneRef], None],
+        lease: Callable[[Key], Tensor],
+        held: Callable[[], Collection[Key]],
+        changed: Callable[[Key], None],
         *,
-        before: Callable[[PlaneRef], list[Any]] = lambda _: [],
+        before: Callable[[Key], list[Any]] = lambda _: [],
         after: Callable[[list[Any]], None] = lambda _: None,
     ) -> None:
         self._lease = lease
@@ -40,14 +40,14 @@ class Watch:
         self._before = before
         self._after = after
 
-        self._values: dict[PlaneRef, list[Any]] = {}
-        self._digests: dict[PlaneRef, bytes] = {}
+        self._values: dict[Key, list[Any]] = {}
+        self._digests: dict[Key, bytes] = {}
         self._kept: list[Tensor] = []
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def add(self, ref: PlaneRef) -> None:
+    def add(self, ref: Key) -> None:
         """The unit's memory has been handed out."""
         lease = self._lease(ref)
         if ref not in self._digests:

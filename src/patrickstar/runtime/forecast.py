@@ -91,6 +91,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         lambda: Choreography(layout, gradients=gradients, updates=trainable.__contains__, formats=precision.formats),
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
+        copied=precision.copied(layout),
     )
     try:
         step = with_retention(tracer.trace(model, named, (), cast_inputs(batch, precision.compute)), budgets)

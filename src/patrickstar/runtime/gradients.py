@@ -16,6 +16,7 @@ from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.optim.widen import scaled_blocks
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["Gradients"]
@@ -31,21 +32,32 @@ class Gradients:
 
     Attributes:
         names: the parameters with a gradient in the plane, by name. whole: those whose gradient is of a backward that has ended.
-        factors: clip factors that are still to be multiplied in, oldest first (0-dim fp32); done when the gradient is next read.
+        factors: what a gradient in the plane is still to be multiplied with, oldest first (0-dim fp32), by name: done when it is next used, in
+            fp32 whatever the plane is of.
+        overflowed: the parameters whose gradients have arrived with an Inf or NaN, first come first, where `finds_overflow`.
     """
 
-    def __init__(self, layout: Layout, conductor: Conductor, dtype_of: Callable[[PlaneRef], torch.dtype]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        conductor: Conductor,
+        dtype_of: Callable[[PlaneRef], torch.dtype],
+        *,
+        finds_overflow: bool = False,
+    ) -> None:
         self._layout = layout
         self._conductor = conductor
         self._dtype_of = dtype_of
+        self._finds_overflow = finds_overflow
 
         self.names: set[str] = set()
         self.whole: set[str] = set()
-        self.factors: list[Tensor] = []
+        self.factors: dict[str, tuple[Tensor, ...]] = {}
+        self.overflowed: dict[str, None] = {}
 
     def add(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, chunk by chunk."""
-        self.apply_factors()
+        self._apply_factors(bound.name)
         with self._conductor.quiet():
             flat = bound.flat(gradient)
             for part in self._layout.parts(bound.name):
@@ -59,7 +71,14 @@ class Gradients:
                     target.add_(piece)
                 else:
                     target.copy_(piece)
+                if self._finds_overflow and not _is_finite(target):  # here, where it is in the caches
+                    self.overflowed.setdefault(bound.name)
         self.names.add(bound.name)
+
+    def multiply(self, factor: Tensor) -> None:
+        """Every gradient counts as multiplied with this from now on (0-dim fp32)."""
+        for name in self.names:
+            self.factors[name] = (*self.factors.get(name, ()), factor)
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
@@ -70,15 +89,15 @@ class Gradients:
 
     def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of the gradient, of the parameter's shape and strides."""
-        self.apply_factors()
         with self._conductor.quiet():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype)
             flat = whole.as_strided((whole.numel(),), (1,))
             at = 0
             with self._conductor.making(whole.nbytes):
                 for piece in self.pieces(bound.name):
-                    flat[at : at + piece.numel()].copy_(piece)
-                    at += piece.numel()
+                    for block in scaled_blocks(piece, self.factors.get(bound.name, ())):
+                        flat[at : at + block.numel()].copy_(block)
+                        at += block.numel()
             return whole
 
     def dtype(self, bound: BoundParameter) -> torch.dtype:
@@ -90,8 +109,7 @@ class Gradients:
         if name not in self.names:
             return
         self._conductor.settle()
-        self.names.discard(name)
-        self.whole.discard(name)
+        self._forget(name)
         for part in self._layout.parts(name):
             if not any(piece.name in self.names for piece in self._layout.tensors_in(part.chunk)):
                 self._conductor.mover.release(PlaneRef(part.chunk, GRAD))
@@ -99,15 +117,13 @@ class Gradients:
     def drop_all(self) -> None:
         """No gradient is wanted any more."""
         chunks = {part.chunk for name in self.names for part in self._layout.parts(name)}
-        self.names.clear()
-        self.whole.clear()
-        self.factors.clear()
+        for name in list(self.names):
+            self._forget(name)
         for chunk in sorted(chunks):
             self._conductor.mover.release(PlaneRef(chunk, GRAD))
 
     def fill_with_zeros(self, names: Collection[str]) -> None:
         """Those of these gradients that there are become zero, and stay there (`zero_grad(set_to_none=False)`)."""
-        self.apply_factors()
         with self._conductor.quiet():
             for chunk in self.chunks():
                 self._conductor.moment(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
@@ -115,19 +131,35 @@ class Gradients:
                 for piece in self._layout.tensors_in(chunk):
                     if piece.name in self.names and piece.name in names:
                         flat[piece.start : piece.stop].zero_()
+        for name in names:
+            self.factors.pop(name, None)
+            self.overflowed.pop(name, None)
 
     def chunks(self) -> list[int]:
         """The chunks that hold a gradient, in order."""
         return sorted({part.chunk for name in self.names for part in self._layout.parts(name)})
 
-    def apply_factors(self) -> None:
-        """Multiplies pending clip factors in."""
-        if not self.factors:
-            return
-        factors, self.factors = self.factors, []
-        with self._conductor.quiet():
-            for chunk in self.chunks():
-                self._conductor.moment(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
-                flat = self._conductor.tensor(PlaneRef(chunk, GRAD))
-                for factor in factors:
-                    flat.mul_(factor)
+    def _apply_factors(self, name: str) -> None:
+        """Multiplies what is pending into the plane, where something is to be added to it."""
+        factors = self.factors.pop(name, ())
+        if factors:
+            with self._conductor.quiet():
+                for part in self._layout.parts(name):
+                    ref = PlaneRef(part.chunk, GRAD)
+                    self._conductor.moment(Phase.STEP, name, (Touch(ref, True),))
+                    for factor in factors:
+                        self._conductor.tensor(ref)[part.start : part.stop].mul_(factor)
+
+    def _forget(self, name: str) -> None:
+        self.names.discard(name)
+        self.whole.discard(name)
+        self.factors.pop(name, None)
+        self.overflowed.pop(name, None)
+
+
+def _is_finite(piece: Tensor) -> bool:
+    """Whether there is neither Inf nor NaN: both show in the extremes."""
+    if not piece.numel():
+        return True
+    least, most = torch.aminmax(piece)
+    return bool(torch.isfinite(least)) and bool(torch.isfinite(most))

@@ -53,7 +53,7 @@ class HandChanges:
                         self._conductor.tensor(rest)[part.start : part.stop].masked_fill_(mine, 0)
 
     def _is_split(self, bound: BoundParameter) -> bool:
-        return PlaneRef(bound.ref.chunk, REST) in self._conductor.mover.state.home
+        return not bound.is_copied and PlaneRef(bound.ref.chunk, REST) in self._conductor.mover.state.home
 
     def _values(self, bound: BoundParameter) -> Tensor:
         return self._conductor.tensor(bound.ref)[bound.offset : bound.offset + bound.shape_only.numel()]

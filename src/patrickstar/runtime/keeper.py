@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError
+from patrickstar.nn.leases import Key
 from patrickstar.nn.watch import Watch
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.training import Training
@@ -37,6 +39,7 @@ class Keeper:
     _segments: Segments
     _training: Training | None
     _watch: Watch
+    _copies: Copies
     _is_managed: Callable[[Tensor], bool]
 
     def __init__(
@@ -65,10 +68,12 @@ class Keeper:
 
     def connect(
         self,
+        *,
         conductor: Conductor,
         segments: Segments,
         training: Training | None,
         watch: Watch,
+        copies: Copies,
         is_managed: Callable[[Tensor], bool],
     ) -> None:
         """Everything that events are passed on to."""
@@ -76,6 +81,7 @@ class Keeper:
         self._segments = segments
         self._training = training
         self._watch = watch
+        self._copies = copies
         self._is_managed = is_managed
 
     # the binding's owner
@@ -102,17 +108,24 @@ class Keeper:
         self._in_backward = True
         self._conductor.moment(Phase.BACKWARD, name, (Touch(ref),))
 
-    def wrap(self, ref: PlaneRef) -> Tensor:
+    def wrap(self, key: Key) -> Tensor:
         """See `nn.binding.Owner`."""
-        return self._conductor.tensor(ref)
+        return self._conductor.tensor(key) if isinstance(key, PlaneRef) else self._copies.make(key)
 
-    def changed(self, ref: PlaneRef) -> None:
+    def renew(self, name: str, copy: Tensor) -> None:
         """See `nn.binding.Owner`."""
-        self._conductor.mover.wrote(ref)
+        self._copies.renew(name, copy)
 
-    def escaped(self, ref: PlaneRef) -> None:
+    def changed(self, key: Key) -> None:
         """See `nn.binding.Owner`."""
-        self._watch.add(ref)
+        if isinstance(key, PlaneRef):
+            self._conductor.mover.wrote(key)
+        else:
+            self._copies.changed(key)
+
+    def escaped(self, key: Key) -> None:
+        """See `nn.binding.Owner`."""
+        self._watch.add(key)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """See `nn.binding.Owner`."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.options import Options
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
@@ -36,6 +37,7 @@ from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.runtime.checks import check_model
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.hand_changes import HandChanges
 from patrickstar.runtime.keeper import Keeper
@@ -47,6 +49,7 @@ from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.precision import Precision, find_precision
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.runtime.resting import gradient_use, layout_of, resting_state
+from patrickstar.runtime.scaler import LossScaler
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Session
 from patrickstar.runtime.states import ParameterStates
@@ -91,7 +94,8 @@ def manage(
         optimizer: torch's or patrickstar's Adam or AdamW over parameters of the model, whose groups and state are taken over. None: weights
             only are managed, for evaluation.
         device: "cpu", or "emulated": a bounded arena of host memory plays a device. None: "cpu".
-        precision: "fp32". None: "fp32".
+        precision: "bf16": the weight is the upper half of an fp32 master. "fp16": it is rounded from one, and `session.scaler` scales the loss.
+            None: "fp32".
         device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%".
         host_memory: how much the process may hold above its present size less the weights taken over. None: 80 % of what is available.
         disk, disk_memory: directory and budget of the disk tier. None: no disk tier; 90 % of what is free.
@@ -213,23 +217,20 @@ def _build_session(
     states = ParameterStates(layout)
     keeper = Keeper(model=model, named=named, choreography=choreography(), states=states, compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
-    binding = Binding(named, layout, keeper, dtypes=dtypes, gradients=gradients)
+    binding = Binding(named, layout, keeper, dtypes=dtypes, copied=precision.copied(layout), gradients=gradients)
     pilot = Pilot(
         mover.state,
         budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
         policy=options.eviction,
         spare_bytes=budgets.spare_bytes,
     )
-    pressure = None
-    if budgets.host_binds and compute is Tier.HOST:
-        pressure = Pressure(budgets.resident_limit_bytes, machine.budget[compute])
-    conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held, pressure=pressure)
+    conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held, pressure=_pressure(budgets))
     metering = Metering(
         conductor,
         compute=compute,
         # On the host an operation's result is there before it is counted: some room is left for that.
         budget_bytes=lambda: machine.budget[compute] - budgets.spare_bytes - budgets.fixed_bytes,
-        is_slot=lambda tensor: binding.leases.locate(tensor) is not None,
+        is_slot=binding.leases.is_slot,
         bounded=budgets.host_binds or compute is Tier.DEVICE,
         enforce=compute is Tier.DEVICE,
     )
@@ -238,13 +239,13 @@ def _build_session(
         layout=layout,
         budgets=budgets,
         policy=options.eviction,
-        tracer=OfflineTracer(layout, choreography, gradients=gradients, dtypes=dtypes),
+        tracer=OfflineTracer(layout, choreography, gradients=gradients, dtypes=dtypes, copied=precision.copied(layout)),
         taken_bytes=binding.gradients.own_bytes,
         metering=metering,
         always_meter=compute is Tier.DEVICE,
     )
     weights = Weights(binding, layout, conductor)
-    in_chunks = Gradients(layout, conductor, lambda ref: precision.dtype(ref, layout))
+    in_chunks = Gradients(layout, conductor, lambda ref: precision.dtype(ref, layout), finds_overflow=precision.scales)
     training = None
     if original is not None:
         training = Training(
@@ -260,11 +261,12 @@ def _build_session(
             max_grad_norm=memory.max_grad_norm,
         )
     keeper.connect(
-        conductor,
-        segments,
-        training,
-        _watch(binding, keeper, HandChanges(layout, conductor), split=precision.is_split),
-        binding.is_managed,
+        conductor=conductor,
+        segments=segments,
+        training=training,
+        watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.is_mixed),
+        copies=Copies(binding, layout, conductor, precision),
+        is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
         root = watch_root(model, keeper)
@@ -294,6 +296,9 @@ def _build_session(
         if original is not None:
             managed = ManagedOptimizer(original, target=session, names=names)
             undo.callback(managed.detach)
+            if precision.scales and training is not None:
+                ours = (managed, original)
+                session.scaler = LossScaler(options.loss_scale or LossScale(), training, ours.__contains__)
             session.attach(managed)
         if source is not None:
             source.prepare(named, mover.state, budgets)
@@ -312,15 +317,23 @@ def _build_session(
     return session
 
 
-def _watch(binding: Binding, keeper: Keeper, hand_changes: HandChanges, *, split: bool) -> Watch:
+def _pressure(budgets: Budgets) -> Pressure | None:
+    """The bound on the process itself, where the host computes and has one."""
+    machine = budgets.machine
+    if not budgets.host_binds or machine.compute is not Tier.HOST:
+        return None
+    return Pressure(budgets.resident_limit_bytes, machine.budget[machine.compute])
+
+
+def _watch(binding: Binding, keeper: Keeper, hand_changes: HandChanges, *, mixed: bool) -> Watch:
     """Changes of weights by hand are noticed, and carried into masters that are split."""
-    if split:
+    if mixed:
         binding.rewriting = hand_changes
     return Watch(
         binding.leases.take,
-        binding.leases.held,
+        binding.leases.living,
         keeper.changed,
-        before=lambda ref: hand_changes.before(binding.parameters_in(ref)),
+        before=lambda key: hand_changes.before(binding.parameters_in(key)),
         after=hand_changes.after,
     )
 

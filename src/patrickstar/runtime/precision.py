@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.core.formats import FP32, Formats, bf16_formats
+from patrickstar.core.formats import FP32, Formats, bf16_formats, fp16_formats
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import WEIGHT, PlaneRef
-from patrickstar.errors import ConfigError
-from patrickstar.torch_private import computes_bf16
+from patrickstar.core.plane import PlaneRef
+from patrickstar.torch_private import computes_bf16, computes_fp16
 
 __all__ = ["Precision", "find_precision", "lies_in"]
 
+_TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -27,16 +29,26 @@ class Precision:
     Attributes:
         formats: of planes. compute: what parameters, inputs and buffers are of.
         whole: the paths of modules that stay fp32 whole, and all modules inside of them.
+        copies: whether uses of other parameters see copies, converted from what is kept. rounding: the type a master is rounded to for that,
+            where its plane is fp32.
+        scales: whether the loss is scaled.
     """
 
     formats: Formats
     compute: torch.dtype
     whole: frozenset[str] = frozenset()
+    copies: bool = False
+    rounding: torch.dtype | None = None
 
     @property
-    def is_split(self) -> bool:
-        """Whether masters are split in two halves."""
+    def is_mixed(self) -> bool:
+        """Whether there are 16-bit types."""
         return self.formats is not FP32
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients may overflow, so that the loss is scaled."""
+        return self.rounding is torch.float16
 
     def dtype(self, ref: PlaneRef, layout: Layout) -> torch.dtype:
         """torch's type of a unit's elements."""
@@ -45,31 +57,44 @@ class Precision:
 
     def parameter_dtypes(self, layout: Layout) -> Mapping[str, torch.dtype]:
         """What parameters are of while they are managed, by name."""
-        return {name: self.dtype(PlaneRef(place.chunk, WEIGHT), layout) for name, place in layout.slices.items()}
+        return {
+            name: torch.float32 if layout.is_whole(place.chunk) else self.compute
+            for name, place in layout.slices.items()
+        }
+
+    def copied(self, layout: Layout) -> frozenset[str]:
+        """The parameters whose uses see copies, by name."""
+        if not self.copies:
+            return frozenset()
+        return frozenset(name for name, place in layout.slices.items() if not layout.is_whole(place.chunk))
 
 
 def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
     """The types for what `manage` was given; where that says nothing, fp32, which every CPU computes fast.
 
-    Raises:
-        ConfigError: 16-bit weights would be widened to compute, which is yet to come.
+    Weights of 16 bits are widened to fp32 at each use where the processor has no instructions for products of theirs, or where that is asked for.
     """
-    if memory.precision != "bf16":
+    kept, options = memory.precision or "fp32", memory.options
+    if kept == "fp32":
         return Precision(FP32, torch.float32)
-    options = memory.options
-    if options.compute is None and not computes_bf16():
-        raise ConfigError(
-            'precision="bf16" on a processor that does not compute fast in it: weights will be widened to fp32 when they are fetched, in a '
-            'later version; until then options=patrickstar.Options(compute="bf16") computes in bf16, slowly'
-        )
+    compute = options.compute or (kept if _is_fast(kept) else "fp32")
+    whole = _whole_modules(model, options.keep_fp32)
     accumulates = (options.accumulate or 1) > 1
-    formats = bf16_formats(gradient="float32" if accumulates else "bfloat16")
-    return Precision(formats, torch.bfloat16, _whole_modules(model, options.keep_fp32))
+    if kept == "bf16":
+        formats = bf16_formats(gradient="float32" if accumulates else "bfloat16")
+        return Precision(formats, _TYPES[compute], whole, copies=compute == "fp32")
+    formats = fp16_formats(gradient="float32" if accumulates else "float16")
+    return Precision(formats, _TYPES[compute], whole, copies=True, rounding=torch.float16)
 
 
 def lies_in(path: str, modules: Collection[str]) -> bool:
     """Whether a parameter or buffer of this path belongs to one of these modules."""
     return path.rpartition(".")[0] in modules
+
+
+def _is_fast(kept: str) -> bool:
+    """Whether the processor is fast in a 16-bit type."""
+    return computes_bf16() if kept == "bf16" else computes_fp16()
 
 
 def _whole_modules(model: nn.Module, keep_fp32: Sequence[str]) -> frozenset[str]:

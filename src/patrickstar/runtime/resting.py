@@ -27,13 +27,19 @@ from patrickstar.runtime.updates import step_trace
 __all__ = ["gradient_use", "layout_of", "resting_state"]
 
 
+_GRAIN_16_BITS = 2048
+
+
 def layout_of(named: Mapping[str, nn.Parameter], memory: MemoryOptions, precision: Precision) -> Layout:
     """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes."""
     specs = [
         TensorSpec(name, tuple(parameter.shape), parameter.requires_grad, lies_in(name, precision.whole))
         for name, parameter in named.items()
     ]
-    return build_layout(specs, chunk_numel=memory.options.chunk_size or search_chunk_numel(specs))
+    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs)
+    if precision.is_mixed:  # slots are whole pages in 16 bits too
+        chunk_numel = -(-chunk_numel // _GRAIN_16_BITS) * _GRAIN_16_BITS
+    return build_layout(specs, chunk_numel=chunk_numel)
 
 
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
@@ -41,7 +47,7 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
     if memory.step == "in_backward":
         return GradientUse.UPDATE
     # 16-bit gradients of several backwards add up in fp32, which autograd does not do.
-    return GradientUse.CHUNK if budgets.bind or precision.is_split else GradientUse.TENSOR
+    return GradientUse.CHUNK if budgets.bind or precision.is_mixed else GradientUse.TENSOR
 
 
 def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:

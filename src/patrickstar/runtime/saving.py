@@ -26,6 +26,7 @@ from patrickstar.runtime.weights import Weights
 
 __all__ = ["Saving"]
 
+_EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
 _PLANES = MappingProxyType({"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ})
 
 
@@ -34,7 +35,7 @@ class Saving:
 
     Args:
         groups: gives the optimizer's live parameter groups, or None. steps: updates so far by parameter, changed in place by a load.
-        forget: called before the first change of a load: gradients and what was under way are over.
+        forget: called before the first change of a load: gradients and what was under way are over. scaler: gives what scales losses.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Saving:
         groups: Callable[[], list[dict[str, Any]] | None],
         steps: dict[str, int],
         forget: Callable[[], None],
+        scaler: Callable[[], torch.amp.GradScaler],
     ) -> None:
         self._model = model
         self._binding = binding
@@ -57,6 +59,7 @@ class Saving:
         self._live_groups = groups
         self._steps = steps
         self._forget = forget
+        self._scaler = scaler
 
     def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
@@ -76,6 +79,7 @@ class Saving:
             "rng": rng.capture(),
             "groups": groups,
             "group_parameters": self._group_parameters(),
+            "scaler": self._scaler().state_dict(),
         }
         with self._conductor.lock, self._conductor.quiet():
             return write_step(
@@ -117,6 +121,8 @@ class Saving:
             live = self._live_groups()
             if live is not None and state["groups"] is not None:
                 restore_groups(live, {"param_groups": state["groups"]})
+            if self._scaler().is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
+                self._scaler().load_state_dict(state["scaler"])
             rng.restore(state["rng"])
             return reader.step, extra
 
@@ -156,7 +162,7 @@ class Saving:
         for name, entry in reader.entries.items():
             kind, _, owner = name.partition("/")
             expected = buffers[owner].dtype if kind == "buffer" else torch.float32
-            if entry.dtype is not expected:
+            if entry.dtype is not expected and not (expected is torch.float32 and entry.dtype in _EXACT_IN_FP32):
                 raise CheckpointError(
                     f"{where}: {name} is {entry.dtype}, expected {expected}: a checkpoint of another precision"
                 )

@@ -41,6 +41,10 @@ class Session:
         self.optimizer: ManagedOptimizer | None = None
         """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
 
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler("cpu", enabled=False)
+        """Scales losses, with the interface of `torch.amp.GradScaler`: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`,
+        `scaler.update()`. Disabled unless the precision is fp16: then these do no more than the plain calls."""
+
         self._closed = False
         self._closing: Closing | None = None
         self.unclosed: weakref.finalize[Any, Any] | None = None
@@ -56,6 +60,7 @@ class Session:
             groups=self._groups,
             steps=parts.training.steps if parts.training is not None else {},
             forget=self._forget,
+            scaler=lambda: self.scaler,
         )
 
     def __repr__(self) -> str:

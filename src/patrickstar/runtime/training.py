@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from patrickstar.core.formats import FP32, Formats
@@ -266,23 +267,25 @@ class Training:
             )
         self._conductor.settle()
         self.lending.take_back()
-        self._gradients.apply_factors()
         if self._binding.gradients.stay:
             norm = self._updates.norm_of(self._tensors())
         else:
             with self._own_gradients_in_plane():
                 names = self._gradients.names
                 self._segments.begin("norm", self._trace("norm", names), following="step")
-                norm = self._updates.norm(names)
+                norm = self._updates.norm(names, self._gradients.factors)
                 self._segments.end()
-        factor = clip_factor(max_norm, norm)
-        self._gradients.factors.append(factor)
+        self.multiply(clip_factor(max_norm, norm))
+        return norm
+
+    def multiply(self, factor: Tensor) -> None:
+        """Every gradient there is counts as multiplied with this from now on (0-dim fp32)."""
+        self._gradients.multiply(factor)
         for name in self._binding.gradients.own:
             own = self._binding.gradients.own_of(name)
             if own is not None:
                 with self._conductor.quiet():
                     own.mul_(factor)
-        return norm
 
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group. See Note [Pending step]."""
@@ -302,18 +305,30 @@ class Training:
         names = [
             name for name in self._binding.by_name if name in hypers and (name in self._gradients.names or name in own)
         ]
-        if own or not self._gradients.names <= set(names):
-            self._gradients.apply_factors()
         for name in names:
             self.steps[name] = self.steps.get(name, 0) + 1
-        factors = tuple(self._gradients.factors)
-        self._gradients.factors.clear()
+        factors = {name: self._gradients.factors[name] for name in names if name in self._gradients.factors}
+        for name in factors:
+            if self._updates.scales_in_place(name):
+                del self._gradients.factors[name]
         order = StepOrder({name: hypers[name] for name in names}, {name: self.steps[name] for name in names}, factors)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
-        self._binding.changed_by_update(names)
+        self._binding.changing(names)
         self._conductor.pending = partial(self._carry_out, order, free=False)
         if own:
             self._conductor.settle()
+
+    def first_overflow(self) -> str | None:
+        """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite."""
+        self._conductor.settle()
+        self.lending.take_back()
+        for name in self._gradients.overflowed:
+            return name
+        for name in self._binding.gradients.own:
+            own = self._binding.gradients.own_of(name)
+            if own is not None and not bool(torch.isfinite(own).all()):
+                return name
+        return None
 
     def _settle_freeing(self) -> None:
         """Carries out a pending step, after which no gradient is wanted."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from patrickstar.core.formats import FP32, Formats
@@ -16,9 +18,13 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.split import SplitKernel
+from patrickstar.optim.widen import WideningKernel, scaled_blocks
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["StepOrder", "Updates", "norm_trace", "step_trace"]
+
+
+Factors = Mapping[str, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +34,12 @@ class StepOrder:
     Attributes:
         hypers: the hyper-parameters of each parameter that is updated, by name.
         steps: the number of this update for each of them, from 1.
-        factors: clip factors to multiply the gradients with first.
+        factors: what gradients are multiplied with first, in order, by name.
     """
 
     hypers: Mapping[str, Hyper]
     steps: Mapping[str, int]
-    factors: tuple[Tensor, ...] = ()
+    factors: Factors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,12 @@ class _Range:
     stop: int
     hyper: Hyper
     step: int
+    factors: tuple[Tensor, ...]
+
+    def goes_on(self, start: int, hyper: Hyper, step: int, factors: tuple[Tensor, ...]) -> bool:
+        """Whether elements from here on are updated alike."""
+        alike = len(factors) == len(self.factors) and all(map(operator.is_, factors, self.factors))
+        return alike and (self.stop, self.hyper, self.step) == (start, hyper, step)
 
 
 def step_trace(
@@ -102,6 +114,7 @@ class _Planes:
     exp_avg_sq: Tensor
     kernel: Kernel
     splitting: SplitKernel
+    widening: WideningKernel
 
     def update(
         self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
@@ -112,6 +125,9 @@ class _Planes:
             self.splitting.update(
                 weight, self.rest[span], gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors
             )
+            return
+        if gradient.dtype is not torch.float32:
+            self.widening.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
             return
         for factor in factors:
             gradient.mul_(factor)
@@ -141,6 +157,15 @@ class Updates:
         self._formats = formats
 
         self._splitting = SplitKernel(kernel)
+        self._widening = WideningKernel(kernel)
+
+    def scales_in_place(self, name: str) -> bool:
+        """Whether an update leaves a gradient in its plane multiplied with its factors."""
+        ref = PlaneRef(self._layout.slices[name].chunk, GRAD)
+        return (
+            not self._formats.is_split(ref.chunk, self._layout)
+            and self._formats.of(ref, self._layout).dtype == "float32"
+        )
 
     def step(self, order: StepOrder, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
         """Updates every parameter of the order from its accumulated gradient.
@@ -158,7 +183,7 @@ class Updates:
                 planes = self._planes(chunk)
                 for piece in self._ranges(chunk, order):
                     span = slice(piece.start, piece.stop)
-                    planes.update(span, grad[span], step=piece.step, hyper=piece.hyper, factors=order.factors)
+                    planes.update(span, grad[span], step=piece.step, hyper=piece.hyper, factors=piece.factors)
                 if index in frees:
                     self._conductor.mover.forget(frees[index])
         self._bump(order.hypers)
@@ -188,7 +213,9 @@ class Updates:
         name = bound.name
         weight_ref = self._layout.weight_unit(name)
         with self._conductor.apart():
-            flat = bound.flat(gradient)
+            # As it would come out of its plane, whenever the update is done.
+            form = self._formats.of(PlaneRef(weight_ref.chunk, GRAD), self._layout)
+            flat = bound.flat(gradient).to(getattr(torch, form.dtype))
             for part in self._layout.parts(name):
                 touches = [
                     Touch(PlaneRef(part.chunk, EXP_AVG), True),
@@ -202,8 +229,8 @@ class Updates:
                 self._planes(part.chunk).update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])
 
-    def norm(self, names: Iterable[str]) -> Tensor:
-        """The global norm of these parameters' gradients: 0-dim, fp32."""
+    def norm(self, names: Iterable[str], factors: Factors) -> Tensor:
+        """The global norm of these parameters' gradients, multiplied with their factors first: 0-dim, fp32."""
         wanted = set(names)
         norm = GlobalNorm()
         with self._conductor.apart():
@@ -212,7 +239,9 @@ class Updates:
                     for part in self._layout.parts(name):
                         ref = PlaneRef(part.chunk, GRAD)
                         self._conductor.moment(Phase.STEP, name, (Touch(ref),))
-                        norm.add(self._conductor.tensor(ref)[part.start : part.stop])
+                        piece = self._conductor.tensor(ref)[part.start : part.stop]
+                        for block in scaled_blocks(piece, factors.get(name, ())):
+                            norm.add(block)
                     norm.end_tensor()
             return norm.result()
 
@@ -238,6 +267,7 @@ class Updates:
             self._conductor.tensor(PlaneRef(chunk, EXP_AVG_SQ)),
             self._kernel,
             self._splitting,
+            self._widening,
         )
 
     def _ranges(self, chunk: int, order: StepOrder) -> list[_Range]:
@@ -246,10 +276,9 @@ class Updates:
             hyper = order.hypers.get(piece.name)
             if hyper is None:
                 continue
-            step, stop = order.steps[piece.name], aligned(piece.stop)
-            last = ranges[-1] if ranges else None
-            if last is not None and last.stop == piece.start and (last.hyper, last.step) == (hyper, step):
-                ranges[-1] = _Range(last.start, stop, hyper, step)
+            step, stop, factors = order.steps[piece.name], aligned(piece.stop), order.factors.get(piece.name, ())
+            if ranges and ranges[-1].goes_on(piece.start, hyper, step, factors):
+                ranges[-1] = replace(ranges[-1], stop=stop)
             else:
-                ranges.append(_Range(piece.start, stop, hyper, step))
+                ranges.append(_Range(piece.start, stop, hyper, step, factors))
         return ranges

@@ -97,7 +97,9 @@ class Weights:
 
     def fill_made(self, bound: BoundParameter, recorder: Recorder) -> None:
         """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
-        if bound.shape_only.dtype is torch.float32 and recorder.can_make_in(bound.parameter, torch.float32):
+        if self._conductor.mover.store.dtype(bound.ref) is torch.float32 and recorder.can_make_in(
+            bound.parameter, torch.float32
+        ):
             self._conductor.moment(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             unit = self._conductor.tensor(bound.ref)
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])

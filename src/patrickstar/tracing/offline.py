@@ -10,7 +10,7 @@ import copy
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import slot_strides
+from patrickstar.nn.leases import Key
 from patrickstar.torch_private import backward_id
 from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.meter import LiveBytes
@@ -50,7 +51,7 @@ class _Twin:
         self._making_slot = False
 
     def _is_slot(self, tensor: Tensor) -> bool:
-        return self._making_slot or (self.binding is not None and self.binding.leases.locate(tensor) is not None)
+        return self._making_slot or (self.binding is not None and self.binding.leases.is_slot(tensor))
 
     def use(self, refs: Any, names: Any, *, in_graph: bool) -> None:
         inside = backward_id() != -1
@@ -68,20 +69,27 @@ class _Twin:
         assert self.binding is not None
         self.recorder.moment(phase, label, touches, self.binding.leases.held())
 
-    def wrap(self, ref: PlaneRef) -> Tensor:
+    def wrap(self, key: Key) -> Tensor:
+        if not isinstance(key, PlaneRef):
+            assert self.binding is not None
+            bound = self.binding.by_name[key]
+            return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
         layout = self._choreography.layout
         self._making_slot = True
         try:
             # A unit's tensors are of one type.
-            dtype = self._dtypes.get(layout.run_of(ref.chunk).tensors[0], torch.float32)
-            return torch.empty(layout.slots(ref) * layout.chunk_numel, dtype=dtype)
+            dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
+            return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype)
         finally:
             self._making_slot = False
 
-    def changed(self, ref: PlaneRef) -> None:
+    def renew(self, name: str, copy: Tensor) -> None:
         pass
 
-    def escaped(self, ref: PlaneRef) -> None:  # noqa: ARG002
+    def changed(self, key: Key) -> None:
+        pass
+
+    def escaped(self, key: Key) -> None:  # noqa: ARG002
         raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
 
     def gradient(self, name: str, gradient: Tensor) -> None:
@@ -107,7 +115,7 @@ class OfflineTracer:
 
     Args:
         make_choreography: a fresh one for each trace.
-        gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing.
+        gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
     """
 
     def __init__(
@@ -117,11 +125,13 @@ class OfflineTracer:
         *,
         gradients: GradientUse,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        copied: Collection[str] = (),
     ) -> None:
         self._layout = layout
         self._make_choreography = make_choreography
         self._gradients = gradients
         self._dtypes = dtypes
+        self._copied = copied
 
     def trace(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -145,7 +155,14 @@ class OfflineTracer:
             try:
                 twin, twins = _twin_of(model, named, self._dtypes, fake_mode)
                 stack.enter_context(fake_mode)
-                owner.binding = Binding(twins, self._layout, owner, dtypes=self._dtypes, gradients=self._gradients)
+                owner.binding = Binding(
+                    twins,
+                    self._layout,
+                    owner,
+                    dtypes=self._dtypes,
+                    copied=self._copied,
+                    gradients=self._gradients,
+                )
                 owner.binding.bind()
                 inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
                 stack.enter_context(MissingOperations())

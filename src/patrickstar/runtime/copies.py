@@ -1,0 +1,95 @@
+"""Copies of weights in the type that computes, where that is not the one they are kept in. See Note [Copies] in `nn/leases.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.plane import REST, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.optim.split import split
+from patrickstar.optim.widen import BLOCK_NUMEL
+from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.precision import Precision
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """Makes copies, and carries what is changed in them back."""
+
+    def __init__(self, binding: Binding, layout: Layout, conductor: Conductor, precision: Precision) -> None:
+        self._binding = binding
+        self._layout = layout
+        self._conductor = conductor
+        self._precision = precision
+
+    def make(self, name: str) -> Tensor:
+        """A copy of a parameter whose unit is resident: 1-D, in slot order."""
+        bound = self._binding.by_name[name]
+        with self._conductor.quiet():
+            copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
+            self._convert(self._kept(bound), copy)
+            return copy
+
+    def renew(self, name: str, copy: Tensor) -> None:
+        """Writes a parameter's value into a copy of it."""
+        bound, state = self._binding.by_name[name], self._conductor.mover.state
+        with self._conductor.lock, self._conductor.apart():
+            if bound.ref not in state.resident:
+                self._conductor.moment(Phase.STEP, name, (Touch(bound.ref),))
+            self._convert(self._kept(bound), copy)
+
+    def changed(self, name: str) -> None:
+        """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
+        bound = self._binding.by_name[name]
+        copy = self._binding.leases.take(name)
+        with self._conductor.lock, self._conductor.apart():
+            for part in self._layout.parts(name):
+                rest = PlaneRef(part.chunk, REST)
+                is_split = rest in self._conductor.mover.state.home
+                touches = [Touch(bound.ref, True)] + ([Touch(rest, True)] if is_split else [])
+                self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
+                span = slice(part.tensor_start, part.tensor_start + part.stop - part.start)
+                kept = self._kept(bound)[span]
+                left = self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
+                self._take_changes(copy[span], kept, left)
+            self._convert(self._kept(bound), copy)
+
+    def _take_changes(self, copy: Tensor, kept: Tensor, rest: Tensor | None) -> None:
+        bits = torch.int16 if copy.dtype.itemsize == 2 else torch.int32
+        for block in _blocks(copy.numel()):
+            before = torch.empty_like(copy[block])
+            self._convert(kept[block], before)
+            changed = before.view(bits) != copy[block].view(bits)
+            if not bool(changed.any()):
+                continue
+            value = copy[block].to(torch.float32)
+            if rest is None:
+                kept[block].copy_(torch.where(changed, value, kept[block]))
+            else:
+                weight, left = torch.empty_like(kept[block]), torch.empty_like(rest[block])
+                split(value, weight, left)
+                kept[block].copy_(torch.where(changed, weight, kept[block]))
+                rest[block].copy_(torch.where(changed, left, rest[block]))
+
+    def _kept(self, bound: BoundParameter) -> Tensor:
+        return self._conductor.tensor(bound.ref)[bound.offset : bound.offset + bound.shape_only.numel()]
+
+    def _convert(self, kept: Tensor, copy: Tensor) -> None:
+        rounding = self._precision.rounding
+        if rounding is None or copy.dtype is rounding:
+            copy.copy_(kept)
+            return
+        for block in _blocks(copy.numel()):
+            copy[block].copy_(kept[block].to(rounding))
+
+
+def _blocks(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, BLOCK_NUMEL):
+        yield slice(start, min(start + BLOCK_NUMEL, numel))
