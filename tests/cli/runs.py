@@ -21,7 +21,14 @@ class Runs:
 
     def train(self, *arguments: object, log: str = "log.jsonl", steps: int = 4) -> int:
         """`patrickstar train` on the model and the text; gives the exit status."""
-        common = ["--model", self.model, "--data", self.text, "--device", "cpu", "--batch-size", 2, "--seq-len", 16]
+        return self._train("--data", self.text, *arguments, log=log, steps=steps)
+
+    def train_random(self, *arguments: object, log: str = "log.jsonl", steps: int = 4) -> int:
+        """The same on random tokens; words at the beginning go on with what `--data` takes."""
+        return self._train("--data", "random", *arguments, log=log, steps=steps)
+
+    def _train(self, *arguments: object, log: str, steps: int) -> int:
+        common = ["--model", self.model, "--device", "cpu", "--batch-size", 2, "--seq-len", 16]
         common += [
             "--steps",
             steps,

@@ -94,8 +94,6 @@ def test_a_directory_without_text_is_refused(tmp_path):
         read_corpus([str(tmp_path)])
 
 
-def test_a_path_that_is_not_there_and_the_word_random_are_wrong_arguments(tmp_path):
+def test_a_path_that_is_not_there_is_a_wrong_argument(tmp_path):
     with pytest.raises(ConfigError, match="no such file or directory"):
         read_corpus([str(tmp_path / "missing.txt")])
-    with pytest.raises(ConfigError, match="random tokens come with the benchmarks of a later version"):
-        read_corpus(["random"])

@@ -77,7 +77,7 @@ BINDING: tuple[Mutant, ...] = (
     Mutant(
         name="a-change-by-hand-does-not-make-dirty",
         file="runtime/keeper.py",
-        old="self._conductor.mover.wrote(ref)",
+        old="self._conductor.mover.wrote(key)",
         new="pass",
         tests=(f"{BY_HAND}[add]",),
     ),

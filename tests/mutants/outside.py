@@ -22,7 +22,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="an-address-that-was-handed-out-keeps-no-slot",
         file="nn/binding.py",
-        old="                bound.lease = unit\n",
+        old="                bound.lease = leased\n",
         new="                pass\n",
         tests=(f"{HANDS}::test_the_address_of_an_alias_stays_its_address",),
     ),
@@ -107,7 +107,9 @@ OUTSIDE: tuple[Mutant, ...] = (
         file="runtime/gradients.py",
         old="if target.dtype is not torch.float32 and bound.name in self.whole:",
         new="if False:",
-        tests=("tests/runtime/test_bf16.py::test_a_second_backward_without_room_for_it_says_what_to_write",),
+        tests=(
+            "tests/runtime/test_sixteen_bits.py::test_a_second_backward_without_room_for_it_says_what_to_write[bf16]",
+        ),
     ),
     Mutant(
         name="values-are-made-from-another-random-state",

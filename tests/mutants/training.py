@@ -59,15 +59,15 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="a-clip-factor-misses-one-chunk-of-the-update",
         file="runtime/updates.py",
-        old="hyper=piece.hyper, factors=order.factors)",
-        new="hyper=piece.hyper, factors=order.factors if chunk else ())",
+        old="hyper=piece.hyper, factors=piece.factors)",
+        new="hyper=piece.hyper, factors=piece.factors if chunk else ())",
         tests=(f"{GRADIENTS}::test_clipping_through_the_session[0.001]",),
     ),
     Mutant(
-        name="a-clip-factor-misses-one-chunk-that-is-read",
+        name="a-clip-factor-is-missing-where-gradients-are-read",
         file="runtime/gradients.py",
-        old="for factor in factors:",
-        new="for factor in factors if chunk else ():",
+        old="scaled_blocks(piece, self.factors.get(bound.name, ()))",
+        new="scaled_blocks(piece, ())",
         tests=(f"{GRADIENTS}::test_clipping_twice_clips_twice_and_gradients_show_it",),
     ),
     Mutant(
@@ -89,21 +89,23 @@ TRAINING: tuple[Mutant, ...] = (
         file="runtime/hand_changes.py",
         old="if bool(mine.any()):",
         new="if False:",
-        tests=("tests/runtime/test_bf16.py::test_a_change_by_hand_is_carried_into_the_master[clamp]",),
+        tests=("tests/runtime/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-clamp]",),
     ),
     Mutant(
         name="a-change-by-hand-takes-the-rest-of-every-element",
         file="runtime/hand_changes.py",
         old="masked_fill_(mine, 0)",
         new="zero_()",
-        tests=("tests/runtime/test_bf16.py::test_a_change_by_hand_is_carried_into_the_master[some_elements]",),
+        tests=(
+            "tests/runtime/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-some_elements]",
+        ),
     ),
     Mutant(
         name="gradients-of-several-backwards-add-up-in-16-bits",
         file="core/formats.py",
         old='GRAD: PlaneFormat(gradient, 2 if gradient == "bfloat16" else 4),',
         new='GRAD: PlaneFormat("bfloat16", 2),',
-        tests=("tests/runtime/test_bf16.py::test_gradients_of_several_backwards_add_up_in_fp32",),
+        tests=("tests/runtime/test_sixteen_bits.py::test_gradients_of_several_backwards_add_up_in_fp32[bf16]",),
     ),
     Mutant(
         name="all-tensors-share-one-step-count",
@@ -140,7 +142,7 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="an-update-is-no-change-for-autograd",
         file="runtime/training.py",
-        old="self._binding.changed_by_update(names)",
+        old="self._binding.changing(names)",
         new="pass",
         tests=("tests/runtime/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[two_layers]",),
     ),

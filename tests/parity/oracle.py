@@ -35,7 +35,7 @@ NORM_BLOCK = 65_536
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # How losses are scaled in fp16, by DeepSpeed's rule: small numbers, so that five steps see all of it.
-SCALE, WINDOW, HYSTERESIS = 2.0**13, 2, 2
+SCALE, WINDOW, HYSTERESIS = 2.0**17, 2, 2
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class Record:
     exp_avg_sq: Tensors = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
     """The loss scale after each step; empty where losses are not scaled."""
+    skipped: int = 0
+    """Steps whose gradients overflowed."""
     updates: dict[str, int] = field(default_factory=dict)
     """How often each parameter was updated; no entry for never."""
     buffers: Tensors = field(default_factory=dict)
@@ -250,6 +252,7 @@ def unscale(gradients: Tensors, scaling: LossScale, record: Record) -> bool:
         gradient.mul_(torch.tensor(1.0 / scaling.scale))
     scaling.update(overflowed=overflowed)
     record.scales.append(scaling.scale)
+    record.skipped += overflowed
     return overflowed
 
 

@@ -51,6 +51,7 @@ class Leases:
         self._tensor: dict[Key, weakref.ref[torch.Tensor]] = {}
         self._unit_of: dict[int, Key] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._copies: dict[str, tuple[weakref.ref[torch.UntypedStorage], torch.dtype]] = {}
         self._count: Counter[Key] = Counter()
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
         # bookkeeping. The callback only notes it; `settle` draws the consequences at a time of our choosing.
@@ -60,6 +61,8 @@ class Leases:
         """A 1-D tensor over the unit's slot, or the copy. It stays what it is while this tensor, or any view of it, lives."""
         known = self._tensor.get(ref)
         tensor = known() if known is not None else None
+        if tensor is None and not isinstance(ref, PlaneRef):
+            tensor = self._living_copy(ref)
         if tensor is not None:
             return tensor
         with torch.inference_mode(
@@ -74,7 +77,18 @@ class Leases:
         self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
         self._count[ref] += 1
         self._tensor[ref] = weakref.ref(tensor)
+        if not isinstance(ref, PlaneRef):
+            self._copies[ref] = self._deaths[key], tensor.dtype
         return tensor
+
+    def _living_copy(self, name: str) -> torch.Tensor | None:
+        """The copy that something still has a view of: there is never a second one."""
+        kept, dtype = self._copies.get(name, (None, None))
+        storage = kept() if kept is not None else None
+        if storage is None or dtype is None:
+            return None
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
 
     def locate(self, tensor: torch.Tensor) -> Located | None:
         """Where the tensor lies if it is over what is leased, else None."""

@@ -1,4 +1,4 @@
-"""bf16 with a split master: what plain PyTorch does with bf16 parameters and fp32 masters beside them, bit for bit."""
+"""Weights of 16 bits: what plain PyTorch does with narrow parameters and fp32 masters beside them, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,74 +11,95 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar import ConfigError, StateError
+from patrickstar import StateError
 from patrickstar.core.plane import REST
 from tests.parity.compare import compare_mappings, same_bits
-from tests.parity.oracle import narrow
+from tests.parity.oracle import Types, clip_factor, global_norm, narrow
 from tests.runtime.builders import MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options
 
 Change = Callable[[nn.Module], Any]
 
 
-class Twin:
-    """A model of bf16 parameters, and an fp32 one that is updated."""
+KINDS = ("bf16", "bf16-fp32", "fp16", "fp16-fp32")
+"""What weights are kept in, and what they compute in where that is another type."""
 
-    def __init__(self, build: Callable[[], nn.Module] = mlp) -> None:
+SCALE = 1024.0
+"""Of losses in fp16: fixed, so that nothing is skipped."""
+
+
+class Twin:
+    """A model of 16-bit weights in the type that computes, and an fp32 one that is updated."""
+
+    def __init__(self, kind: str = "bf16", build: Callable[[], nn.Module] = mlp) -> None:
+        types = Types.of(kind)
+        assert types is not None
+        self.types = types
         self.masters = build()
         self.optimizer = adamw(self.masters)
         self.model = build()
-        self.dtypes = {
-            name: torch.float32 if "norm" in name else torch.bfloat16 for name, _ in self.masters.named_parameters()
-        }
+        self.whole = {name for name, _ in self.masters.named_parameters() if "norm" in name}
         self.narrow()
+
+    def rounded(self, name: str, master: Tensor) -> Tensor:
+        """The weight that stands for a master."""
+        return master.clone() if name in self.whole else narrow(master, self.types.kept).to(self.types.compute)
 
     def narrow(self) -> None:
         """Weights are the masters, rounded."""
         for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
-            whole = self.dtypes[name] is torch.float32
-            weight.data = master.detach().clone() if whole else narrow(master.detach(), torch.bfloat16)
+            weight.data = self.rounded(name, master.detach())
 
     def carry(self) -> None:
         """Weights that were changed by hand become their masters, element by element."""
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-            was = narrow(master.detach(), torch.bfloat16) if weight.dtype is torch.bfloat16 else master.detach()
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            was = self.rounded(name, master.detach())
             master.data = torch.where(was == weight, master.detach(), weight.detach().float())
+        self.narrow()
 
-    def backward(self, number: int) -> Tensor:
-        loss: Tensor = self.model(batch(number).bfloat16()).float().square().mean()
-        loss.backward()
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
+    def backward(self, number: int, *, adds_up: bool = False) -> Tensor:
+        loss: Tensor = self.model(batch(number).to(self.types.compute)).float().square().mean()
+        scale = SCALE if self.types.scales else 1.0
+        (loss * scale).backward()
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
             assert weight.grad is not None
-            wide = weight.grad.float()
+            kept = weight.grad if adds_up or name in self.whole else weight.grad.to(self.types.kept)
+            wide = kept.float() / scale
             master.grad = wide if master.grad is None else master.grad + wide
             weight.grad = None
         return loss.detach()
 
     def step(self, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-        losses = [self.backward(first + number) for number in range(backwards)]
+        losses = [self.backward(first + number, adds_up=backwards > 1) for number in range(backwards)]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.narrow()
         return losses
 
 
+def managed_backward(session: patrickstar.Session, model: nn.Module, number: int = 0) -> Tensor:
+    loss: Tensor = model(batch(number)).float().square().mean()
+    session.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
 def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-    losses = []
-    for number in range(first, first + backwards):
-        loss = model(batch(number)).float().square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-    session.optimizer.step()
+    losses = [managed_backward(session, model, number) for number in range(first, first + backwards)]
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
     session.optimizer.zero_grad()
     return losses
 
 
-def manage(model: nn.Module, *, given: dict[str, Any] | None = None, **keywords: Any) -> patrickstar.Session:
+def manage(
+    model: nn.Module, kind: str = "bf16", *, given: dict[str, Any] | None = None, **keywords: Any
+) -> patrickstar.Session:
+    kept, _, compute = kind.partition("-")
+    scale = patrickstar.LossScale(initial=SCALE, dynamic=False)
     return patrickstar.manage(
         model,
         adamw(model),
-        precision="bf16",
-        options=options(compute="bf16", **(given or {})),
+        precision=kept,
+        options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
         **(keywords or {"device": "emulated", "device_memory": TIGHT}),
     )
 
@@ -88,44 +109,49 @@ def expect_same(twin: Twin, session: patrickstar.Session) -> None:
     assert not (found := compare_mappings("master", want, dict(session.state_dict()))), "\n".join(found)
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Twin, nn.Module, patrickstar.Session]]:
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, nn.Module, patrickstar.Session]]:
     model = mlp()
-    with manage(model) as session:
-        yield Twin(), model, session
+    with manage(model, request.param) as session:
+        yield Twin(request.param), model, session
 
 
-@pytest.mark.parametrize("kind", MACHINES)
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, step: str, tmp_path: Path) -> None:
-    twin, model = Twin(), mlp()
-    with manage(model, step=step, **MACHINES[kind](tmp_path / "disk")) as session:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, machine: str, step: str, tmp_path: Path) -> None:
+    if kind.startswith("fp16") and step == "in_backward":
+        pytest.skip("overflows are known when the backward has ended")
+    twin, model = Twin(kind), mlp()
+    with manage(model, kind, step=step, **MACHINES[machine](tmp_path / "disk")) as session:
         for number in range(4):
             want, got = twin.step(first=number), managed_step(session, model, first=number)
             assert all(map(same_bits, want, got))
         expect_same(twin, session)
         assert session.stats().planned_steps == 4, session.stats().reason
         assert sum(session.stats().moved.values())
-        assert all(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
+        assert all(parameter.dtype is twin.types.compute for parameter in model.parameters())
     if not next(iter(model.parameters())).is_meta:
         assert is_ordinary(model)
         assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("given", "wanted"), [({}, 14), ({"accumulate": 3}, 16)])
-def test_bytes_of_a_parameter(given: dict[str, Any], wanted: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_parameter(kind: str, given: dict[str, Any], wanted: int) -> None:
     model = mlp()
-    with manage(model, given=given, device="emulated", device_memory="64MiB") as session:
+    with manage(model, kind, given=given, device="emulated", device_memory="64MiB") as session:
         model(batch()).sum().backward()
         session.optimizer.step()
         stats = session.stats()
         assert sum(stats.model_data.values()) == wanted * session.layout.n_chunks * session.layout.chunk_numel
-        assert stats.model_data[REST] == stats.model_data["weight"]
+        assert (REST in stats.model_data) is kind.startswith("bf16")
 
 
-def test_gradients_of_several_backwards_add_up_in_fp32() -> None:
-    twin, model = Twin(), mlp()
-    with manage(model, given={"accumulate": 3}) as session:
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_several_backwards_add_up_in_fp32(kind: str) -> None:
+    twin, model = Twin(kind), mlp()
+    with manage(model, kind, given={"accumulate": 3}) as session:
         for number in range(3):
             want = twin.step(backwards=3, first=3 * number)
             got = managed_step(session, model, backwards=3, first=3 * number)
@@ -137,9 +163,9 @@ def test_gradients_of_several_backwards_add_up_in_fp32() -> None:
 
 def test_a_second_backward_without_room_for_it_says_what_to_write(pair: tuple[Twin, nn.Module, Any]) -> None:
     twin, model, session = pair
-    model(batch()).float().square().mean().backward()
+    managed_backward(session, model)
     with pytest.raises(StateError, match=r"Options\(accumulate=2\)"):
-        model(batch(1)).float().square().mean().backward()
+        managed_backward(session, model, 1)
     session.optimizer.zero_grad()
     twin.step()
     managed_step(session, model)
@@ -147,13 +173,13 @@ def test_a_second_backward_without_room_for_it_says_what_to_write(pair: tuple[Tw
 
 
 def test_a_gradient_read_is_of_the_parameters_type(pair: tuple[Twin, nn.Module, Any]) -> None:
-    _, model, session = pair
+    twin, model, session = pair
     model(batch()).float().square().mean().backward()
     wide = dict(session.gradients())["0.weight"]
     assert wide.dtype is torch.float32
     gradient = model[0].weight.grad
     assert gradient is not None
-    assert gradient.dtype is torch.bfloat16
+    assert gradient.dtype is twin.types.compute
     assert same_bits(gradient.float(), wide)
 
 
@@ -227,7 +253,9 @@ def test_a_change_behind_torchs_back_is_carried_too(pair: tuple[Twin, nn.Module,
     twin.step()
     managed_step(session, model)
     for changed in (twin.model, model):
-        changed[2].weight.detach().view(torch.int16).numpy()[4, 4] = 0x4040  # 3.0
+        weight = changed[2].weight.detach()
+        bits = torch.tensor(3.0, dtype=weight.dtype).view(torch.int16 if weight.itemsize == 2 else torch.int32)
+        weight.view(bits.dtype).numpy()[4, 4] = bits.item()
     twin.carry()
     twin.step(first=1)
     managed_step(session, model, first=1)
@@ -244,13 +272,14 @@ def test_writing_through_the_session_sets_the_whole_master(pair: tuple[Twin, nn.
     assert same_bits(model[4].weight.detach().clone(), twin.model[4].weight.detach())
 
 
-def test_stopping_and_resuming_gives_the_bits_of_not_stopping(tmp_path: Path) -> None:
-    twin, first, second = Twin(), mlp(), mlp(5)
-    with manage(first) as session:
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopping_and_resuming_gives_the_bits_of_not_stopping(kind: str, tmp_path: Path) -> None:
+    twin, first, second = Twin(kind), mlp(), mlp(5)
+    with manage(first, kind) as session:
         twin.step()
         managed_step(session, first)
         session.save_checkpoint(tmp_path)
-    with manage(second) as session:
+    with manage(second, kind) as session:
         session.load_checkpoint(tmp_path)
         twin.step(first=1)
         managed_step(session, second, first=1)
@@ -272,9 +301,10 @@ class Normed(nn.Module):
         return out
 
 
-def test_batch_norm_stays_fp32_whole() -> None:
-    twin, model = Twin(Normed), Normed()
-    with manage(model) as session:
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_norm_stays_fp32_whole(kind: str) -> None:
+    twin, model = Twin(kind, Normed), Normed()
+    with manage(model, kind) as session:
         assert model.norm.weight.dtype is torch.float32
         assert model.norm.running_mean is not None
         assert model.norm.running_mean.dtype is torch.float32
@@ -315,9 +345,68 @@ def test_weights_alone_take_two_bytes() -> None:
             assert same_bits(want(batch().bfloat16()), model(batch()))
 
 
-def test_a_processor_without_bf16_is_told_how_to_compute_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patrickstar.runtime.precision.computes_bf16", lambda: False)
+@pytest.mark.parametrize(("kept", "fast"), [("bf16", "computes_bf16"), ("fp16", "computes_fp16")])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_weights_compute_in_their_own_type_where_the_processor_is_fast_in_it(
+    kept: str, fast: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"patrickstar.runtime.precision.{fast}", lambda: is_fast)
     model = mlp()
-    with pytest.raises(ConfigError, match="compute"):
-        patrickstar.manage(model, adamw(model), precision="bf16")
-    assert is_ordinary(model)
+    with patrickstar.manage(model, adamw(model), precision=kept):
+        own = {"bf16": torch.bfloat16, "fp16": torch.float16}[kept]
+        assert {parameter.dtype for parameter in model.parameters()} == {own if is_fast else torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["bf16-fp32", "fp16", "fp16-fp32"])
+def test_a_copy_that_is_held_shows_the_update(kind: str) -> None:
+    """As in PyTorch, where a view of a weight is the weight."""
+    twin, model = Twin(kind), mlp()
+    with manage(model, kind) as session:
+        row = model[2].weight[3]
+        twin.step()
+        managed_step(session, model)
+        _ = model.state_dict()  # whatever asks first has the pending update done
+        assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
+        with torch.no_grad():
+            row.add_(0.5)
+            twin.model[2].weight[3].add_(0.5)
+        twin.carry()
+        expect_same(twin, session)
+        assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_fp32_goes_on_in_16_bits_and_back(kind: str, tmp_path: Path) -> None:
+    model, other, last = mlp(), mlp(5), mlp(6)
+    with patrickstar.manage(model, adamw(model), options=options()) as session:
+        model(batch()).square().mean().backward()
+        session.optimizer.step()  # type: ignore[union-attr]
+        session.save_checkpoint(tmp_path / "first")
+        want = {name: value.clone() for name, value in session.state_dict().items()}
+    with manage(other, kind) as session:
+        session.load_checkpoint(tmp_path / "first")
+        assert not compare_mappings("master", want, dict(session.state_dict()))
+        session.save_checkpoint(tmp_path / "second")
+    with patrickstar.manage(last, adamw(last), options=options()) as session:
+        session.load_checkpoint(tmp_path / "second")
+        assert not compare_mappings("weight", want, dict(session.state_dict()))
+
+
+def test_a_gradient_clipped_twice_is_rounded_once() -> None:
+    """Factors are multiplied in fp32, whatever the gradient is kept in."""
+    twin, model = Twin(), mlp()
+    with manage(model) as session:
+        managed_backward(session, model)
+        twin.backward(0)
+        for _ in range(2):
+            norm = session.clip_grad_norm_(0.01)
+            gradients = [master.grad for master in twin.masters.parameters() if master.grad is not None]
+            want = global_norm({str(number): gradient for number, gradient in enumerate(gradients)})
+            assert same_bits(norm, want)
+            for gradient in gradients:
+                gradient.mul_(clip_factor(want, 0.01))
+        read = {name: gradient.clone() for name, gradient in session.gradients()}
+        assert not compare_mappings("gradient", {n: p.grad for n, p in twin.masters.named_parameters()}, read)
+        session.optimizer.step()  # type: ignore[union-attr]
+        twin.optimizer.step()
+        expect_same(twin, session)
