@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import FP32, bf16_formats
-from patrickstar.core.layout import build_layout
+from patrickstar.core.layout import Group, build_layout
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.spec import TensorSpec
 from patrickstar.plan.residency import bytes_of_slot, slots_of
@@ -42,7 +42,7 @@ def test_what_stays_whole_has_chunks_of_its_own_and_no_rest() -> None:
     ]
     layout, formats = build_layout(specs, chunk_numel=2048), bf16_formats()
     assert [run.tensors for run in layout.runs] == [("a", "b"), ("norm",), ("scale",)]
-    assert layout.first_whole == 1
+    assert layout.groups == (Group(0), Group(1, whole=True))
     assert [ref for ref in formats.units(layout, PLANES) if ref.plane == REST] == [PlaneRef(0, REST)]
     assert formats.of(PlaneRef(0, WEIGHT), layout).dtype == "bfloat16"
     assert formats.of(PlaneRef(1, WEIGHT), layout).dtype == "float32"

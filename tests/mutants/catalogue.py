@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.binding import BINDING
+from tests.mutants.engine import ENGINE
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
@@ -12,4 +13,4 @@ from tests.mutants.training import TRAINING
 
 __all__ = ["MUTANTS"]
 
-MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING, *OUTSIDE, *SIXTEEN_BITS)
+MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING, *OUTSIDE, *SIXTEEN_BITS, *ENGINE)

@@ -105,11 +105,16 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="a-16-bit-gradient-takes-a-second-backward",
         file="runtime/gradients.py",
-        old="if target.dtype is not torch.float32 and bound.name in self.whole:",
+        old="if bound.name in self.whole and self.dtype(bound) is not torch.float32:",
         new="if False:",
-        tests=(
-            "tests/runtime/test_sixteen_bits.py::test_a_second_backward_without_room_for_it_says_what_to_write[bf16]",
-        ),
+        tests=("tests/runtime/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",),
+    ),
+    Mutant(
+        name="what-had-come-is-lost-when-gradients-are-widened",
+        file="runtime/growth.py",
+        old="            keep = None if ref in state.free else ref",
+        new="            keep = None",
+        tests=("tests/runtime/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",),
     ),
     Mutant(
         name="values-are-made-from-another-random-state",

@@ -20,7 +20,7 @@ def test_a_snapshot_parses_back_and_thaws_to_the_same_state(instance: Instance) 
 
 def test_neighbours_of_one_size_share_an_entry() -> None:
     layout = layout_of(1, 1, 3, 1, 1)
-    assert str(resting(layout, free=units("c2.grad c3.grad c4.grad"))) == (
+    assert str(resting(layout, free=units("c2.grad c3.grad c4.grad")).snapshot()) == (
         "on H, slots of 64 bytes\n  grad K away 0-1 5-6\n  grad K free 2-4\n  weight K away 0-1 2x3 5-6"
     )
 

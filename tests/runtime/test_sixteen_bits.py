@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar import StateError
+from patrickstar import BudgetError, StateError
 from patrickstar.core.plane import REST
 from tests.parity.compare import compare_mappings, same_bits
 from tests.parity.oracle import Types, clip_factor, global_norm, narrow
-from tests.runtime.builders import MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options
+from tests.runtime.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options
 
 Change = Callable[[nn.Module], Any]
 
@@ -161,15 +161,54 @@ def test_gradients_of_several_backwards_add_up_in_fp32(kind: str) -> None:
         assert all(gradient.dtype is torch.float32 for _, gradient in session.gradients())
 
 
-def test_a_second_backward_without_room_for_it_says_what_to_write(pair: tuple[Twin, nn.Module, Any]) -> None:
+def test_a_second_backward_makes_room_for_gradients_in_fp32(pair: tuple[Twin, nn.Module, Any]) -> None:
+    """What had come is widened; from then on nothing is rounded."""
     twin, model, session = pair
-    managed_backward(session, model)
-    with pytest.raises(StateError, match=r"Options\(accumulate=2\)"):
-        managed_backward(session, model, 1)
+    for number in range(2):
+        twin.backward(number, adds_up=number > 0)
+        managed_backward(session, model, number)
+    twin.optimizer.step()
+    twin.optimizer.zero_grad()
+    twin.narrow()
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    assert sum(session.stats().model_data.values()) == 16 * session.layout.n_chunks * CHUNK
     session.optimizer.zero_grad()
-    twin.step()
-    managed_step(session, model)
     expect_same(twin, session)
+    for number in range(2, 5):
+        twin.backward(number, adds_up=True)
+        twin.optimizer.step()
+        twin.optimizer.zero_grad()
+        twin.narrow()
+        managed_step(session, model, first=number)
+    expect_same(twin, session)
+    assert session.stats().planned_steps >= 3
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_second_backward_makes_room_on_every_tier(machine: str, tmp_path: Path) -> None:
+    twin, model = Twin(), mlp()
+    with manage(model, **MACHINES[machine](tmp_path / "disk")) as session:
+        for step in range(2):
+            twin.step(backwards=3, first=3 * step)
+            managed_step(session, model, backwards=3, first=3 * step)
+        expect_same(twin, session)
+        files = list((tmp_path / "disk").glob("*.grad")) if "disk" in machine else []
+        assert len(files) <= 1, "the file of narrow gradients is gone"
+
+
+def test_a_second_backward_that_does_not_fit_is_refused_before_anything_has_changed() -> None:
+    twin, model = Twin(), mlp()
+    twin.step()
+    host = 14 * CHUNK * LAYERS + SLOT  # 14 bytes a parameter, and little more
+    with manage(model, device="emulated", device_memory=TIGHT, host_memory=host) as session:
+        managed_backward(session, model)
+        with pytest.raises(BudgetError, match="host memory") as refusal:
+            managed_backward(session, model, 1)
+        assert refusal.value.smallest_bytes == 16 * session.layout.n_chunks * CHUNK
+        session.optimizer.step()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        expect_same(twin, session)
 
 
 def test_a_gradient_read_is_of_the_parameters_type(pair: tuple[Twin, nn.Module, Any]) -> None:

@@ -41,8 +41,9 @@ def search_chunk_numel(specs: Sequence[TensorSpec]) -> int:
     """
     if not specs:
         raise LayoutError("the model has no parameters: there is nothing to manage")
-    # Tensors that stay fp32 whole have chunks of their own.
-    groups = [[aligned(spec.numel) for spec in specs if spec.whole is whole] for whole in (False, True)]
+    # Tensors of one kind have chunks of their own.
+    kinds = sorted({spec.kind() for spec in specs})
+    groups = [[aligned(spec.numel) for spec in specs if spec.kind() == kind] for kind in kinds]
     spaces = [space for group in groups for space in group]
     numel = sum(spec.numel for spec in specs)
     aim = target_numel(numel)

@@ -7,6 +7,7 @@ The layout holds for every plane alike: a slice has the same place in weights, g
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,24 +59,43 @@ class Piece(NamedTuple):
     tensor_start: int
 
 
+class Group(NamedTuple):
+    """Chunks from `head` on, of tensors that stay fp32 whole or do not, and are trained or are not."""
+
+    head: int
+    whole: bool = False
+    frozen: bool = False
+
+    def kind(self) -> tuple[bool, bool]:
+        """As `TensorSpec.kind`."""
+        return self.whole, self.frozen
+
+    def __str__(self) -> str:
+        return " and ".join([*(["fp32 whole"] if self.whole else []), *(["frozen"] if self.frozen else [])])
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Runs of chunks that partition `[0, n_chunks)`, and the slice of every tensor, in registration order.
 
-    `first_whole`: the chunk from which on tensors lie that stay fp32 whole, behind all others; None: there are none.
+    `groups`: tensors of one kind have chunks of their own; each group goes up to the next one's head.
     """
 
     chunk_numel: int
     runs: tuple[Run, ...]
     slices: Mapping[str, Slice]
-    first_whole: int | None = None
+    groups: tuple[Group, ...] = (Group(0),)
 
     _run_of: tuple[Run, ...] = field(init=False, repr=False, compare=False)
+    _group_of: tuple[Group, ...] = field(init=False, repr=False, compare=False)
     _pieces: tuple[tuple[Piece, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slices", MappingProxyType(dict(self.slices)))
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
+        heads = [group.head for group in self.groups]
+        found = tuple(self.groups[bisect.bisect_right(heads, chunk) - 1] for chunk in range(len(self._run_of)))
+        object.__setattr__(self, "_group_of", found)
         pieces: list[list[Piece]] = [[] for _ in self._run_of]
         for name in self.slices:
             for part in self.parts(name):
@@ -94,7 +114,11 @@ class Layout:
 
     def is_whole(self, chunk: int) -> bool:
         """Whether a chunk's tensors stay fp32 whole."""
-        return self.first_whole is not None and chunk >= self.first_whole
+        return self._group_of[chunk].whole
+
+    def is_frozen(self, chunk: int) -> bool:
+        """Whether a chunk's tensors were not trained when the layout was made."""
+        return self._group_of[chunk].frozen
 
     @property
     def model_numel(self) -> int:
@@ -144,8 +168,7 @@ class Layout:
 
     def __str__(self) -> str:
         lines = [f"layout of {self.n_chunks} chunks of {self.chunk_numel} elements, padding {self.padding:.2%}"]
-        if self.first_whole is not None:
-            lines.append(f"fp32 whole from c{self.first_whole} on")
+        lines += [f"{group} from c{group.head} on" for group in self.groups if group.whole or group.frozen]
         for run in self.runs:
             lines.append(f"c{run.head}" + (f" x{run.length}" if run.length > 1 else ""))
             lines += [f"  {self.slices[name].offset}+{self.slices[name].numel} {name}" for name in run.tensors]
@@ -160,7 +183,7 @@ class Layout:
             self.chunk_numel,
             self.runs,
             dict(self.slices),
-            self.first_whole,
+            self.groups,
         )  # a mapping proxy neither pickles nor copies
 
 
@@ -182,16 +205,15 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
     slices: dict[str, Slice] = {}
     names: list[str] = []
     head, length, used = 0, 1, 0
-    first_whole: int | None = None
-    for spec in sorted(specs, key=lambda spec: spec.whole):  # stable: in registration order otherwise
+    groups: list[Group] = []
+    for spec in sorted(specs, key=TensorSpec.kind):  # stable: in registration order otherwise
         space = aligned(spec.numel)
-        begins_whole = spec.whole and first_whole is None
-        if begins_whole and names:
-            runs.append(Run(head, length, tuple(names)))
-            head, names = head + length, []
-            length, used = max(1, -(-space // chunk_numel)), 0
-        if begins_whole:
-            first_whole = head
+        if not groups or groups[-1].kind() != spec.kind():
+            if names:
+                runs.append(Run(head, length, tuple(names)))
+                head, names = head + length, []
+                length, used = max(1, -(-space // chunk_numel)), 0
+            groups.append(Group(head, *spec.kind()))
         if used + space > length * chunk_numel:
             if used:
                 runs.append(Run(head, length, tuple(names)))
@@ -202,7 +224,7 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
         used += space
     runs.append(Run(head, length, tuple(names)))
     in_order = {spec.name: slices[spec.name] for spec in specs}
-    return Layout(chunk_numel, tuple(runs), in_order, first_whole)
+    return Layout(chunk_numel, tuple(runs), in_order, tuple(groups))
 
 
 def _refuse_bad_input(specs: Sequence[TensorSpec], chunk_numel: int) -> None:

@@ -15,6 +15,10 @@ class TensorSpec:
     trainable: bool = True
     whole: bool = False
 
+    def kind(self) -> tuple[bool, bool]:
+        """Whether it stays fp32 whole, and whether it is frozen: tensors of one kind share chunks."""
+        return self.whole, not self.trainable
+
     @property
     def numel(self) -> int:
         """Elements: 1 for a scalar, 0 where a dim is 0."""

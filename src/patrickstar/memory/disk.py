@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -89,6 +89,7 @@ class DiskPool:
         self._lane = lane if lane is not None else InlineLane()
 
         self._extents: dict[PlaneRef, Extent] = {}
+        self._prepared: dict[PlaneRef, Extent] = {}
         self._files: dict[Path, int] = {}
         self.direct = True
         self._prepare(budget_bytes)
@@ -96,11 +97,37 @@ class DiskPool:
         self._cleanup = weakref.finalize(self, _remove_files, self._io, self._files, os.getpid())
         try:
             for plane in dict.fromkeys(ref.plane for ref in units):
-                self._make_file(plane, {ref: size for ref, size in units.items() if ref.plane == plane})
+                self._extents |= self._make_file(
+                    plane, {ref: size for ref, size in units.items() if ref.plane == plane}
+                )
         except BaseException:
             self.close()
             raise
         self._announce()
+
+    def add(self, units: Mapping[PlaneRef, int]) -> None:
+        """Makes room for more units, or for units that become larger: each lies there from its `take` on.
+
+        Raises:
+            BudgetError: they take more than is left of the budget. DeviceError: the directory has not that much space.
+        """
+        replaced = sum(self._extents[ref].nbytes for ref in units if ref in self._extents)
+        self.nbytes += sum(units.values()) - replaced
+        try:
+            self._refuse_unless_it_fits()
+        except (BudgetError, DeviceError):
+            self.nbytes -= sum(units.values()) - replaced
+            raise
+        for plane in dict.fromkeys(ref.plane for ref in units):
+            extents = self._make_file(plane, {ref: size for ref, size in units.items() if ref.plane == plane})
+            self._prepared.update(extents)
+
+    def take(self, ref: PlaneRef) -> None:
+        """The unit lies in its new place, and has lost what it had. Files in which nothing lies any more go."""
+        self._extents[ref] = self._prepared.pop(ref)
+        if not self._prepared:
+            used = {extent.path for extent in self._extents.values()}
+            _remove_files(self._io, self._files, os.getpid(), keep=used)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -130,7 +157,11 @@ class DiskPool:
     def _prepare(self, budget_bytes: int | None) -> None:
         prepare_directory(self.directory)
         remove_stale_files(self.directory, io=self._io)
-        budget = default_disk_bytes(self.directory) if budget_bytes is None else budget_bytes
+        self._budget_bytes = default_disk_bytes(self.directory) if budget_bytes is None else budget_bytes
+        self._refuse_unless_it_fits()
+
+    def _refuse_unless_it_fits(self) -> None:
+        budget = self._budget_bytes
         if self.nbytes > budget:
             raise BudgetError(
                 f"disk memory is {format_bytes(self.nbytes - budget)} short: {format_bytes(self.nbytes)} of model data "
@@ -142,13 +173,14 @@ class DiskPool:
                 smallest_bytes=self.nbytes,
             )
         free = free_bytes(self.directory)
-        if self.nbytes > free:
+        wanted = self.nbytes - sum(extent.nbytes for extent in self._extents.values())
+        if wanted > free:
             raise DeviceError(
-                f"disk={self.directory}: {format_bytes(self.nbytes)} of model data rest there, {format_bytes(free)} are "
-                f"free; free {format_bytes(self.nbytes - free)}, or name a directory on another disk"
+                f"disk={self.directory}: {format_bytes(wanted)} of model data rest there, {format_bytes(free)} are "
+                f"free; free {format_bytes(wanted - free)}, or name a directory on another disk"
             )
 
-    def _make_file(self, plane: str, units: Mapping[PlaneRef, int]) -> None:
+    def _make_file(self, plane: str, units: Mapping[PlaneRef, int]) -> dict[PlaneRef, Extent]:
         path, nbytes = self.directory, sum(units.values())
         try:
             path, fd = self._open_locked(plane)
@@ -158,12 +190,13 @@ class DiskPool:
                 f"{path}: cannot set {nbytes} bytes from offset 0 aside ({format_bytes(nbytes)} for {plane}): "
                 f"{error.strerror}; free space there, or name another directory with disk="
             ) from error
-        offset = 0
+        extents, offset = {}, 0
         for ref, size in units.items():
-            self._extents[ref] = Extent(path, fd, offset, size)
+            extents[ref] = Extent(path, fd, offset, size)
             offset += size
         if self.direct:
             self._go_direct(fd)
+        return extents
 
     def _open_locked(self, plane: str) -> tuple[Path, int]:
         for _ in range(_ATTEMPTS):
@@ -250,17 +283,16 @@ def remove_stale_files(directory: Path, *, io: FileIO | None = None) -> int:
     return removed
 
 
-def _remove_files(io: FileIO, files: dict[Path, int], owner: int) -> None:
+def _remove_files(io: FileIO, files: dict[Path, int], owner: int, *, keep: Collection[Path] = ()) -> None:
     if os.getpid() != owner:  # a forked child ends, or collects its copy of the pool: the files are the parent's
         return
-    for path, fd in files.items():
+    for path in [path for path in files if path not in keep]:
         try:
             io.unlink(path)
         except OSError as error:
             if error.errno != errno.ENOENT:
                 logger.warning("%s: cannot be removed: %s; remove it by hand", path, error.strerror)
-        io.close(fd)
-    files.clear()
+        io.close(files.pop(path))
 
 
 def _failure(extent: Extent, done: int, doing: str, *, reason: str) -> DeviceError:

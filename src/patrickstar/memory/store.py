@@ -111,6 +111,26 @@ class ChunkStore:
         slot = self._at[tier].get(ref)
         return Released() if slot is None else Resident(tier, slot, self._slots[ref])
 
+    def leave_home(self, ref: PlaneRef) -> None:
+        """A unit without contents gives the slots back in which it rests on a memory tier: it is going to have another size."""
+        for tier, places in self._at.items():
+            if ref in places:
+                self._arenas[tier].give(places.pop(ref), self._slots[ref], poison=self._poison)
+
+    def add_to_disk(self, units: Mapping[PlaneRef, int]) -> None:
+        """Units get extents of so many bytes, or other ones, from their `take_place` on."""
+        if units:
+            self._pool().add(units)
+
+    def take_place(self, ref: PlaneRef) -> None:
+        """A unit without contents rests on the disk, in its new extent."""
+        self._pool().take(ref)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether anything rests on a disk."""
+        return self._disk is not None
+
     def close(self) -> None:
         """Gives everything back. What still refers to a slot keeps its memory."""
         for arena in self._arenas.values():

@@ -12,7 +12,6 @@ Note [Binding]
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter, slot_strides
 from patrickstar.nn.classes import alias_classes, parameter_class
@@ -39,6 +37,7 @@ from patrickstar.nn.gradient_access import GradientAccess
 from patrickstar.nn.leases import Key, Leases
 from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
+from patrickstar.nn.places import Places
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Binding"]
@@ -53,7 +52,7 @@ class Binding:
         copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). gradients: where they go.
 
     Attributes:
-        leases: of the slots in use. gradients: what `.grad` of a parameter is.
+        leases: of the slots in use. places: whose they are. gradients: what `.grad` of a parameter is.
         rewriting: is told of parameters before and after they may be written in place, where somebody wants to know.
         session_name: how messages call the session that this binding is part of.
     """
@@ -102,11 +101,7 @@ class Binding:
                 is_copied=name in copied,
             )
             self._bound[id(parameter)] = self.by_name[name] = bound
-        self._starts: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}
-        for bound in sorted(self._bound.values(), key=lambda bound: bound.offset):
-            starts, owners = self._starts.setdefault(bound.ref, ([], []))
-            starts.append(bound.offset)
-            owners.append(bound)
+        self.places = Places(self.by_name)
         self.gradients = GradientAccess(self.by_name, owner, self.lock, use=gradients)
 
     # binding and releasing
@@ -232,10 +227,6 @@ class Binding:
         owners = [self._bound[id(place[2])] for place in places if place is not None]
         return list({bound.name: self.by_name[bound.name] for bound in (*found.parameters, *owners)}.values())
 
-    def parameters_in(self, key: Key) -> Sequence[BoundParameter]:
-        """The parameters that lie in a weight unit, by rising offset, or the one of a copy."""
-        return self._starts[key][1] if isinstance(key, PlaneRef) else [self.by_name[key]]
-
     def enter(self, found: Sequence[BoundParameter]) -> None:
         """Gives parameters their bytes. Each `enter` has one `leave`."""
         if not found:
@@ -309,14 +300,11 @@ class Binding:
         place = self.leases.locate(tensor)
         if place is None:
             return None
-        if not isinstance(place.key, PlaneRef):
-            return place.key, place.offset, self.by_name[place.key].parameter
-        starts, owners = self._starts[place.key]
-        return place.key, place.offset, owners[bisect.bisect_right(starts, place.offset) - 1].parameter
+        return place.key, place.offset, self.places.owner(place).parameter
 
     def _fetch(self, key: Key) -> Tensor:
         with self.lock, Plain():
-            first = self.parameters_in(key)[0]
+            first = self.places.parameters_in(key)[0]
             self._owner.unpack(first.ref, first.name)
             unit = self.leases.take(first.ref)
             return unit if key == first.ref else self.leases.take(key)
@@ -372,6 +360,8 @@ class Binding:
 
     def _set_requires_grad(self, bound: BoundParameter, value: bool = True) -> Tensor:
         tensor = bound.tensor()
+        if value and not tensor.requires_grad and tensor is self.by_name[bound.name].tensor():
+            self._owner.thawed(bound.name)
         tensor.requires_grad = value
         if tensor is self.by_name[bound.name].tensor():
             self.gradients.watch(bound)

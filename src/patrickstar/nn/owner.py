@@ -36,6 +36,9 @@ class Owner(GradientOwner, Protocol):
     def renew(self, name: str, copy: Tensor) -> None:
         """Writes a parameter's value, which has changed, into a copy that is still held."""
 
+    def thawed(self, name: str) -> None:
+        """A parameter that was frozen is to be trained. BudgetError where there is no room for that; it stays frozen then."""
+
     def changed(self, key: Key) -> None:
         """A weight unit's bytes, or a copy's, have been written in place."""
 

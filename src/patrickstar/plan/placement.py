@@ -15,6 +15,7 @@ from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.errors import BudgetError
 from patrickstar.plan.refusal import refuse_homes
 from patrickstar.plan.residency import bytes_of_slot, slots_of
 
@@ -93,6 +94,46 @@ def refuse_unless_homes_fit(
             raise refuse_homes(
                 tier=tier, parts={"model data": nbytes}, budget_bytes=budget_bytes, smallest_bytes=nbytes
             )
+
+
+def place_more(
+    machine: Machine,
+    new: Collection[PlaneRef],
+    *,
+    home: Mapping[PlaneRef, Tier],
+    slots: Mapping[PlaneRef, int],
+    slot_bytes: int,
+    disk: bool,
+) -> dict[PlaneRef, Tier]:
+    """The homes of units that a session gets later than the rest, or that become larger: these keep theirs, unless only the disk has room.
+
+    Args:
+        home: of all units so far. slots: of all of them, the new ones included. disk: whether there is a disk to rest on.
+    Raises:
+        BudgetError: they do not fit beside what rests there.
+    """
+    compute = machine.compute
+    beside = Tier.HOST if compute is Tier.DEVICE or Tier.DISK not in home.values() else Tier.DISK
+    found = {ref: home.get(ref, beside) for ref in new}
+    if beside is not compute:
+        try:
+            refuse_unless_homes_fit(machine, home={**home, **found}, slots=slots, slot_bytes=slot_bytes)
+        except BudgetError:
+            if compute is not Tier.DEVICE or not disk:
+                raise
+            found = dict.fromkeys(new, Tier.DISK)
+            refuse_unless_homes_fit(machine, home={**home, **found}, slots=slots, slot_bytes=slot_bytes)
+        return found
+    needed = sum(slots[ref] for ref in {**home, **found}) * slot_bytes
+    if needed > machine.budget[compute]:
+        raise refuse_homes(
+            tier=compute,
+            parts={"model data": needed},
+            budget_bytes=machine.budget[compute],
+            smallest_bytes=needed,
+            instead="a disk below it: disk=DIRECTORY",
+        )
+    return found
 
 
 def _spill(sizes: Mapping[PlaneRef, int], *, host_bytes: int, disk: bool) -> set[PlaneRef]:

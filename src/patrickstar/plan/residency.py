@@ -62,7 +62,7 @@ class Residency:
     """Where every unit is now.
 
     Attributes:
-        compute, slot_bytes, home, slots: never change; copies share them.
+        compute, slot_bytes: never change. home, slots: change only by `grow`, for all copies.
         resident: units whose copy on the compute tier takes slots and has arrived.
         free: units without contents; void: those of them whose slots are yet to be given back.
         in_flight: transfers issued and not waited for, at most one of a unit: where from, and where to.
@@ -72,8 +72,8 @@ class Residency:
 
     compute: Tier
     slot_bytes: int
-    home: Mapping[PlaneRef, Tier]
-    slots: Mapping[PlaneRef, int]
+    home: dict[PlaneRef, Tier]
+    slots: dict[PlaneRef, int]
 
     resident: dict[PlaneRef, CopyState] = field(default_factory=dict)
     free: set[PlaneRef] = field(default_factory=set)
@@ -106,8 +106,8 @@ class Residency:
         return cls(
             compute=snapshot.compute,
             slot_bytes=snapshot.slot_bytes,
-            home=snapshot.home,
-            slots=snapshot.slots,
+            home=dict(snapshot.home),
+            slots=dict(snapshot.slots),
             resident=dict(snapshot.resident),
             free=set(snapshot.free),
             void={ref for ref in snapshot.free if ref in snapshot.resident},
@@ -130,6 +130,12 @@ class Residency:
         self.expect_settled()
         return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.resident, frozenset(self.free))
 
+    def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
+        """Units come in, or get another size: without contents, and at home there."""
+        self.home.update(homes)
+        self.slots.update((ref, slots[ref]) for ref in homes)
+        self.free.update(homes)
+
     def expect_settled(self) -> None:
         """Raises InvariantError while a transfer is in flight or a unit is staged."""
         if self.in_flight:
@@ -145,9 +151,6 @@ class Residency:
     def unit_bytes(self, ref: PlaneRef) -> int:
         """Bytes of a unit on any tier."""
         return self.slots[ref] * self.slot_bytes
-
-    def __str__(self) -> str:
-        return str(self.snapshot())
 
 
 def bytes_of_slot(layout: Layout, formats: Formats = FP32) -> int:

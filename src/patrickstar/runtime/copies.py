@@ -70,12 +70,13 @@ class Copies:
             if not bool(changed.any()):
                 continue
             value = copy[block].to(torch.float32)
-            if rest is None:
+            if kept.dtype is not torch.bfloat16:
                 kept[block].copy_(torch.where(changed, value, kept[block]))
-            else:
-                weight, left = torch.empty_like(kept[block]), torch.empty_like(rest[block])
-                split(value, weight, left)
-                kept[block].copy_(torch.where(changed, weight, kept[block]))
+                continue
+            weight, left = torch.empty_like(kept[block]), torch.empty(value.shape, dtype=torch.int16)
+            split(value, weight, left)
+            kept[block].copy_(torch.where(changed, weight, kept[block]))
+            if rest is not None:
                 rest[block].copy_(torch.where(changed, left, rest[block]))
 
     def _kept(self, bound: BoundParameter) -> Tensor:

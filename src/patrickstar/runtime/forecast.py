@@ -102,7 +102,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     updates = (
         [] if in_backward else [_update(layout, named, trainable, precision.formats, clips=clips, in_chunks=in_chunks)]
     )
-    norms = [norm_trace(layout, trainable)] if clips and in_chunks else []
+    norms = [norm_trace(layout, trainable, formats=precision.formats)] if clips and in_chunks else []
     traces = (step, *norms, *updates)
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -126,9 +126,9 @@ def _model_data_bytes(
 ) -> int:
     total = 0
     for name, parameter in named.items():
-        planes = formats.whole if layout.is_whole(layout.slices[name].chunk) else formats.planes
+        planes = formats.at(layout.slices[name].chunk, layout)
         kept = [form.itemsize for plane, form in planes.items() if plane != GRAD or keeps_gradients]
-        total += parameter.numel() * (sum(kept) if parameter.requires_grad else planes[WEIGHT].itemsize)
+        total += parameter.numel() * sum(kept)
     return total
 
 

@@ -14,17 +14,12 @@ from torch import Tensor
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.widen import scaled_blocks
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.growth import Growth
 
 __all__ = ["Gradients"]
-
-_SECOND_BACKWARD = (
-    "a second backward before optimizer.step(), and gradients have 16 bits: they add up in fp32, which needs room from the start. "
-    "Manage with options=patrickstar.Options(accumulate=2), or more"
-)
 
 
 class Gradients:
@@ -42,12 +37,14 @@ class Gradients:
         layout: Layout,
         conductor: Conductor,
         dtype_of: Callable[[PlaneRef], torch.dtype],
+        growth: Growth,
         *,
         finds_overflow: bool = False,
     ) -> None:
         self._layout = layout
         self._conductor = conductor
         self._dtype_of = dtype_of
+        self._growth = growth
         self._finds_overflow = finds_overflow
 
         self.names: set[str] = set()
@@ -57,6 +54,9 @@ class Gradients:
 
     def add(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, chunk by chunk."""
+        self._growth.thaw(bound.name)
+        if bound.name in self.whole and self.dtype(bound) is not torch.float32:
+            self._growth.widen_gradients()
         self._apply_factors(bound.name)
         with self._conductor.quiet():
             flat = bound.flat(gradient)
@@ -66,8 +66,6 @@ class Gradients:
                 target = self._conductor.tensor(ref)[part.start : part.stop]
                 piece = flat[part.tensor_start : part.tensor_start + target.numel()]
                 if bound.name in self.names:
-                    if target.dtype is not torch.float32 and bound.name in self.whole:
-                        raise StateError(_SECOND_BACKWARD)
                     target.add_(piece)
                 else:
                     target.copy_(piece)

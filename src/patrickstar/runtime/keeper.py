@@ -17,6 +17,7 @@ from patrickstar.nn.leases import Key
 from patrickstar.nn.watch import Watch
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
+from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.training import Training
@@ -40,6 +41,7 @@ class Keeper:
     _training: Training | None
     _watch: Watch
     _copies: Copies
+    _growth: Growth
     _is_managed: Callable[[Tensor], bool]
 
     def __init__(
@@ -74,6 +76,7 @@ class Keeper:
         training: Training | None,
         watch: Watch,
         copies: Copies,
+        growth: Growth,
         is_managed: Callable[[Tensor], bool],
     ) -> None:
         """Everything that events are passed on to."""
@@ -82,6 +85,7 @@ class Keeper:
         self._training = training
         self._watch = watch
         self._copies = copies
+        self._growth = growth
         self._is_managed = is_managed
 
     # the binding's owner
@@ -126,6 +130,11 @@ class Keeper:
     def escaped(self, key: Key) -> None:
         """See `nn.binding.Owner`."""
         self._watch.add(key)
+
+    def thawed(self, name: str) -> None:
+        """See `nn.binding.Owner`."""
+        if self._training is not None:
+            self._growth.thaw(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """See `nn.binding.Owner`."""

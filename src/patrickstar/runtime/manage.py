@@ -39,6 +39,7 @@ from patrickstar.runtime.checks import check_model
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.hand_changes import HandChanges
 from patrickstar.runtime.keeper import Keeper
 from patrickstar.runtime.loading import Loading
@@ -128,13 +129,13 @@ def manage(
         check_optimizer(optimizer, {id(parameter): name for name, parameter in named.items()})
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     types = find_precision(memory, model)
-    layout = layout_of(named, memory, types)
+    layout = layout_of(named, memory, types, trained=lambda parameter: _is_trained(parameter, optimizer))
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     state = resting_state(layout, budgets, gradients=gradients, formats=types.formats)
     budgets.prepare_allocator()
-    store, ledger = _build_store(state, memory, budgets, lambda ref: types.dtype(ref, layout))
+    store, ledger = _build_store(state, layout, memory, budgets, lambda ref: types.dtype(ref, layout))
     try:
         return _build_session(
             model,
@@ -153,17 +154,28 @@ def manage(
         raise
 
 
+def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
+    if optimizer is None:
+        return False
+    return parameter.requires_grad or parameter.grad is not None or parameter in optimizer.state
+
+
 def _build_store(
-    state: Residency, memory: MemoryOptions, budgets: Budgets, dtype_of: Callable[[PlaneRef], torch.dtype]
+    state: Residency,
+    layout: Layout,
+    memory: MemoryOptions,
+    budgets: Budgets,
+    dtype_of: Callable[[PlaneRef], torch.dtype],
 ) -> tuple[ChunkStore, Ledger]:
     machine = budgets.machine
-    total, longest = sum(state.slots.values()), max(state.slots.values())
-    # More addresses than slots can ever be in use: runs of adjacent free ones are always found.
+    # More addresses than slots can ever be in use, all of it fp32 and trained: runs of adjacent free ones are always found.
+    chunk_slots = layout.chunk_numel * 4 // state.slot_bytes
+    total, longest = 5 * layout.n_chunks * chunk_slots, chunk_slots * max(run.length for run in layout.runs)
+    tiers = (machine.compute, Tier.HOST) if machine.compute is Tier.DEVICE else (machine.compute,)
     arenas = {
-        machine.compute: Arena(state.slot_bytes, virtual_slots=2 * total + 8 * longest + 16, name=machine.compute.label)
+        tier: Arena(state.slot_bytes, virtual_slots=2 * total + 8 * longest + 16, name=tier.label) for tier in tiers
     }
-    if machine.compute is Tier.DEVICE:
-        arenas[Tier.HOST] = Arena(state.slot_bytes, virtual_slots=2 * total + 8 * longest + 16, name=Tier.HOST.label)
     on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
     pool = None
     if on_disk:
@@ -244,8 +256,18 @@ def _build_session(
         metering=metering,
         always_meter=compute is Tier.DEVICE,
     )
-    weights = Weights(binding, layout, conductor)
-    in_chunks = Gradients(layout, conductor, lambda ref: precision.dtype(ref, layout), finds_overflow=precision.scales)
+    growth = Growth(
+        layout,
+        precision.formats,
+        conductor,
+        machine=machine,
+        gradients=gradients.has_plane,
+        changed=segments.forget_plans,
+    )
+    weights = Weights(binding, layout, conductor, growth)
+    in_chunks = Gradients(
+        layout, conductor, lambda ref: precision.dtype(ref, layout), growth, finds_overflow=precision.scales
+    )
     training = None
     if original is not None:
         training = Training(
@@ -257,6 +279,7 @@ def _build_session(
             updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=precision.formats),
             formats=precision.formats,
             choreography=keeper.choreography,
+            growth=growth,
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
         )
@@ -264,8 +287,9 @@ def _build_session(
         conductor=conductor,
         segments=segments,
         training=training,
-        watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.is_mixed),
+        watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
         copies=Copies(binding, layout, conductor, precision),
+        growth=growth,
         is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
@@ -333,7 +357,7 @@ def _watch(binding: Binding, keeper: Keeper, hand_changes: HandChanges, *, mixed
         binding.leases.take,
         binding.leases.living,
         keeper.changed,
-        before=lambda key: hand_changes.before(binding.parameters_in(key)),
+        before=lambda key: hand_changes.before(binding.places.parameters_in(key)),
         after=hand_changes.after,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
@@ -79,6 +79,26 @@ class Mover:
     def _carry_out(self, action: Action) -> None:
         self.store.carry_out(action)
         residency.apply(self.state, action)
+
+    def prepare(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
+        """Sets aside on the disk what `grow` will need. DeviceError, BudgetError: it has no room; nothing has changed then."""
+        self.store.add_to_disk(
+            {ref: slots[ref] * self.state.slot_bytes for ref, tier in homes.items() if tier is Tier.DISK}
+        )
+
+    def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
+        """Units that have been prepared come in, or get another size: without contents, and at home there."""
+        state = self.state
+        for ref, tier in homes.items():
+            if ref in state.home:
+                self.store.leave_home(ref)
+                if state.home[ref] is not state.compute:
+                    self.ledger.remove(state.home[ref], state.unit_bytes(ref))
+            if tier is not state.compute:
+                self.ledger.add(tier, slots[ref] * state.slot_bytes)
+            if tier is Tier.DISK:
+                self.store.take_place(ref)
+        state.grow(homes, slots)
 
     def wrote(self, ref: PlaneRef) -> None:
         """A resident unit has been written on the compute tier."""

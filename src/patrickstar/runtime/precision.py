@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.core.formats import FP32, Formats, bf16_formats, fp16_formats
+from patrickstar.core.formats import Formats, bf16_formats, fp16_formats, fp32_formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.torch_private import computes_bf16, computes_fp16
@@ -30,20 +30,15 @@ class Precision:
         formats: of planes. compute: what parameters, inputs and buffers are of.
         whole: the paths of modules that stay fp32 whole, and all modules inside of them.
         copies: whether uses of other parameters see copies, converted from what is kept. rounding: the type a master is rounded to for that,
-            where its plane is fp32.
-        scales: whether the loss is scaled.
+            where its plane is fp32. mixed: whether there are 16-bit types.
     """
 
     formats: Formats
     compute: torch.dtype
     whole: frozenset[str] = frozenset()
+    mixed: bool = False
     copies: bool = False
     rounding: torch.dtype | None = None
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether there are 16-bit types."""
-        return self.formats is not FP32
 
     @property
     def scales(self) -> bool:
@@ -76,15 +71,15 @@ def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
     """
     kept, options = memory.precision or "fp32", memory.options
     if kept == "fp32":
-        return Precision(FP32, torch.float32)
+        return Precision(fp32_formats(), torch.float32)
     compute = options.compute or (kept if _is_fast(kept) else "fp32")
     whole = _whole_modules(model, options.keep_fp32)
     accumulates = (options.accumulate or 1) > 1
     if kept == "bf16":
         formats = bf16_formats(gradient="float32" if accumulates else "bfloat16")
-        return Precision(formats, _TYPES[compute], whole, copies=compute == "fp32")
+        return Precision(formats, _TYPES[compute], whole, mixed=True, copies=compute == "fp32")
     formats = fp16_formats(gradient="float32" if accumulates else "float16")
-    return Precision(formats, _TYPES[compute], whole, copies=True, rounding=torch.float16)
+    return Precision(formats, _TYPES[compute], whole, mixed=True, copies=True, rounding=torch.float16)
 
 
 def lies_in(path: str, modules: Collection[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -30,14 +30,20 @@ __all__ = ["gradient_use", "layout_of", "resting_state"]
 _GRAIN_16_BITS = 2048
 
 
-def layout_of(named: Mapping[str, nn.Parameter], memory: MemoryOptions, precision: Precision) -> Layout:
-    """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes."""
+def layout_of(
+    named: Mapping[str, nn.Parameter],
+    memory: MemoryOptions,
+    precision: Precision,
+    *,
+    trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
+) -> Layout:
+    """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
     specs = [
-        TensorSpec(name, tuple(parameter.shape), parameter.requires_grad, lies_in(name, precision.whole))
+        TensorSpec(name, tuple(parameter.shape), trained(parameter), lies_in(name, precision.whole))
         for name, parameter in named.items()
     ]
     chunk_numel = memory.options.chunk_size or search_chunk_numel(specs)
-    if precision.is_mixed:  # slots are whole pages in 16 bits too
+    if precision.mixed:  # slots are whole pages in 16 bits too
         chunk_numel = -(-chunk_numel // _GRAIN_16_BITS) * _GRAIN_16_BITS
     return build_layout(specs, chunk_numel=chunk_numel)
 
@@ -47,7 +53,7 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
     if memory.step == "in_backward":
         return GradientUse.UPDATE
     # 16-bit gradients of several backwards add up in fp32, which autograd does not do.
-    return GradientUse.CHUNK if budgets.bind or precision.is_mixed else GradientUse.TENSOR
+    return GradientUse.CHUNK if budgets.bind or precision.mixed else GradientUse.TENSOR
 
 
 def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:

@@ -211,6 +211,12 @@ class Segments:
         self._plans.move_to_end(key)
         return Segment(name, trace, self._plans[key][0], reserve_bytes=trace.peak)
 
+    def forget_plans(self, why: str) -> None:
+        """Units have other sizes from now on: the rest of the stretch is decided moment by moment, and later ones are planned anew."""
+        self._plans.clear()
+        segment = self._conductor.pilot.segment
+        segment.reason = segment.reason or why
+
     def end(self) -> None:
         """The stretch that was under way is over."""
         segment = self._conductor.pilot.segment

@@ -26,10 +26,12 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
+from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.in_plane import InPlane
 from patrickstar.runtime.lending import Lending
 from patrickstar.runtime.segments import Segments
-from patrickstar.runtime.updates import StepOrder, Updates, norm_trace, step_trace
+from patrickstar.runtime.step_traces import StepTraces
+from patrickstar.runtime.updates import StepOrder, Updates
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
 from patrickstar.tracing.choreography import Choreography
 
@@ -64,6 +66,7 @@ class Training:
         gradients: Gradients,
         updates: Updates,
         choreography: Choreography,
+        growth: Growth,
         hypers: Callable[[], Mapping[str, Hyper]],
         max_grad_norm: float | None,
         formats: Formats = FP32,
@@ -75,13 +78,14 @@ class Training:
         self._gradients = gradients
         self._updates = updates
         self._choreography = choreography
+        self._growth = growth
         self._hypers = hypers
         self._max_grad_norm = max_grad_norm
         self._formats = formats
 
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
-        self._traces: dict[tuple[str, frozenset[str], bool], Trace] = {}
+        self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
         self._backward: int | None = None
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
@@ -272,7 +276,7 @@ class Training:
         else:
             with self._own_gradients_in_plane():
                 names = self._gradients.names
-                self._segments.begin("norm", self._trace("norm", names), following="step")
+                self._segments.begin("norm", self._traces.norm(names), following="step")
                 norm = self._updates.norm(names, self._gradients.factors)
                 self._segments.end()
         self.multiply(clip_factor(max_norm, norm))
@@ -306,6 +310,7 @@ class Training:
             name for name in self._binding.by_name if name in hypers and (name in self._gradients.names or name in own)
         ]
         for name in names:
+            self._growth.thaw(name)
             self.steps[name] = self.steps.get(name, 0) + 1
         factors = {name: self._gradients.factors[name] for name in names if name in self._gradients.factors}
         for name in factors:
@@ -341,7 +346,7 @@ class Training:
         began = time.perf_counter()
         self._unfinished = True
         if self._binding.gradients.stay:
-            trace = self._trace("step", order.hypers)
+            trace = self._traces.step(order.hypers)
             self._segments.begin("step", trace, following="training step")
             self._updates.step_with(order, trace, self._tensors())
         else:
@@ -364,7 +369,7 @@ class Training:
     def _carry_out_in_chunks(self, order: StepOrder, *, free: bool) -> None:
         with self._own_gradients_in_plane():
             if order.hypers:
-                trace = self._trace("step", order.hypers, writes=bool(order.factors))
+                trace = self._traces.step(order.hypers, writes=bool(order.factors))
                 frees = tuple(
                     (index, touch.ref)
                     for index, moment in enumerate(trace.moments)
@@ -387,26 +392,7 @@ class Training:
     def all_traces(self) -> list[Trace]:
         """The norm of all gradients and the update of all parameters: what a step needs at most beside the forward."""
         names = list(self._hypers())
-        return [self._trace("step", names, writes=True), self._trace("norm", names)]
-
-    def _trace(self, kind: str, names: Iterable[str], *, writes: bool = False) -> Trace:
-        key = kind, frozenset(names), writes
-        if key not in self._traces:
-            if len(self._traces) > 64:
-                self._traces.clear()
-            make = (
-                norm_trace(self._layout, names)
-                if kind == "norm"
-                else step_trace(
-                    self._layout,
-                    names,
-                    writes_gradients=writes,
-                    with_gradient=not self._binding.gradients.stay,
-                    formats=self._formats,
-                )
-            )
-            self._traces[key] = make
-        return self._traces[key]
+        return [self._traces.step(names, writes=True), self._traces.norm(names)]
 
     def _own_gradients_in_plane(self) -> InPlane:
         return InPlane(self._binding, self._gradients)

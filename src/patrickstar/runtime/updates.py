@@ -70,10 +70,12 @@ def step_trace(
 
     Args:
         writes_gradients: whether they are scaled in place first. with_gradient: False where gradients never come to their plane.
-        formats: which chunks have a split master.
+        formats: which chunks are trained, and have a split master.
     """
     moments = []
     for chunk, label in _chunks_of(layout, set(names)):
+        if not formats.is_trained(chunk, layout):
+            continue
         weight = Touch(PlaneRef(layout.run_of(chunk).head, WEIGHT), True)
         touches = [Touch(PlaneRef(chunk, EXP_AVG), True), Touch(PlaneRef(chunk, EXP_AVG_SQ), True), weight]
         if formats.is_split(chunk, layout):
@@ -84,7 +86,7 @@ def step_trace(
     return Trace(tuple(moments))
 
 
-def norm_trace(layout: Layout, names: Iterable[str]) -> Trace:
+def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats = FP32) -> Trace:
     """The moments of a pass that reads these parameters' gradients, in layout order."""
     wanted = set(names)
     return Trace(
@@ -93,6 +95,7 @@ def norm_trace(layout: Layout, names: Iterable[str]) -> Trace:
             for name in layout.slices
             if name in wanted
             for part in layout.parts(name)
+            if formats.is_trained(part.chunk, layout)
         )
     )
 

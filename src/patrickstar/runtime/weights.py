@@ -16,6 +16,7 @@ from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.deferred_recorder import Recorder
 from patrickstar.optim.split import join, split
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.growth import Growth
 
 __all__ = ["Weights"]
 
@@ -23,10 +24,11 @@ __all__ = ["Weights"]
 class Weights:
     """Values and moments of parameters, one at a time."""
 
-    def __init__(self, binding: Binding, layout: Layout, conductor: Conductor) -> None:
+    def __init__(self, binding: Binding, layout: Layout, conductor: Conductor, growth: Growth) -> None:
         self._binding = binding
         self._layout = layout
         self._conductor = conductor
+        self._growth = growth
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter's master, of its shape and strides, fp32."""
@@ -57,7 +59,7 @@ class Weights:
     def write_piece(self, name: str, part: Part, master: Tensor) -> None:
         """Sets a piece of a parameter's master from a 1-D fp32 tensor."""
         weight, rest = self._halves(self._binding.by_name[name], part, writes=True)
-        if weight.dtype is torch.float32:
+        if weight.dtype is not torch.bfloat16:
             weight.copy_(master)
         else:
             split(master, weight, rest if rest is not None else torch.empty(weight.shape, dtype=torch.int16))
@@ -111,6 +113,7 @@ class Weights:
     def moment_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
         """A parameter's first or second moment as 1-D pieces in slot order; each valid until the next is asked for."""
         assert plane in (EXP_AVG, EXP_AVG_SQ)
+        self._growth.thaw(name)
         for part in self._layout.parts(name):
             ref = PlaneRef(part.chunk, plane)
             self._conductor.moment(Phase.STEP, name, (Touch(ref, writes),))

@@ -86,6 +86,9 @@ class _Twin:
     def renew(self, name: str, copy: Tensor) -> None:
         pass
 
+    def thawed(self, name: str) -> None:
+        pass
+
     def changed(self, key: Key) -> None:
         pass
 

@@ -1,0 +1,35 @@
+"""Which parameters lie in what is leased."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+
+from patrickstar.core.plane import PlaneRef
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.leases import Key, Located
+
+__all__ = ["Places"]
+
+
+class Places:
+    """The parameters of a binding by unit, and by name where they are copied."""
+
+    def __init__(self, by_name: Mapping[str, BoundParameter]) -> None:
+        self._by_name = by_name
+        self._starts: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}
+        for bound in sorted(by_name.values(), key=lambda bound: bound.offset):
+            starts, owners = self._starts.setdefault(bound.ref, ([], []))
+            starts.append(bound.offset)
+            owners.append(bound)
+
+    def parameters_in(self, key: Key) -> Sequence[BoundParameter]:
+        """The parameters that lie in a weight unit, by rising offset, or the one of a copy."""
+        return self._starts[key][1] if isinstance(key, PlaneRef) else [self._by_name[key]]
+
+    def owner(self, place: Located) -> BoundParameter:
+        """The parameter that an element is of."""
+        if not isinstance(place.key, PlaneRef):
+            return self._by_name[place.key]
+        starts, owners = self._starts[place.key]
+        return owners[bisect.bisect_right(starts, place.offset) - 1]

@@ -1,0 +1,145 @@
+"""Room that a session turns out to need: planes of parameters that were frozen, gradients of several backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from patrickstar.core.formats import Formats
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.plan.placement import place_more
+from patrickstar.plan.refusal import refuse_moment
+from patrickstar.plan.residency import slots_of
+from patrickstar.runtime.conductor import Conductor
+
+__all__ = ["Growth"]
+
+_WIDE = 4  # bytes of an element in fp32
+
+
+class Growth:
+    """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
+
+    Args:
+        gradients: whether gradients lie in chunks.
+        changed: is told that plans made so far are of units of other sizes.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        formats: Formats,
+        conductor: Conductor,
+        *,
+        machine: Machine,
+        gradients: bool,
+        changed: Callable[[str], None],
+    ) -> None:
+        self._layout = layout
+        self._formats = formats
+        self._conductor = conductor
+        self._machine = machine
+        self._planes = (WEIGHT, REST, *((GRAD,) if gradients else ()), EXP_AVG, EXP_AVG_SQ)
+        self._changed = changed
+
+    def thaw(self, name: str) -> None:
+        """A parameter that was frozen is trained from now on, and with it whatever shares its chunks.
+
+        Raises:
+            BudgetError: what that takes does not fit.
+        """
+        run = self._layout.run_of(self._layout.slices[name].chunk)
+        chunks = range(run.head, run.head + run.length)
+        formats, state = self._formats, self._conductor.mover.state
+        if formats.is_trained(run.head, self._layout):
+            return
+        self._conductor.settle()
+        weight = PlaneRef(run.head, WEIGHT)
+        formats.thawed.update(chunks)
+        try:
+            units = [ref for ref in formats.units(self._layout, self._planes) if ref.chunk in chunks]
+            slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
+            new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
+            homes = self._prepare(new, slots)
+        finally:
+            formats.thawed.difference_update(chunks)
+        # An fp16 weight alone becomes the fp32 master.
+        self._reform(homes, slots, keep=weight if weight in new else None, switch=lambda: formats.thawed.update(chunks))
+        self._changed(f"{name} is trained from now on")
+
+    def widen_gradients(self) -> None:
+        """Gradients add up in fp32 from now on: those that have come are widened, in every chunk.
+
+        Raises:
+            BudgetError: what that takes does not fit.
+        """
+        formats, layout, state = self._formats, self._layout, self._conductor.mover.state
+        narrow = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
+        factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
+        slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
+        homes = self._prepare(narrow, slots)
+        for ref in narrow:
+            keep = None if ref in state.free else ref
+            self._reform({ref: homes[ref]}, slots, keep=keep, switch=lambda chunk=ref.chunk: formats.widened.add(chunk))  # type: ignore[misc]
+        self._changed("gradients of several backwards add up in fp32 from now on")
+
+    def _reform(
+        self,
+        homes: dict[PlaneRef, Tier],
+        slots: dict[PlaneRef, int],
+        *,
+        keep: PlaneRef | None,
+        switch: Callable[[], object],
+    ) -> None:
+        """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type."""
+        conductor, state = self._conductor, self._conductor.mover.state
+        with conductor.apart():
+            values = None
+            if keep is not None:
+                conductor.moment(Phase.STEP, "", (Touch(keep),))
+                values = conductor.tensor(keep).clone()
+            for ref in homes:
+                if ref in state.home:
+                    conductor.mover.release(ref)
+            switch()
+            conductor.mover.grow(homes, slots)
+            if keep is not None and values is not None:
+                conductor.moment(Phase.STEP, "", (Touch(keep, True),))
+                conductor.tensor(keep).copy_(values)
+
+    def _prepare(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> dict[PlaneRef, Tier]:
+        """Where the units will rest. BudgetError where they do not fit there, or the update of a chunk does not fit any more."""
+        self._expect_room_for_updates(new, slots)
+        mover = self._conductor.mover
+        homes = place_more(
+            self._machine,
+            new,
+            home=mover.state.home,
+            slots={**mover.state.slots, **slots},
+            slot_bytes=mover.state.slot_bytes,
+            disk=mover.store.has_disk,
+        )
+        mover.prepare(homes, slots)
+        return homes
+
+    def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> None:
+        state, layout = self._conductor.mover.state, self._layout
+        sizes = {**state.slots, **slots}
+        for chunk in sorted({ref.chunk for ref in new}):
+            touched = [
+                PlaneRef(layout.run_of(chunk).head, WEIGHT),
+                *(PlaneRef(chunk, plane) for plane in self._planes[1:]),
+            ]
+            needed = sum(sizes[ref] for ref in touched if ref in sizes)
+            if needed * state.slot_bytes > self._machine.budget[state.compute]:
+                raise refuse_moment(
+                    tier=state.compute,
+                    moment=f"step {layout.run_of(chunk).tensors[0]}",
+                    slot_bytes=state.slot_bytes,
+                    slots=needed,
+                    nonmodel_bytes=0,
+                    budget_bytes=self._machine.budget[state.compute],
+                    smallest_bytes=needed * state.slot_bytes,
+                )

@@ -1,0 +1,50 @@
+"""The traces of what a step does beside the forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from patrickstar.core.formats import Formats
+from patrickstar.core.layout import Layout
+from patrickstar.core.trace import Trace
+from patrickstar.runtime.updates import norm_trace, step_trace
+
+__all__ = ["StepTraces"]
+
+_KEPT = 64
+
+
+class StepTraces:
+    """Makes them, and gives the very same one for the same question: plans are kept by trace.
+
+    Args:
+        in_chunks: whether gradients lie in chunks.
+    """
+
+    def __init__(self, layout: Layout, formats: Formats, *, in_chunks: bool) -> None:
+        self._layout = layout
+        self._formats = formats
+        self._in_chunks = in_chunks
+
+        self._known: dict[tuple[str, frozenset[str], bool, int], Trace] = {}
+
+    def norm(self, names: Iterable[str]) -> Trace:
+        """Of the norm of these parameters' gradients."""
+        key = self._key("norm", names)
+        if key not in self._known:
+            self._known[key] = norm_trace(self._layout, names, formats=self._formats)
+        return self._known[key]
+
+    def step(self, names: Iterable[str], *, writes: bool = False) -> Trace:
+        """Of the update of these parameters. `writes`: whether gradients are scaled in place first."""
+        key = self._key("step", names, writes=writes)
+        if key not in self._known:
+            self._known[key] = step_trace(
+                self._layout, names, writes_gradients=writes, with_gradient=self._in_chunks, formats=self._formats
+            )
+        return self._known[key]
+
+    def _key(self, kind: str, names: Iterable[str], *, writes: bool = False) -> tuple[str, frozenset[str], bool, int]:
+        if len(self._known) > _KEPT:
+            self._known.clear()
+        return kind, frozenset(names), writes, len(self._formats.thawed)
