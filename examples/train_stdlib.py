@@ -28,7 +28,7 @@ def options() -> list[str]:
     model_data = BYTES_PER_PARAMETER * MODELS[DEFAULT].numel()
     return [
         *("--model", DEFAULT),
-        *("--device", "cpu"),
+        *("--device", "cpu", "--precision", "fp32"),
         # Half of the model data, activations included.
         *("--host-memory", f"{model_data // 2 // MIB}MiB"),
         *("--disk", str(RUNS / "disk")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -20,3 +21,11 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_bf16_by_default() -> Iterator[None]:
+    """Where no precision is given, tests run in fp32 on every machine; those that ask for bf16 say what computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patrickstar.runtime.precision.computes_bf16", lambda: False)
+        yield

@@ -106,7 +106,7 @@ class Run:
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._base = resident_bytes() - self.weight_bytes
         with self.part("manage"):
-            self.session = manage(model, optimizer, host_memory=budget, disk=disk)
+            self.session = manage(model, optimizer, precision="fp32", host_memory=budget, disk=disk)
         # It begins with the weights: where they are more than the budget, it counts from the size that it finds.
         self.parts["manage"] -= max(0, self.weight_bytes - budget)
 

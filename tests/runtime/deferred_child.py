@@ -73,7 +73,7 @@ def life(*, config: Mapping[str, Any], share: float, disk: str, deferred: bool =
     budget = int(weight_bytes * share)
     with part("manage"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        session = manage(model, optimizer, host_memory=budget, disk=disk)
+        session = manage(model, optimizer, precision="fp32", host_memory=budget, disk=disk)
     first = hashes(session)
     for number in range(3):
         with part(f"step {number}"):

@@ -311,7 +311,7 @@ torch.set_num_threads(1)
 from tests.runtime.builders import TIGHT, SLOT, adamw, mlp, options, train
 model = mlp()
 session = patrickstar.manage(
-    model, adamw(model), options=options(), device="cpu", host_memory=TIGHT + SLOT, disk=sys.argv[1]
+    model, adamw(model), options=options(), precision="fp32", device="cpu", host_memory=TIGHT + SLOT, disk=sys.argv[1]
 )
 train(model, session.optimizer, 1)
 print(len(list(__import__("pathlib").Path(sys.argv[1]).iterdir())))

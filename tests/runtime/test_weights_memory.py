@@ -28,7 +28,7 @@ for width in (32, 1024):  # the small one first: imports and threads are not wha
         safetensors.torch.save_file(model.state_dict(), directory / f"{width}")
         continue
     before = reset()
-    session = patrickstar.manage(model, weights=directory / f"{width}", host_memory="24MiB", disk=directory / "disk")
+    session = patrickstar.manage(model, weights=directory / f"{width}", precision="fp32", host_memory="24MiB", disk=directory / "disk")
     loaded = high_water() - before
     before = reset()
     session.export(directory / "out")

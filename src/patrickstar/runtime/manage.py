@@ -96,7 +96,7 @@ def manage(
             only are managed, for evaluation.
         device: "cpu", or "emulated": a bounded arena of host memory plays a device. None: "cpu".
         precision: "bf16": the weight is the upper half of an fp32 master. "fp16": it is rounded from one, and `session.scaler` scales the loss.
-            None: "fp32".
+            None: "bf16" where the processor is fast in it, which is said, else "fp32".
         device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%".
         host_memory: how much the process may hold above its present size less the weights taken over. None: 80 % of what is available.
         disk, disk_memory: directory and budget of the disk tier. None: no disk tier; 90 % of what is free.
@@ -129,6 +129,11 @@ def manage(
         check_optimizer(optimizer, {id(parameter): name for name, parameter in named.items()})
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     types = find_precision(memory, model)
+    if memory.precision is None and types.mixed:
+        _log.warning(
+            'precision was not given, and this processor is fast in bf16: weights are bf16, with exact fp32 masters. precision="bf16" says the '
+            'same without this warning, precision="fp32" keeps all of it in fp32'
+        )
     layout = layout_of(named, memory, types, trained=lambda parameter: _is_trained(parameter, optimizer))
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)

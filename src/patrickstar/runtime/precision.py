@@ -16,7 +16,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.torch_private import computes_bf16, computes_fp16
 
-__all__ = ["Precision", "find_precision", "lies_in"]
+__all__ = ["Precision", "default_precision", "find_precision", "lies_in"]
 
 _TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -65,11 +65,11 @@ class Precision:
 
 
 def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
-    """The types for what `manage` was given; where that says nothing, fp32, which every CPU computes fast.
+    """The types for what `manage` was given; see `default_precision` for where that says nothing.
 
     Weights of 16 bits are widened to fp32 at each use where the processor has no instructions for products of theirs, or where that is asked for.
     """
-    kept, options = memory.precision or "fp32", memory.options
+    kept, options = memory.precision or default_precision(), memory.options
     if kept == "fp32":
         return Precision(fp32_formats(), torch.float32)
     compute = options.compute or (kept if _is_fast(kept) else "fp32")
@@ -80,6 +80,11 @@ def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
         return Precision(formats, _TYPES[compute], whole, mixed=True, copies=compute == "fp32")
     formats = fp16_formats(gradient="float32" if accumulates else "float16")
     return Precision(formats, _TYPES[compute], whole, mixed=True, copies=True, rounding=torch.float16)
+
+
+def default_precision() -> str:
+    """What weights are kept in where nobody says: bf16 where the processor has instructions for it, else fp32."""
+    return "bf16" if computes_bf16() else "fp32"
 
 
 def lies_in(path: str, modules: Collection[str]) -> bool:
