@@ -72,13 +72,19 @@ def build(
 
 
 def foresee(
-    *, config: Mapping[str, Any], batch: Sequence[int], checkpointing: bool = False, clip: bool = False, **memory: Any
+    *,
+    config: Mapping[str, Any],
+    batch: Sequence[int],
+    checkpointing: bool = False,
+    clip: bool = False,
+    precision: str = "fp32",
+    **memory: Any,
 ) -> dict[str, Any]:
     """The forecast's figures."""
     from patrickstar.runtime.forecast import forecast
 
     model, tokens = build(config, batch, checkpointing=checkpointing)
-    known = forecast(model, {"input_ids": tokens, "labels": tokens}, clip=clip, **memory)
+    known = forecast(model, {"input_ids": tokens, "labels": tokens}, clip=clip, precision=precision, **memory)
     return {
         "minimum": known.minimum["host"],
         "peak": known.peak["host"],
@@ -89,7 +95,7 @@ def foresee(
 class Run:
     """A session and how far the process has grown in each part of its life, above what `host_memory` is counted from."""
 
-    def __init__(self, model: Any, tokens: Any, *, budget: int, disk: str, clip: bool) -> None:
+    def __init__(self, model: Any, tokens: Any, *, budget: int, disk: str, clip: bool, precision: str) -> None:
         import torch
 
         import patrickstar
@@ -106,7 +112,7 @@ class Run:
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._base = resident_bytes() - self.weight_bytes
         with self.part("manage"):
-            self.session = manage(model, optimizer, precision="fp32", host_memory=budget, disk=disk)
+            self.session = manage(model, optimizer, precision=precision, host_memory=budget, disk=disk)
         # It begins with the weights: where they are more than the budget, it counts from the size that it finds.
         self.parts["manage"] -= max(0, self.weight_bytes - budget)
 
@@ -123,10 +129,12 @@ class Run:
         """A training step."""
         optimizer = self.session.optimizer
         assert optimizer is not None
-        self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+        scaler = self.session.scaler
+        scaler.scale(self.model(input_ids=self.tokens, labels=self.tokens).loss).backward()  # type: ignore[no-untyped-call]
         if self.clip:
             self.session.clip_grad_norm_(1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
 
     def generate(self) -> None:
@@ -162,6 +170,7 @@ def measure(
     holes: bool = False,
     steps: int = 3,
     spoil: bool = False,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Trains, evaluates, generates, saves, loads, reads every weight, trains on, closes: bytes of growth by part.
 
@@ -176,7 +185,7 @@ def measure(
         kept.return_at_once = lambda: ""  # type: ignore[assignment]
         Pressure.excess_bytes = lambda self, growth_bytes: 0  # type: ignore[method-assign]
     model, tokens = build(config, batch, checkpointing=checkpointing, holes=holes)
-    run = Run(model, tokens, budget=budget, disk=disk, clip=clip)
+    run = Run(model, tokens, budget=budget, disk=disk, clip=clip, precision=precision)
     folder = Path(disk) / "checkpoints"
     if generate_first:
         with run.part("generate first"):

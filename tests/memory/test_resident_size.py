@@ -93,6 +93,18 @@ def test_a_whole_life_on_a_gigabyte_of_model_data_stays_within_every_budget_and_
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_stay_within_their_budgets(precision: str, share: float, allocator: str, tmp_path: Path) -> None:
+    budget = budgets(preload(allocator), shares=(share,), disk=str(tmp_path), precision=precision, **LARGE)[0]
+    run = in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), precision=precision, **LARGE)
+    log(f"{allocator} {precision}", share, budget, run)
+    assert sum(run["moved"].values()) > 0 or share == 1.0
+    expect_within(budget, run)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize(
     "what", [{"checkpointing": True, "generate_first": True}, {"clip": True, "batch": (4, 256)}, {"holes": True}]
 )

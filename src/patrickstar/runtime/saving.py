@@ -206,9 +206,7 @@ class Saving:
             self._weights.fill(bound, reader.read(name))
             return
         for part in self._layout.parts(owner):
-            master = torch.empty(part.stop - part.start)
-            reader.read_into(name, master, start=part.tensor_start)
-            self._weights.write_piece(owner, part, master)
+            self._weights.read_into(owner, part, lambda master, at: reader.read_into(name, master, start=at))
 
     def _read_moment(self, reader: StepReader, name: str, owner: str, plane: str) -> None:
         if not self._binding.by_name[owner].shape_only.is_contiguous():

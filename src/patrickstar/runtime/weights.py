@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
 
 __all__ = ["Weights"]
+
+_BLOCK_NUMEL = 1 << 18
+"""Elements of a 16-bit parameter whose masters are in memory at once, 1 MiB of them: a chunk's would take twice what its weights do."""
 
 
 class Weights:
@@ -49,20 +52,29 @@ class Weights:
             weight, rest = self._halves(bound, part, writes=False)
             if weight.dtype is torch.float32:
                 yield weight
-            elif rest is None:
-                yield weight.to(torch.float32)
-            else:
-                master = torch.empty(weight.shape)
-                join(weight, rest, master)
+                continue
+            for block in _blocks(weight.numel()):
+                master = torch.empty(block.stop - block.start)
+                if rest is None:
+                    master.copy_(weight[block])
+                else:
+                    join(weight[block], rest[block], master)
                 yield master
 
-    def write_piece(self, name: str, part: Part, master: Tensor) -> None:
-        """Sets a piece of a parameter's master from a 1-D fp32 tensor."""
+    def read_into(self, name: str, part: Part, read: Callable[[Tensor, int], object]) -> None:
+        """Sets a piece of a parameter's master from what `read` writes: into an fp32 tensor, from an element of the parameter on."""
         weight, rest = self._halves(self._binding.by_name[name], part, writes=True)
-        if weight.dtype is not torch.bfloat16:
-            weight.copy_(master)
-        else:
-            split(master, weight, rest if rest is not None else torch.empty(weight.shape, dtype=torch.int16))
+        if weight.dtype is torch.float32:
+            read(weight, part.tensor_start)
+            return
+        for block in _blocks(weight.numel()):
+            master = torch.empty(block.stop - block.start)
+            read(master, part.tensor_start + block.start)
+            if weight.dtype is torch.bfloat16:
+                left = rest[block] if rest is not None else torch.empty(master.shape, dtype=torch.int16)
+                split(master, weight[block], left)
+            else:
+                weight[block].copy_(master)
 
     def _halves(self, bound: BoundParameter, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of the weight plane, and of the rest plane where there is one."""
@@ -94,8 +106,7 @@ class Weights:
         """Copies a value into a parameter's place, a piece at a time."""
         flat = bound.flat(value.detach())
         for part in self._layout.parts(bound.name):
-            piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-            self.write_piece(bound.name, part, piece.to(torch.float32))
+            self.read_into(bound.name, part, lambda master, at: master.copy_(flat[at : at + master.numel()]))
 
     def fill_made(self, bound: BoundParameter, recorder: Recorder) -> None:
         """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
@@ -146,3 +157,8 @@ class Weights:
             for target in self.moment_pieces(name, plane, writes=True):
                 target.copy_(flat[at : at + target.numel()])
                 at += target.numel()
+
+
+def _blocks(numel: int) -> Iterator[slice]:
+    for start in range(0, numel, _BLOCK_NUMEL):
+        yield slice(start, min(start + _BLOCK_NUMEL, numel))
