@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-fast test-full check format mutants bench clean
+.PHONY: train test test-fast test-full check format mutants bench bench-step clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
+
+bench-step: $(STAMP)
+	$(BIN)/python benchmarks/step.py
 
 clean:
 	rm -rf $(VENV) build dist runs

@@ -28,6 +28,9 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Trace
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
+from patrickstar.runtime.engine import Engine
+from patrickstar.runtime.engine_optimizer import EngineOptimizer
+from patrickstar.runtime.initialize import initialize_engine
 from patrickstar.runtime.stats import Stats
 
 PAGE = Path(__file__).parent / "reference.md"
@@ -66,6 +69,23 @@ OPTIMIZER = [
     "state_dict",
     "load_state_dict",
 ]
+ENGINE = [
+    *("lr_scheduler", "global_steps", "skipped_steps", "backward", "step"),
+    *("zero_grad", "is_gradient_accumulation_boundary", "gradient_accumulation_steps"),
+    *(
+        "train_micro_batch_size_per_gpu",
+        "get_lr",
+        "state_dict",
+        "load_state_dict",
+        "save_checkpoint",
+        "load_checkpoint",
+    ),
+    "close",
+]
+ENGINE_OPTIMIZER = [
+    *("param_groups", "micro_steps", "at_boundary", "step", "zero_grad"),
+    *("add_param_group", "state_dict", "load_state_dict"),
+]
 READABLE = {
     Layout: ["n_chunks", "model_numel", "padding", "digest"],
     Trace: ["peak", "name", "digest", "differences", "parse"],
@@ -99,6 +119,13 @@ def lines() -> Iterator[str]:
     yield from _fields(patrickstar.Options, "patrickstar.Options")
     for optimizer in (patrickstar.AdamW, patrickstar.Adam):
         yield from _function(optimizer, f"patrickstar.{optimizer.__name__}", level=2)
+    yield from _function(initialize_engine, "patrickstar.runtime.initialize_engine", level=2)
+    yield "## The engine\n"
+    yield from _text(Engine.__doc__)
+    yield from _members(Engine, "engine", ENGINE, level=3)
+    yield "## The optimizer of an engine\n"
+    yield from _text(EngineOptimizer.__doc__)
+    yield from _members(EngineOptimizer, "optimizer", ENGINE_OPTIMIZER, level=3)
     yield "## Errors\n"
     tree = (inspect.getdoc(errors) or "").split("\n\n")[1]
     yield f"```text\n{textwrap.dedent(tree)}\n```\n"

@@ -22,9 +22,11 @@ from patrickstar.cli.compare import (
 )
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.schedule import Schedule
+from patrickstar.config.engine.settings import OptimizerSettings
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2
+SETTINGS = OptimizerSettings(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
 
 
 class Output:
@@ -143,7 +145,7 @@ def test_one_update_is_torchs_own_within_one_unit_in_the_last_place():
         theirs.grad = torch.randn_like(p)
         optimizer.step()
         before = p.clone()
-        update_(p, theirs.grad.clone(), moments, lr=LR)
+        update_(p, theirs.grad.clone(), moments, SETTINGS)
         assert torch.equal(moments.exp_avg, optimizer.state[theirs]["exp_avg"])
         assert torch.equal(moments.exp_avg_sq, optimizer.state[theirs]["exp_avg_sq"])
         largest = torch.maximum(before.abs(), p.abs()).clamp(min=LR)

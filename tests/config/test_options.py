@@ -14,6 +14,7 @@ def test_the_defaults_are_what_nobody_needs_to_set():
         "eviction": "next-use",
         "prefetch": None,
         "compute": None,
+        "loss_scale": None,
         "accumulate": None,
         "keep_fp32": (),
         "tile_rows": None,
@@ -25,7 +26,15 @@ def test_the_defaults_are_what_nobody_needs_to_set():
 
 
 @pytest.mark.parametrize(
-    "good", [{"chunk_size": 1024}, {"chunk_size": 1 << 22}, {"eviction": "lru"}, {"accumulate": 4}, {"poison": True}]
+    "good",
+    [
+        {"chunk_size": 1024},
+        {"chunk_size": 1 << 22},
+        {"eviction": "lru"},
+        {"accumulate": 4},
+        {"poison": True},
+        {"compute": "fp32"},
+    ],
 )
 def test_what_this_version_knows_is_taken(good):
     options = Options(**good)
@@ -46,6 +55,7 @@ def test_what_this_version_knows_is_taken(good):
         ({"eviction": "LRU"}, 'did you mean "lru"'),
         ({"eviction": None}, "eviction=None"),
         ({"eviction": ["lru"]}, "eviction="),
+        ({"compute": "bf61"}, 'did you mean "bf16"'),
         ({"accumulate": 0}, "accumulate=0: expected a positive number"),
         ({"accumulate": 1.5}, "accumulate=1.5"),
         ({"poison": 1}, "poison=1: expected True or False"),
@@ -62,7 +72,6 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
     "early",
     [
         {"prefetch": 2},
-        {"compute": "fp32"},
         {"tile_rows": 128},
         {"chunked_loss": True},
         {"chunked_loss": False},

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from patrickstar.cli.corpus import DataError
 from patrickstar.cli.tokenizer import Tokens
 from patrickstar.errors import CheckpointError
+
+# Held-out batches of one evaluation: enough to tell a fall from noise, few enough to cost no more than a few steps.
+VALIDATION_BATCHES: Final = 4
 
 Batch = dict[str, torch.Tensor]
 

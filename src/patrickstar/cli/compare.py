@@ -10,17 +10,18 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
-from patrickstar.cli.batches import Batches
+from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.plain_masters import PlainMasters
-from patrickstar.cli.schedule import Schedule
+from patrickstar.config.engine.schedules import Rates
+from patrickstar.config.engine.settings import OptimizerSettings
 
 BETAS: Final = (0.9, 0.999)
 EPS: Final = 1e-8
@@ -87,17 +88,21 @@ class PlainRun:
     def __init__(
         self,
         model: nn.Module,
-        batches: Batches,
+        batches: BatchSource,
         *,
         lr: float,
-        schedule: Schedule,
+        schedule: Rates,
         clip: float | None,
         accumulate: int,
         precision: str = "fp32",
+        optimizer: OptimizerSettings | None = None,
     ) -> None:
+        """Steps of `optimizer`; None: of AdamW as `train` has it, at `lr`."""
         self.model = model
         self.batches = batches
-        self.lr = lr
+        self.optimizer = optimizer or OptimizerSettings(
+            lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True
+        )
         self.schedule = schedule
         self.clip = clip
         self.accumulate = accumulate
@@ -118,11 +123,15 @@ class PlainRun:
         with torch.no_grad():
             if self.clip is not None:
                 clip_(list(gradients.values()), self.clip)
-            lr = self.lr * self.schedule.factor(self._done)
+            hyper = replace(
+                self.optimizer,
+                lr=self.schedule.lr(self._done, self.optimizer.lr),
+                betas=self.schedule.betas(self._done) or self.optimizer.betas,
+            )
             for name, parameter in self.model.named_parameters():
                 if name in gradients:
                     updated = parameter if masters is None else masters[name]
-                    update_(updated, gradients[name], self._moments_of(name, updated), lr=lr)
+                    update_(updated, gradients[name], self._moments_of(name, updated), hyper)
                     parameter.grad = None
             if masters is not None:
                 masters.write_back()
@@ -139,18 +148,21 @@ class PlainRun:
         return self._moments[name]
 
 
-def update_(p: torch.Tensor, g: torch.Tensor, moments: Moments, *, lr: float) -> None:
-    """One AdamW update of a parameter, in place, in fp32. Scalars are computed in double and rounded once."""
-    beta1, beta2 = BETAS
+def update_(p: torch.Tensor, g: torch.Tensor, moments: Moments, hyper: OptimizerSettings) -> None:
+    """One update of Adam for a parameter, in place, in fp32. Scalars are computed in double and rounded once."""
+    beta1, beta2 = hyper.betas
     m, v = moments.exp_avg, moments.exp_avg_sq
     moments.steps += 1
-    p.mul_(1 - lr * WEIGHT_DECAY)
+    if hyper.decoupled:
+        p.mul_(1 - hyper.lr * hyper.weight_decay)
+    elif hyper.weight_decay:
+        g = g.add(p, alpha=hyper.weight_decay)
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     # torch's own fp32 root is off by one bit now and then; rounded from fp64 it is the IEEE root.
     root = v.double().sqrt_().float()
-    root.div_(math.sqrt(1 - beta2**moments.steps)).add_(EPS)
-    p.addcdiv_(m, root, value=-lr / (1 - beta1**moments.steps))
+    root.div_(math.sqrt(1 - beta2**moments.steps)).add_(hyper.eps)
+    p.addcdiv_(m, root, value=-hyper.lr / (1 - beta1**moments.steps))
 
 
 def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> None:

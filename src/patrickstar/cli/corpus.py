@@ -17,7 +17,6 @@ from patrickstar.errors import ConfigError, Error
 
 # Shares of the text: what to hold out, what is too little to validate on, what is too much to go without.
 HELD_OUT, LEAST_HELD_OUT, MOST_HELD_OUT = 0.05, 0.01, 0.1
-RANDOM: Final = "random"
 # Parts of an installed standard library that are no running text of it: tests, other people's packages, caches.
 _NOT_LIBRARY: Final = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -46,13 +45,9 @@ def read_corpus(given: Sequence[str]) -> Corpus:
     """The corpus of `--data`: files as named, all files of directories, sorted; the default where nothing is given.
 
     Raises:
-        ConfigError: a path that does not exist, or `random`.
+        ConfigError: a path that does not exist.
         DataError: a file named outright that is empty, binary or not UTF-8; a directory without text.
     """
-    if RANDOM in given:
-        raise ConfigError(
-            f"--data {RANDOM}: random tokens come with the benchmarks of a later version; name files or directories"
-        )
     if not given:
         return _split("the Python standard library", list(_library()), skipped=0)
     texts: dict[Path, str] = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from patrickstar.cli.batches import Batches
+from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.checkpoints import CheckpointFolder
 from patrickstar.cli.display import Display, TrainingView
 from patrickstar.cli.events import EventLog, StepRecord
@@ -68,7 +68,7 @@ class Training:
     model: nn.Module
     session: Session
     scheduler: LRScheduler
-    batches: Batches
+    batches: BatchSource
     course: Course
     progress: Progress
     growth: ResidentGrowth
@@ -107,25 +107,30 @@ class Training:
     def _step(self) -> StepRecord:
         session, progress = self.session, self.progress
         assert session.optimizer is not None
-        before = session.stats().moved
+        before = session.stats()
         started = time.perf_counter()
-        loss = accumulate_gradients(self.model, self.batches, self.course.accumulate)
+        scaler = session.scaler
+        loss = accumulate_gradients(self.model, self.batches, self.course.accumulate, scale=scaler.scale)
+        if self.course.clip is not None:
+            scaler.unscale_(session.optimizer)
         # What `manage(max_grad_norm=)` does at every step, here for the norm that it gives.
         norm = None if self.course.clip is None else float(session.clip_grad_norm_(self.course.clip))
-        session.optimizer.step()
+        scaler.step(session.optimizer)
+        scaler.update()
         session.optimizer.zero_grad()
-        self.scheduler.step()
         seconds = time.perf_counter() - started
         tokens = self.batches.batch_size * self.batches.seq_len * self.course.accumulate
 
         stats = session.stats()
+        if stats.steps > before.steps:  # in fp16 a step may be skipped
+            self.scheduler.step()
         progress.step += 1
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
         progress.last_loss = loss
         progress.losses.append(loss)
         progress.seconds += seconds
         progress.tokens += tokens
-        progress.moved_per_step = {link: nbytes - before.get(link, 0) for link, nbytes in stats.moved.items()}
+        progress.moved_per_step = {link: nbytes - before.moved.get(link, 0) for link, nbytes in stats.moved.items()}
         return StepRecord(
             step=progress.step,
             loss=loss,

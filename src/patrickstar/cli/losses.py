@@ -11,17 +11,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from patrickstar.cli.batches import Batch, Batches
+from patrickstar.cli.batches import Batch, BatchSource
 
 
 def accumulate_gradients(
-    model: nn.Module, batches: Batches, accumulate: int, *, after_backward: Callable[[], None] = lambda: None
+    model: nn.Module,
+    batches: BatchSource,
+    accumulate: int,
+    *,
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    after_backward: Callable[[], None] = lambda: None,
 ) -> float:
-    """Forward and backward of one step's micro-batches; gives the mean of their losses."""
+    """Forward and backward of one step's micro-batches, of losses that are scaled; gives the mean of those that are not."""
     total = 0.0
     for _ in range(accumulate):
         loss = model(**batches.next()).loss
-        (loss if accumulate == 1 else loss / accumulate).backward()
+        scale(loss if accumulate == 1 else loss / accumulate).backward()
         after_backward()
         total += loss.item()
     return total / accumulate

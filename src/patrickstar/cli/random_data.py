@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from patrickstar.cli.batches import Batch, as_batch, position_in
+from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, as_batch, position_in
 from patrickstar.cli.display import Display
 
-# As many as of text, so that a benchmark's run has the parts of a real one.
-VALIDATION_BATCHES: Final = 4
 # What is drawn beside a position and the seed, so that no training batch is a validation batch.
 _TRAINING, _VALIDATION = 0, 1
 

@@ -7,19 +7,20 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar
 from patrickstar.cli.batches import Batch
 from patrickstar.cli.checkpoints import CheckpointFolder
 from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, PlainRun, RandomState, Verdict, compare_plain, digests
+from patrickstar.cli.configuration import Configuration
+from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler, TrainingView
 from patrickstar.cli.events import EventLog, Summary
 from patrickstar.cli.loop import Course, Progress, Training
@@ -29,9 +30,15 @@ from patrickstar.cli.predict import budgets, manage_arguments, predict, predicte
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import Schedule
 from patrickstar.cli.stop import StopSignals
-from patrickstar.cli.text_data import TextData
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.config.engine.schedules import Rates
+from patrickstar.config.engine.settings import OptimizerSettings
+from patrickstar.errors import ConfigError
 from patrickstar.memory.allocator import release_free_memory
+from patrickstar.optim.configured import build_optimizer
+from patrickstar.optim.schedules import Scheduler
+from patrickstar.runtime.initialize import memory_for
+from patrickstar.runtime.precision import default_precision, find_precision
 
 if TYPE_CHECKING:
     from patrickstar.runtime.forecast import Forecast
@@ -57,6 +64,18 @@ class Request:
     resume: bool
     compare_plain: bool
     log_json: Path | None
+    configuration: Configuration | None = None
+
+    @property
+    def rates(self) -> Rates:
+        """Those of the config, where it has a scheduler."""
+        of_config = None if self.configuration is None else self.configuration.schedule
+        return self.schedule if of_config is None else of_config
+
+    @property
+    def optimizer(self) -> OptimizerSettings | None:
+        """That of the config; None: AdamW as `train` has it, at `lr`."""
+        return None if self.configuration is None else self.configuration.optimizer
 
 
 def run(request: Request, signals: StopSignals) -> int:
@@ -67,13 +86,15 @@ def run(request: Request, signals: StopSignals) -> int:
     """
     display = Display()
     with _messages_to(display):
+        if request.configuration is not None:
+            request.configuration.settings.tell(logging.getLogger("patrickstar"))
         config = request.source.config()
         check_length(config, request.seq_len)
         resuming = request.resume and request.folder is not None and bool(request.folder.steps())
         if request.resume and not resuming:
             display.note("no checkpoint to resume from yet: starting afresh")
         with EventLog(request.log_json, append=resuming) as log:
-            data = TextData.prepare(
+            data = prepare_data(
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
             managed = _train(request, data, display, signals, log, resuming=resuming)
@@ -97,9 +118,17 @@ class _Managed:
 
 
 def _train(
-    request: Request, data: TextData, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
+    request: Request, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
 ) -> _Managed:
     model = _build(request)
+    if request.configuration is not None:
+        arguments = memory_for(model, request.arguments, request.configuration.settings)
+        request = replace(request, arguments=arguments)
+    if request.compare_plain and find_precision(request.arguments, model).copies:
+        raise ConfigError(
+            "--compare-plain where weights of 16 bits are widened to compute: the plain run computes in bf16. Compare in fp32, or with "
+            '{"patrickstar": {"options": {"compute": "bf16"}}} in --config'
+        )
     batches = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
     validation = data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
     allowed = budgets(model, request.arguments)
@@ -112,7 +141,11 @@ def _train(
     )
     log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
     refuse(forecast)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=request.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    optimizer = build_optimizer(
+        model.parameters(),
+        request.optimizer
+        or OptimizerSettings(lr=request.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True),
+    )
     # What the text has left with the allocator would otherwise count as there before, and hide growth.
     release_free_memory()
     growth = ResidentGrowth(model)
@@ -124,8 +157,7 @@ def _train(
         training = Training(
             model=model,
             session=session,
-            # A plain function has no state of its own, which the scheduler would save and load.
-            scheduler=LambdaLR(session.optimizer, lambda step: request.schedule.factor(step)),  # noqa: PLW0108 - see above
+            scheduler=Scheduler(session.optimizer, request.rates),
             batches=batches,
             course=Course(request.steps, request.accumulate, request.clip, request.save_every, request.folder),
             progress=Progress(),
@@ -155,15 +187,16 @@ def _train(
         return _Managed(progress.losses, final, random_state)
 
 
-def _compare(request: Request, data: TextData, display: Display, managed: _Managed) -> Verdict:
+def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Verdict:
     run = PlainRun(
         _build(request),
         data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed),
         lr=request.lr,
-        schedule=request.schedule,
+        schedule=request.rates,
         clip=request.clip,
         accumulate=request.accumulate,
-        precision=request.arguments.precision or "fp32",
+        precision=request.arguments.precision or default_precision(),
+        optimizer=request.optimizer,
     )
     with display.stage("plain PyTorch", len(managed.losses)) as advance:
         return compare_plain(
@@ -186,9 +219,10 @@ def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> f
     return loss
 
 
-def _config(request: Request, data: TextData) -> dict[str, Any]:
+def _config(request: Request, data: Data) -> dict[str, Any]:
     """What the log says was asked for."""
     arguments = request.arguments
+    configuration = request.configuration
     return {
         "model": request.source.name,
         "model_config": dict(request.source.settings),
@@ -198,14 +232,16 @@ def _config(request: Request, data: TextData) -> dict[str, Any]:
         "batch_size": request.batch_size,
         "seq_len": request.seq_len,
         "accumulate": request.accumulate,
-        "lr": request.lr,
-        "schedule": request.schedule.kind,
-        "warmup": request.schedule.warmup,
+        "config": None if configuration is None else str(configuration.path),
+        "optimizer": None if request.optimizer is None else asdict(request.optimizer),
+        "lr": request.lr if request.optimizer is None else request.optimizer.lr,
+        "schedule": request.schedule.kind if request.rates is request.schedule else type(request.rates).__name__,
+        "warmup": request.schedule.warmup if request.rates is request.schedule else None,
         "clip": request.clip,
         "seed": request.seed,
         "resume": request.resume,
         "device": arguments.device,
-        "precision": arguments.precision,
+        "precision": arguments.precision or default_precision(),
         "device_memory": arguments.device_memory,
         "host_memory": arguments.host_memory,
         "disk": None if arguments.disk is None else str(arguments.disk),

@@ -26,3 +26,10 @@ class Schedule:
             return 1.0
         share = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
         return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * share))
+
+    def lr(self, done: int, base: float) -> float:
+        """The rate after `done` steps."""
+        return base * self.factor(done)
+
+    def betas(self, done: int) -> None:
+        """The optimizer's own, always."""

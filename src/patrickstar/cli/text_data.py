@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from patrickstar.cli.batches import Batch, Batches, validation_batches
+from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, validation_batches
 from patrickstar.cli.corpus import read_corpus
 from patrickstar.cli.display import Display
 from patrickstar.cli.tokenizer import Tokens, encode, make_tokenizer
-
-# Held-out batches of one evaluation: enough to tell a fall from noise, few enough to cost no more than a few steps.
-VALIDATION_BATCHES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from patrickstar.cli import reexec
 from patrickstar.cli.checkpoints import CheckpointFolder
+from patrickstar.cli.configuration import Configuration, configure
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.options import (
     Invocation,
@@ -33,7 +35,7 @@ from patrickstar.errors import ConfigError
     "--data",
     multiple=True,
     metavar="PATH...",
-    help="Text files or directories; the Python standard library's sources where left out.",
+    help="Text files or directories; the Python standard library's sources where left out; random: random tokens.",
 )
 @click.option(
     "--steps",
@@ -95,15 +97,28 @@ from patrickstar.errors import ConfigError
     metavar="FILE",
     help="A JSON object a line: start, every step, summary.",
 )
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.json",
+    help="Optimizer, scheduler, precision, clipping, batch and memory in the form of DeepSpeed and PatrickStar 0.4.6. What it does not say is as "
+    "without it; flags that are given win.",
+)
 @debug_option
 @click.pass_obj
 def train(invocation: Invocation, **given: Any) -> int:
     """Train a causal language model on text, under a memory budget."""
+    configuration = _configure(given)
+    if configuration is None:
+        arguments = check_arguments(
+            **memory_flags(given), max_grad_norm=given["clip"], options=Options(accumulate=given["accumulate"])
+        )
+    else:
+        arguments = configuration.memory
+        given |= configuration.flags
     steps, warmup = given["steps"], given["warmup"]
-    arguments = check_arguments(
-        **memory_flags(given), max_grad_norm=given["clip"], options=Options(accumulate=given["accumulate"])
-    )
-    _check_together(given)
+    schedule = Schedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps)
+    _check_together(given, precision=arguments.precision)
     source = ModelSource.find(given["model"])
     folder = CheckpointFolder(given["checkpoint_dir"], keep=given["keep"]) if given["checkpoint_dir"] else None
     if folder is not None and not given["resume"]:
@@ -121,7 +136,7 @@ def train(invocation: Invocation, **given: Any) -> int:
         accumulate=given["accumulate"],
         steps=steps,
         lr=given["lr"],
-        schedule=Schedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
+        schedule=schedule,
         clip=given["clip"],
         seed=given["seed"],
         arguments=arguments,
@@ -130,11 +145,21 @@ def train(invocation: Invocation, **given: Any) -> int:
         resume=given["resume"],
         compare_plain=given["compare_plain"],
         log_json=given["log_json"],
+        configuration=configuration,
     )
     return run(request, invocation.signals)
 
 
-def _check_together(given: dict[str, Any]) -> None:
+def _configure(given: dict[str, Any]) -> Configuration | None:
+    """What `--config` says, with the flags that stand on the command line in the place of its keys."""
+    if given["config"] is None:
+        return None
+    context = click.get_current_context()
+    explicit = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    return configure(given["config"], given, explicit=explicit)
+
+
+def _check_together(given: dict[str, Any], *, precision: str | None) -> None:
     """Refuses flags that make no sense together, before anything takes time.
 
     Raises:
@@ -145,3 +170,5 @@ def _check_together(given: dict[str, Any]) -> None:
             raise ConfigError(f"{flag} without --checkpoint-dir: name the directory of the checkpoints")
     if given["compare_plain"] and given["resume"]:
         raise ConfigError("--compare-plain with --resume: the plain run has no checkpoint to go on from; leave one out")
+    if given["compare_plain"] and precision == "fp16":
+        raise ConfigError("--compare-plain with fp16: the plain run has no loss scale; compare in fp32 or bf16")

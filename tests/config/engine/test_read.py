@@ -49,7 +49,7 @@ def test_nothing_is_adam_in_fp32_without_a_bound():
     )
     assert empty.memory == MemoryOptions(precision="fp32", options=Options(accumulate=1))
     assert (empty.schedule, empty.accumulate, empty.micro_batch_size, empty.chunk_hint) == (None, 1, None, None)
-    assert (empty.device_share, empty.steps_per_print, empty.sections, empty.notes) == (None, None, frozenset(), ())
+    assert (empty.device_share, empty.steps_per_print, empty.said, empty.notes) == (None, None, frozenset(), ())
 
 
 def test_the_config_of_the_original_s_readme():
@@ -398,7 +398,9 @@ def test_keys_without_effect_are_told_once_by_reason_and_aloud_where_something_a
     assert [level for message, level in told.items() if "zero_optimization.overlap_comm (" in message] == ["INFO"]
 
 
-def test_sections_say_what_a_config_speaks_of():
-    assert read_config({"optimizer": {}, "gradient_clipping": 1, "patrickstar": {"disk": "x"}}).sections == {
-        *("optimizer", "gradient_clipping", "patrickstar"),
+def test_what_a_config_speaks_of_is_known():
+    assert read_config(
+        {"optimizer": {}, "gradient_clipping": 1, "aio": {"queue_depth": 1}, "bf16": {"enabled": False}}
+    ).said == {
+        *("optimizer", "gradient_clipping", "aio", "bf16", "bf16.enabled"),
     }

@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,6 +181,9 @@ def test_a_refused_key_has_values_that_ask_for_nothing_and_others_that_are_refus
             "at most 1",
         ),
         ({3: 4}, "3", "keys are text"),
+        ({"optimizer": {"params": {"lr": np.ones(2)}}}, "optimizer.params.lr", "expected a finite number"),
+        ({"autotuning": {"enabled": np.ones(2)}}, "autotuning.enabled", "expected true or false"),
+        ({"fp16": {"enabled": True, "loss_scale": 1e39}}, "fp16.loss_scale", "from 0 to 1.70141e+38"),
     ],
 )
 def test_what_is_wrong_with_one_key(config, path, why):

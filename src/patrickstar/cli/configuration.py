@@ -1,0 +1,137 @@
+"""`train --config`: what a config in the form of DeepSpeed and PatrickStar 0.4.6 says about a run, and flags that say otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.config.engine.json_file import read_json
+from patrickstar.config.engine.read import read_config
+from patrickstar.config.engine.schedules import Schedule
+from patrickstar.config.engine.settings import EngineSettings, Note, OptimizerSettings
+from patrickstar.errors import ConfigError
+
+_PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
+_DISKS: Final = (
+    "zero_optimization.offload_param",
+    "zero_optimization.offload_optimizer",
+    "client.nvme_base_dir",
+    "patrickstar.disk",
+)
+# Flags that say what one key says; the others are written out below.
+_KEYS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "batch_size": "train_micro_batch_size_per_gpu",
+        "accumulate": "gradient_accumulation_steps",
+        "clip": "gradient_clipping",
+        "device": "patrickstar.device",
+        "device_memory": "patrickstar.device_memory",
+        "host_memory": "patrickstar.host_memory",
+        "disk": "patrickstar.disk",
+        "disk_memory": "patrickstar.disk_memory",
+        "step": "patrickstar.step",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A config, with the flags that were given on the command line in the place of its keys.
+
+    What it does not say is as without it: `None` and empty mappings stand for that.
+
+    Attributes:
+        flags: values in the place of flags' defaults, by their names. optimizer, schedule: those of the config.
+    """
+
+    path: Path
+    settings: EngineSettings
+    memory: MemoryOptions
+    flags: Mapping[str, Any]
+    optimizer: OptimizerSettings | None
+    schedule: Schedule | None
+
+
+def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]) -> Configuration:
+    """Reads a config for a run whose flags are `given`; `explicit`: those that stand on the command line, which win.
+
+    Raises:
+        ConfigError: the config has problems, also with the flags in place; or a flag has nothing to say beside it.
+    """
+    config = _with_flags(read_json(path), {name: given[name] for name in explicit})
+    try:
+        settings = read_config(config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("config:", f"config {path}:", 1), problems=error.problems) from error
+    if settings.steps_per_print is not None:
+        note = Note("no effect: steps_per_print (`train` shows its progress, and --log-json has every step)")
+        settings = replace(settings, notes=(*settings.notes, note))
+    schedule = settings.schedule
+    if schedule is not None and "lr" in explicit and not schedule.follows_optimizer:
+        raise ConfigError(
+            f"--lr with config {path}: the rates of its scheduler, {type(schedule).__name__}, are its own; leave one of them out, "
+            "or give --schedule"
+        )
+    if settings.memory.weights is not None:
+        raise ConfigError(f"config {path}: patrickstar.weights: --model DIR starts from weights; leave it out")
+    flags: dict[str, Any] = {"clip": settings.memory.max_grad_norm} if "gradient_clipping" in settings.said else {}
+    flags["accumulate"] = settings.accumulate
+    if settings.micro_batch_size is not None:
+        flags["batch_size"] = settings.micro_batch_size
+    memory = settings.memory
+    if not any(key in settings.said for key in _PRECISIONS):
+        memory = replace(memory, precision=None)
+    optimizer = settings.optimizer if "optimizer" in settings.said else None
+    return Configuration(path, settings, memory, flags, optimizer, schedule)
+
+
+def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with flags in the place of the keys that say the same."""
+    changed = copy.deepcopy(dict(config))
+    for name, value in flags.items():
+        if name == "disk":
+            for path in _DISKS:
+                _remove(changed, path)
+        if name == "host_memory":
+            _remove(changed, "client.mem_tracer.overall_cpu_mem_ratio")
+        if name in ("schedule", "warmup"):
+            _remove(changed, "scheduler")
+        if name == "precision":
+            for path in _PRECISIONS:
+                _remove(changed, path)
+            _put(changed, "patrickstar.precision", value)
+        if name == "lr" and isinstance(changed.get("optimizer"), Mapping):
+            _put(changed, "optimizer.params.lr", value)
+        if name in _KEYS:
+            _put(changed, _KEYS[name], str(value) if isinstance(value, Path) else value)
+    return changed
+
+
+def _put(config: dict[str, Any], path: str, value: object) -> None:
+    """Sets a key, and the objects around it where they are missing; where one is no object, reading will tell."""
+
+    def put(within: dict[str, Any], name: str) -> None:
+        within[name] = value
+
+    _at(config, path, put, make=True)
+
+
+def _remove(config: dict[str, Any], path: str) -> None:
+    _at(config, path, lambda within, name: within.pop(name, None), make=False)
+
+
+def _at(config: dict[str, Any], path: str, act: Callable[[dict[str, Any], str], object], *, make: bool) -> None:
+    *around, name = path.split(".")
+    within: Any = config
+    for part in around:
+        if make and within.get(part) is None:
+            within[part] = {}
+        within = within.get(part)
+        if not isinstance(within, dict):
+            return
+    act(within, name)
