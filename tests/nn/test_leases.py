@@ -27,7 +27,7 @@ def test_a_lease_lives_as_long_as_any_view():
 def test_units_are_told_apart():
     leases = make()
     first, second = leases.take(A), leases.take(B)
-    assert (leases.locate(first).ref, leases.locate(second[3:]).ref) == (A, B)
+    assert (leases.locate(first).key, leases.locate(second[3:]).key) == (A, B)
     del first
     assert set(leases.held()) == {B}
 

@@ -89,6 +89,12 @@ class ToyOwner:
     def wrap(self, ref: PlaneRef) -> Tensor:
         return self.slot(self.resident[ref])
 
+    def thawed(self, name: str) -> None:
+        pass
+
+    def renew(self, name: str, copy: Tensor) -> None:
+        raise AssertionError(f"{name} is not copied")
+
     def changed(self, ref: PlaneRef) -> None:
         self.dirty.add(ref)
 

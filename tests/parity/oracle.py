@@ -191,6 +191,8 @@ def make_masters(parameters: dict[str, nn.Parameter], types: Types | None, *, ke
     }
     for name, parameter in parameters.items():
         if name not in kept:
+            if not parameter.requires_grad:  # of what is frozen the rounded weight is all there is
+                masters[name].copy_(narrow(masters[name], types.kept))
             narrowed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=types.compute)
             parameter.data = narrowed.copy_(narrow(masters[name], types.kept))
     return masters

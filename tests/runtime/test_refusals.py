@@ -37,7 +37,6 @@ def refused(error: type[Exception], match: str, model: nn.Module, optimizer: Any
         ({"device": "emulted"}, "emulated"),
         ({"device": "gpu"}, "cuda"),
         ({"precision": "float32"}, "fp32"),
-        ({"precision": "fp16"}, "precision"),
         ({"device_memory": "6GiBB"}, "device_memory"),
         ({"device_memory": "6 gigs"}, "device_memory"),
         ({"device_memory": -1}, "device_memory"),
