@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-
 from benchmarks.flops import count_step, matmul_peak
+from transformers import GPT2Config, GPT2LMHeadModel
 
 LAYERS, WIDTH, VOCABULARY = 3, 64, 320
 BATCH, LENGTH = 2, 16
@@ -17,9 +16,10 @@ HEAD = 2 * TOKENS * VOCABULARY * WIDTH
 FORWARD = LAYERS * (BLOCK + ATTENTION) + HEAD
 
 
-def build(*, checkpointing=False):
+def build(*, checkpointing=False, dropout=0.0):
     sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
+    others = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False, "attn_pdrop": dropout, "resid_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **others)).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -34,9 +34,14 @@ def test_the_model_has_what_the_published_formula_gives_without_recomputing():
     assert count_step(build, batch_size=BATCH, seq_len=LENGTH).model == pytest.approx(formula, rel=1e-12)
 
 
-def test_attention_runs_its_scores_again_in_backward():
+def test_attention_in_one_kernel_computes_its_scores_again_in_backward():
     flops = count_step(build, batch_size=BATCH, seq_len=LENGTH)
     assert flops.executed == 3 * FORWARD + LAYERS * ATTENTION // 2
+
+
+def test_attention_with_dropout_is_products_one_by_one_and_computes_nothing_again():
+    flops = count_step(lambda: build(dropout=0.1), batch_size=BATCH, seq_len=LENGTH)
+    assert flops.executed == flops.model == 3 * FORWARD
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of the name by which checkpointing is switched on

@@ -32,7 +32,7 @@ def test_a_round_gives_every_figure(tmp_path):
     assert half["ratios"][0] == half["seconds"][0] / plain["seconds"][0]
     assert plain["moved"] == {}
     assert half["moved"]["K>H"] > 0
-    assert half["bytes_per_parameter"] == pytest.approx(16, rel=0.02)
+    assert half["grew_bytes"] > 0
     assert half["executed_tflops"] > half["model_tflops"] > 0
     assert half["tokens_per_second"] == pytest.approx(16 / half["median_seconds"])
     assert 0 < half["share_of_roofline"] < 1
@@ -40,9 +40,3 @@ def test_a_round_gives_every_figure(tmp_path):
     (why,) = result["refused"].values()
     assert "are available" in why
     assert "managed budget=half disk=on: " in done.stdout
-
-
-def test_a_variant_that_is_none_is_a_wrong_argument():
-    done = run("--variant", "managed budget=half")
-    assert done.returncode == 2
-    assert "without disk=on" in done.stderr

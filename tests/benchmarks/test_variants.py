@@ -1,8 +1,7 @@
 import pytest
+from benchmarks.variants import DEFAULT, Variant
 from hypothesis import given
 from hypothesis import strategies as st
-
-from benchmarks.variants import DEFAULT, Variant
 
 WORDS = {
     "precision": ["fp32", "bf16", "fp16"],
