@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -30,24 +27,15 @@ import torch
 from budgets import disk_bandwidth
 from flops import StepFlops, count_step, matmul_peak
 from machine import describe_machine
-from torch import nn
+from step_process import BYTES_PER_PARAMETER, checkpointed, model_of, work
 from variants import DEFAULT, Variant
 
-import patrickstar
-from patrickstar.cli.batches import Batch
-from patrickstar.cli.model_source import ModelSource, check_length
-from patrickstar.cli.predict import predict
-from patrickstar.cli.random_data import RandomBatches
-from patrickstar.cli.resident import ResidentGrowth
-from patrickstar.config.arguments import check_arguments
-from patrickstar.memory.allocator import release_free_memory
+from patrickstar.cli.model_source import ModelSource
 from patrickstar.memory.process import available_bytes
 
 RESULT: Final = Path(__file__).parent / "results" / "step.json"
 MIB: Final = 1 << 20
-BYTES_PER_PARAMETER: Final = 16
 WARM_UP: Final = 2
-LAYER_NAMES: Final = ("n_layer", "num_hidden_layers")
 # What products compute in. fp16 is widened to fp32 on CPUs.
 PEAKS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -119,29 +107,10 @@ def variant_of(text: str) -> Variant:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def model_of(arguments: argparse.Namespace) -> ModelSource:
-    """The model by name, cut to `--layers`."""
-    source = ModelSource.find(arguments.model)
-    check_length(source.config(), arguments.seq_len)
-    if arguments.layers is None:
-        return source
-    cut = {name: arguments.layers for name in LAYER_NAMES if name in source.settings}
-    return replace(source, name=f"{source.name} of {arguments.layers} layers", settings={**source.settings, **cut})
-
-
 def count(source: ModelSource, arguments: argparse.Namespace, *, checkpointing: str) -> StepFlops:
     return count_step(
         lambda: checkpointed(source.build(), checkpointing), batch_size=arguments.batch_size, seq_len=arguments.seq_len
     )
-
-
-def checkpointed(model: Any, checkpointing: str) -> Any:
-    """The model, its blocks computed again in backward where that is asked for."""
-    if checkpointing == "on":
-        # The older name is deprecated in transformers 5.23; versions before 5.2x have no other.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    return model
 
 
 # processes
@@ -151,142 +120,39 @@ Runs = Mapping[Variant, tuple[Connection, Any]]
 
 
 def start(arguments: argparse.Namespace, parameters: int) -> tuple[Runs, dict[Variant, str]]:
-    """A waiting process for each variant, and why the others cannot run."""
+    """A waiting process for each variant, and why the others cannot run. As many begin at a time as there are cores."""
     context = multiprocessing.get_context("spawn")
     runs: dict[Variant, tuple[Connection, Any]] = {}
     refused: dict[Variant, str] = {}
-    for variant in arguments.variant or DEFAULT:
-        whole = BYTES_PER_PARAMETER * parameters
-        need = whole if variant.share is None or variant.device == "emulated" else int(whole * variant.share)
-        if need > available_bytes():
-            refused[variant] = (
-                f"needs {need / MIB:.0f} MiB beside the others; {available_bytes() / MIB:.0f} MiB are available"
-            )
-        else:
+    variants, together = list(arguments.variant or DEFAULT), os.cpu_count() or 1
+    for some in (variants[at : at + together] for at in range(0, len(variants), together)):
+        left = available_bytes()
+        begun: dict[Variant, tuple[Connection, Any]] = {}
+        for variant in some:
+            need = needed_bytes(variant, parameters)
+            if need > left:
+                refused[variant] = f"needs {need / MIB:.0f} MiB beside the others; {left / MIB:.0f} MiB are available"
+                continue
+            left -= need
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(theirs, arguments, variant), daemon=True)
             process.start()
-            said = ours.recv()
+            begun[variant] = ours, process
+        for variant, (pipe, process) in begun.items():
+            said = pipe.recv()
             if said is None:
-                runs[variant] = ours, process
+                runs[variant] = pipe, process
             else:
                 refused[variant] = said
-        print(f"{variant}: {refused.get(variant, 'ready')}", flush=True)
+        for variant in some:
+            print(f"{variant}: {refused.get(variant, 'ready')}", flush=True)
     return runs, refused
 
 
-def work(pipe: Connection, arguments: argparse.Namespace, variant: Variant) -> None:
-    """One process: says that it is ready (None) or why not, then steps whenever it is sent a round's number."""
-    source = model_of(arguments)
-    shape = {"batch_size": arguments.batch_size, "seq_len": arguments.seq_len}
-    batches = RandomBatches(source.config().vocab_size, **shape, seed=0)
-    torch.manual_seed(0)
-    model = checkpointed(source.build(), variant.checkpointing)
-    with torch.no_grad():
-        # Two threads that call a function of MKL for the first time may get other last bits than ever after, with and without us.
-        model(**RandomBatches(source.config().vocab_size, **shape, seed=1).next())
-    release_free_memory()
-    growth = ResidentGrowth(model)
-    with ExitStack() as end:
-        try:
-            if variant.managed:
-                session = patrickstar.manage(
-                    model,
-                    torch.optim.AdamW(model.parameters(), lr=1e-4),
-                    **memory_options(model, variant, source, arguments),
-                )
-                end.callback(session.close, keep_weights=False)
-                step = managed(model, session)
-            else:
-                session, step = None, plain(model, variant)
-            growth.managed()
-            pipe.send(None)
-            while pipe.recv() is not None:
-                pipe.send(timed(step, batches.next(), session, growth))
-        except patrickstar.Error as error:
-            pipe.send(f"{type(error).__name__}: {error}")
-
-
-def timed(step: Step, batch: Batch, session: patrickstar.Session | None, growth: ResidentGrowth) -> dict[str, Any]:
-    """One step, and what it took."""
-    before = dict(session.stats().moved) if session is not None else {}
-    began = time.perf_counter()
-    loss = step(batch)
-    row: dict[str, Any] = {"seconds": time.perf_counter() - began, "loss": loss.item().hex(), "grew": growth.peak()}
-    if session is not None:
-        stats = session.stats()
-        row["moved"] = {link: nbytes - before[link] for link, nbytes in stats.moved.items()}
-        row["device_peak"] = stats.peak["device"]
-    return row
-
-
-Step = Callable[[Batch], torch.Tensor]
-
-
-def plain(model: nn.Module, variant: Variant) -> Step:
-    """A step of an ordinary loop."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    narrow = partial(torch.autocast, "cpu", torch.bfloat16) if variant.precision == "bf16" else nullcontext
-
-    def step(batch: Batch) -> torch.Tensor:
-        with narrow():
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
-
-
-def managed(model: nn.Module, session: patrickstar.Session) -> Step:
-    """The same on a session; the scaler does nothing but in fp16."""
-    optimizer: Any = session.optimizer
-    scaler: Any = session.scaler
-
-    def step(batch: Batch) -> torch.Tensor:
-        loss = model(**batch).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return loss
-
-    return step
-
-
-def memory_options(
-    model: nn.Module, variant: Variant, source: ModelSource, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """What `manage` is given."""
-    # A scale that stays: a step that is skipped would count as a fast one.
-    options = patrickstar.Options(
-        eviction=variant.eviction,
-        chunk_size=variant.chunk,
-        loss_scale=patrickstar.LossScale(initial=256.0, dynamic=False),
-    )
-    given: dict[str, Any] = {
-        "device": variant.device,
-        "precision": variant.precision,
-        "step": variant.step,
-        "options": options,
-    }
-    if variant.disk == "on":
-        given["disk"] = arguments.disk
-    bounded = "device_memory" if variant.device == "emulated" else "host_memory"
-    if variant.share is not None:
-        whole = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
-        given[bounded] = int(variant.share * whole)
-    elif variant.budget == "minimum":
-        forecast = predict(
-            checkpointed(source.build_on_meta(), variant.checkpointing),
-            batch_size=arguments.batch_size,
-            seq_len=arguments.seq_len,
-            clip=False,
-            arguments=check_arguments(**given, **{bounded: "1KiB"}),
-        )
-        given[bounded] = forecast.minimum[bounded.removesuffix("_memory")]
-    return given
+def needed_bytes(variant: Variant, parameters: int) -> int:
+    """Roughly what its process will hold in memory. The smallest budget is found there, by a model that is whole first."""
+    whole = BYTES_PER_PARAMETER * parameters
+    return whole if variant.share is None or variant.device == "emulated" else int(whole * variant.share)
 
 
 # measuring

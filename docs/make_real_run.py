@@ -227,7 +227,7 @@ def what_was_run() -> str:
         f"{course['steps']:,} steps of {course['batch_size']} sequences of {course['seq_len']} tokens, dropout off; AdamW with a",
         f"learning rate that rises to {course['lr']:g} and falls along a cosine to a tenth of it, as `patrickstar train` has it; no clipping.",
         "Every run starts from the same weights and sees the same batches.",
-        f"{machine['cores']} cores, torch {machine['torch']}.",
+        f"{machine['threads']} of {machine['cores']} cores, torch {machine['torch']}.",
     )
 
 
@@ -274,7 +274,7 @@ def how_they_end() -> str:
 def farthest(ours: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> str:
     """The largest difference of two curves of held-out losses, and where."""
     gap, step = max((abs(our[1] - other[1]), our[0]) for our, other in zip(ours, plain, strict=True))
-    return f"{gap:.4f} at step {step}" if gap else "0"
+    return f"{gap:.2g} at step {step}" if gap else "0"
 
 
 def paragraph(*sentences: str) -> str:

@@ -119,7 +119,7 @@ def test_the_learning_rate_is_that_of_the_verb(stage, course):
 
 
 def test_the_farthest_point_of_two_curves(script):
-    assert script.farthest([[0, 2.0], [5, 1.5], [10, 1.0]], [[0, 2.0], [5, 1.25], [10, 1.1]]) == "0.2500 at step 5"
+    assert script.farthest([[0, 2.0], [5, 1.5], [10, 1.0]], [[0, 2.0], [5, 1.25], [10, 1.1]]) == "0.25 at step 5"
 
 
 def test_the_runs_of_both_halves_have_the_same_names(stage, script):
