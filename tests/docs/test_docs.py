@@ -15,7 +15,7 @@ import patrickstar
 from tests.docs.pages import ROOT, anchors, links, matches, pages, snippets, split
 
 WITH_SNIPPETS = [page for page in pages() if snippets(page.read_text())]
-GENERATED = ("make_reference.py", "make_numbers.py", "make_tables.py", "make_config_table.py")
+GENERATED = ("make_reference.py", "make_numbers.py", "make_tables.py", "make_config_table.py", "make_real_run.py")
 
 
 def run(
