@@ -63,12 +63,17 @@ def example() -> tuple[Layout, Trace, Trace]:
     most = layout.model_numel * 16 // 4
     forward = ["embedding", *(spec.name for spec in blocks), "embedding"]
     moments = [
-        Moment(Phase.FORWARD, name, (Touch(layout.weight_unit(name)),), nonmodel_bytes=most * index // len(forward))
+        Moment(
+            Phase.FORWARD,
+            name,
+            tuple(map(Touch, layout.weight_units(name))),
+            nonmodel_bytes=most * index // len(forward),
+        )
         for index, name in enumerate(forward)
     ]
     for index, name in reversed(list(enumerate(forward))):
         alive = most * index // len(forward)
-        moments.append(Moment(Phase.BACKWARD, name, (Touch(layout.weight_unit(name)),), nonmodel_bytes=alive))
+        moments.append(Moment(Phase.BACKWARD, name, tuple(map(Touch, layout.weight_units(name))), nonmodel_bytes=alive))
         if name != "embedding" or index == 0:  # of a tied weight, the gradient arrives once
             moments += [
                 Moment(Phase.BACKWARD, name, (Touch(PlaneRef(part.chunk, GRAD), True),), nonmodel_bytes=alive)

@@ -69,10 +69,7 @@ def row(entry: Mapping[str, Any]) -> str:
     what = f"{budget}, {share:.0%} of the model data" if entry["budget_bytes"] else budget
     if entry["name"] == "minimum":
         what += ", the smallest that fits"
-    ratios = entry["ratios"]
-    against = (
-        f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})" if entry["budget_bytes"] else ""
-    )
+    against = spread(entry["ratios"]) if entry["budget_bytes"] else ""
     return (
         f"| {what} | {gib(entry['growth_bytes'])} | {gib(moved) if moved else '-'} "
         f"| {entry['median_seconds']:.1f} | {against} |"
@@ -90,31 +87,38 @@ def steps() -> str:
     machine = found["machine"]
     peaks, disk = machine["matmul_flops_per_second"], machine["disk_bytes_per_second"]
     rounds = len(found["rows"][0]["seconds"])
+    speeds = " and ".join(f"{peak / 1e12:.2f} TFLOP/s in {name}" for name, peak in peaks.items())
     before = paragraph(
         f"{found['model']}: {found['parameters'] / 1e6:.1f}M parameters, {found['batch_size']} sequences of {found['seq_len']} random tokens,",
         f"{found['model_flops'] / 1e9:.0f} GFLOP a step without recomputing. {machine['cores']} cores, torch {machine['torch']}; products of large",
-        f"matrices reach {peaks['fp32'] / 1e12:.2f} TFLOP/s in fp32 and {peaks['bf16'] / 1e12:.2f} in bf16.",
+        f"matrices reach {speeds}.",
         f"The disk reads {disk['read'] / 1e9:.1f} and writes {disk['write'] / 1e9:.1f} GB/s." if disk else "",
         f"All rows are of one run of {rounds} rounds, a step of each in turn.",
     )
     head = (
-        "| variant | seconds a step | against the first, by round | TFLOP/s, model | executed | tokens/s | moved a step "
+        "| variant | seconds a step | against the first | against its base line | TFLOP/s, model | executed | tokens/s | moved a step "
         "| the process grew by | of the roofline |"
     )
     left_out = [f"- `{variant}` did not run: {why.splitlines()[0]}" for variant, why in found["refused"].items()]
     rows = [variant_row(entry) for entry in found["rows"]]
-    return "\n".join([before, "", head, "|---" * 9 + "|", *rows, *(["", *left_out] if left_out else [])])
+    return "\n".join([before, "", head, "|---" * 10 + "|", *rows, *(["", *left_out] if left_out else [])])
 
 
 def variant_row(entry: Mapping[str, Any]) -> str:
     """One variant."""
-    seconds, ratios, moved = entry["seconds"], entry["ratios"], entry["moved"]
+    seconds, moved = entry["seconds"], entry["moved"]
+    base_line = f"{spread(entry['base_line_ratios'])} of `{entry['base_line']}`" if entry["base_line"] else "-"
     links = ", ".join(f"{link} {nbytes / MIB:.0f} MiB" for link, nbytes in moved.items() if nbytes)
     return (
         f"| `{entry['variant']}` | {entry['median_seconds']:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) "
-        f"| {statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {entry['model_tflops']:.3f} | {entry['executed_tflops']:.3f} "
+        f"| {spread(entry['ratios'])} | {base_line} | {entry['model_tflops']:.3f} | {entry['executed_tflops']:.3f} "
         f"| {entry['tokens_per_second']:.0f} | {links or '-'} | {entry['grew_bytes'] / MIB:.0f} MiB | {entry['share_of_roofline']:.0%} |"
     )
+
+
+def spread(ratios: list[float]) -> str:
+    """The middle one, the smallest and the largest; they are sorted."""
+    return f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 TABLES: Mapping[str, Callable[[], str]] = {"what fits where": what_fits_where, "steps": steps}

@@ -61,7 +61,6 @@ def test_without_a_verb_the_help_is_shown_and_the_arguments_are_wrong(capsys):
         (["train", "--model", "gpt2", "--steps", "0"], "--steps"),
         (["train", "--model", "gpt2", "--lr", "nan"], "'nan' is not a finite number above 0"),
         (["train", "--model", "gpt2", "--clip", "0"], "'0' is not a finite number above 0"),
-        (["train", "--model", "gpt2", "--precision", "fp16", "--compare-plain"], "no loss scale"),
         (["train", "--model", "gpt2", "--device", "cpu", "--device-memory", "1GiB"], "host_memory"),
         (["train", "--model", "gpt2", "--step", "in_backward", "--accumulate", "2"], "one backward"),
         (["train", "--model", "gpt2", "--step", "in_backward", "--clip", "1"], "max_grad_norm"),

@@ -2,11 +2,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 from patrickstar.cli import compare
 from patrickstar.cli.events import EventLog
+from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.memory.allocator import tcmalloc_library
 
 START = {"event", "config", "parameters", "model_data_bytes", "predicted", "plan"}
@@ -143,6 +146,37 @@ def test_plain_pytorch_gives_the_same_bits(runs, capsys, arguments):
     assert "plain PyTorch gives the same bits: every loss and all 17 tensors" in capsys.readouterr().out
     norms = [row["grad_norm"] for row in runs.rows(event="step")]
     assert all(norm > 0.1 for norm in norms) if "--clip" in arguments else norms == [None] * 4
+
+
+@pytest.mark.parametrize("arguments", [[], ["--clip", 0.1, "--accumulate", 2]], ids=["", "accumulated"])
+@pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "widened"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_plain_pytorch_gives_the_same_bits_in_16_bits(runs, capsys, monkeypatch, precision, is_fast, arguments):
+    """On processors that are fast in the type, and on those that are not: there weights are widened to compute."""
+    monkeypatch.setattr(f"patrickstar.runtime.precision.computes_{precision}", lambda: is_fast)
+    assert runs.train("--compare-plain", "--precision", precision, *arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "plain PyTorch gives the same bits: every loss and all 17 tensors" in shown
+    assert ("a loss scale of 65536 after 0 skipped steps" in shown) is (precision == "fp16")
+
+
+def gradients_that_are_not_rounded(precision):
+    return {"gradient": torch.float32}
+
+
+def weights_that_are_not_widened(precision):
+    return {"compute": precision.kept}
+
+
+@pytest.mark.parametrize("spoil", [gradients_that_are_not_rounded, weights_that_are_not_widened])
+def test_another_arithmetic_in_16_bits_fails_the_run(runs, capsys, monkeypatch, spoil):
+    monkeypatch.setattr("patrickstar.runtime.precision.computes_bf16", lambda: False)
+    monkeypatch.setattr(
+        "patrickstar.cli.run.PlainPrecision",
+        lambda **given: replace(said := PlainPrecision(**given), **spoil(said)),
+    )
+    assert runs.train("--compare-plain", "--precision", "bf16") == 1
+    assert "plain PyTorch gives other bits" in capsys.readouterr().out
 
 
 def test_a_difference_from_plain_pytorch_fails_the_run(runs, capsys, monkeypatch):

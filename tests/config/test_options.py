@@ -58,6 +58,7 @@ def test_what_this_version_knows_is_taken(good):
         ({"compute": "bf61"}, 'did you mean "bf16"'),
         ({"accumulate": 0}, "accumulate=0: expected a positive number"),
         ({"accumulate": 1.5}, "accumulate=1.5"),
+        ({"tile_rows": 0}, "tile_rows=0: expected a positive number; the smallest is 1"),
         ({"poison": 1}, "poison=1: expected True or False"),
     ],
 )
@@ -72,7 +73,6 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
     "early",
     [
         {"prefetch": 2},
-        {"tile_rows": 128},
         {"chunked_loss": True},
         {"chunked_loss": False},
         {"emulated_link": "16GiB/s"},

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patrickstar.core.chunk_size import count_chunks
 from patrickstar.core.layout import ALIGNMENT, Run, Slice, build_layout
 from patrickstar.core.plane import EXP_AVG, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.spec import TensorSpec
@@ -50,7 +51,7 @@ def test_a_tensor_larger_than_a_chunk_takes_a_run_and_small_ones_continue_in_its
     made = layout((10,), (300,), (40,), (48,), chunk_numel=128)
     assert made.runs == (Run(0, 1, ("p0",)), Run(1, 3, ("p1", "p2")), Run(4, 1, ("p3",)))
     assert made.slices["p2"] == Slice("p2", 1, 304, 40)
-    assert made.weight_unit("p2") == PlaneRef(1, WEIGHT)
+    assert made.weight_units("p2") == (PlaneRef(1, WEIGHT),)
     assert made.parts("p1") == ((1, 0, 128, 0), (2, 0, 128, 128), (3, 0, 44, 256))
     assert made.tensors_in(3) == (("p1", 0, 44, 256), ("p2", 48, 88, 0))
 
@@ -74,7 +75,7 @@ def test_a_tensor_without_elements_has_a_slice_and_no_space():
     assert made.n_chunks == 2
     assert made.slices["p2"] == Slice("p2", 0, 0, 0)
     assert made.parts("p2") == ()
-    assert made.weight_unit("p0") == PlaneRef(0, WEIGHT)
+    assert made.weight_units("p0") == (PlaneRef(0, WEIGHT),)
     assert [piece.name for piece in made.tensors_in(0)] == ["p1"]
 
 
@@ -192,3 +193,48 @@ def test_units_come_by_chunk_then_in_the_order_asked_for():
         PlaneRef(1, EXP_AVG),
         PlaneRef(1, WEIGHT),
     ]
+
+
+def test_tiles_are_laid_out_as_tensors_and_their_parts_are_their_tensors():
+    made = build_layout(
+        [TensorSpec("a", (20,)), TensorSpec("b", (25, 10), tile_numel=100), TensorSpec("c", (8,))], chunk_numel=128
+    )
+    assert made.tiles("b") == ((1, 0, 0, 100), (2, 0, 100, 100), (3, 0, 200, 50))
+    assert made.runs == (Run(0, 1, ("a",)), Run(1, 1, ("b",)), Run(2, 1, ("b",)), Run(3, 1, ("b", "c")))
+    assert made.parts("b") == ((1, 0, 100, 0), (2, 0, 100, 100), (3, 0, 50, 200))
+    assert made.leaves("b") == ("b[0]", "b[1]", "b[2]")
+    assert made.leaves("a") == ("a",)
+    assert [made.parts(label) for label in made.leaves("b")] == [((1, 0, 100, 0),), ((2, 0, 100, 0),), ((3, 0, 50, 0),)]
+    assert [made.owner(label) for label in ("a", "b", "b[2]")] == ["a", "b", "b"]
+    assert made.weight_units("b") == tuple(PlaneRef(chunk, WEIGHT) for chunk in (1, 2, 3))
+    assert made.weight_units("b[1]") == (PlaneRef(2, WEIGHT),)
+    assert made.slots(PlaneRef(1, WEIGHT)) == 1
+    assert "100 b from 100" in str(made)
+
+
+@given(shapes, chunk_sizes, st.integers(1, 200))
+def test_tiles_hold_every_element_in_order_and_share_none(shapes, chunk_numel, tile_numel):
+    tiled = [TensorSpec(f"p{i}", shape, tile_numel=tile_numel) for i, shape in enumerate(shapes)]
+    made = build_layout(tiled, chunk_numel=chunk_numel)
+    taken: set[tuple[int, int]] = set()
+    for spec in tiled:
+        parts = made.parts(spec.name)
+        at = 0
+        for part in parts:
+            assert part.tensor_start == at
+            at += part.stop - part.start
+            head, start = made.weight_place(part)
+            run = made.run_of(part.chunk)
+            assert head.chunk == run.head
+            assert spec.name in run.tensors
+            assert 0 <= start <= run.length * chunk_numel - (part.stop - part.start)
+            places = {(part.chunk, element) for element in range(part.start, part.stop)}
+            assert not places & taken
+            taken |= places
+        assert at == spec.numel
+        labels = made.leaves(spec.name)
+        assert sum(len(made.parts(label)) for label in labels) == len(parts)
+        assert all(part.tensor_start == 0 for label in labels for part in made.parts(label)[:1])
+        assert all(made.tiles(label)[0].offset % ALIGNMENT == 0 for label in labels)
+    spaces = [-(-numel // ALIGNMENT) * ALIGNMENT for spec in tiled for numel in spec.tiles()]
+    assert made.n_chunks == count_chunks(spaces, chunk_numel=chunk_numel)

@@ -9,8 +9,9 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
 from tests.mutants.sixteen_bits import SIXTEEN_BITS
+from tests.mutants.tiles import TILES
 from tests.mutants.training import TRAINING
 
 __all__ = ["MUTANTS"]
 
-MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING, *OUTSIDE, *SIXTEEN_BITS, *ENGINE)
+MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING, *OUTSIDE, *SIXTEEN_BITS, *TILES, *ENGINE)

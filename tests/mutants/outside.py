@@ -105,7 +105,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="a-16-bit-gradient-takes-a-second-backward",
         file="runtime/gradients.py",
-        old="if bound.name in self.whole and self.dtype(bound) is not torch.float32:",
+        old="if name in self.whole and self.dtype(bound) is not torch.float32:",
         new="if False:",
         tests=("tests/runtime/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",),
     ),

@@ -14,8 +14,8 @@ SIXTEEN_BITS = (
     Mutant(
         name="a-copy-that-is-held-keeps-the-old-weight",
         file="nn/binding.py",
-        old="            if name in living:",
-        new="            if name in () and living:",
+        old="            if bound.name in living:",
+        new="            if bound.name in () and living:",
         tests=(f"{SIXTEEN}::test_a_copy_that_is_held_shows_the_update[fp16]",),
     ),
     Mutant(

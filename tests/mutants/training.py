@@ -149,8 +149,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="in-backward-updates-at-once-what-is-recomputed",
         file="tracing/choreography.py",
-        old="return not self._uses_apart[name] or self._uses[name] == 1",
-        new="return True",
+        old="        if self._uses_apart[name] and self._uses[name] != 1:",
+        new="        if False:",
         tests=(f"{FAULTS}::test_an_update_in_backward_waits_for_the_last_recomputation[with a head]",),
     ),
     Mutant(

@@ -24,6 +24,7 @@ __all__ = [
     "FP16_ROWS",
     "ROWS",
     "STRENGTHS",
+    "TILED_ROWS",
     "WIDENED_ROWS",
     "Row",
     "allowed",
@@ -48,11 +49,13 @@ class Row:
     tier: str
     """ "emulated": device over host; "cpu+disk": host over disk; "emulated+disk": all three."""
     precision: str = "fp32"
+    tile_rows: int | None = None
 
     def __str__(self) -> str:
         clip = "clip" if self.clipping else "noclip"
         parts = (self.model, self.checkpointing, f"x{self.accumulation}", clip, self.step, self.eviction)
-        end = () if self.precision == "fp32" else (self.precision,)
+        end = [] if self.precision == "fp32" else [self.precision]
+        end += [] if self.tile_rows is None else [f"tiles{self.tile_rows}"]
         return "-".join((*parts, self.budget, self.tier, *end))
 
 
@@ -182,4 +185,33 @@ WIDENED_ROWS: tuple[Row, ...] = (
     Row("bert", "none", 1, False, "in_backward", "next-use", "minimum", "cpu+disk", "bf16-fp32"),
 )
 
-assert [f.name for f in fields(Row)][:-1] == list(DIMENSIONS), "a row lists its dimensions in their order"
+# Weights in tiles: the models that have some, each with another of its rows, so that budgets, tiers and ways of training vary.
+TILED: tuple[str, ...] = (
+    *("gpt2", "llama", "bert", "t5", "vit", "mixtral", "albert", "lstm", "encoder", "held", "tied"),
+    *("long-embedding", "branches", "adapted", "thawed", "tower", "penalised"),
+)
+
+
+def in_tiles(row: Row, rows: int = 24) -> Row:
+    """The same row with weights in tiles."""
+    return replace(row, tile_rows=rows)
+
+
+def one_of_each(models: Sequence[str]) -> list[Row]:
+    """A row of each model: of the first its first, of the second its second, and so on."""
+    of_model = {model: [row for row in ROWS if row.model == model] for model in models}
+    return [rows[(3 * number) % len(rows)] for number, rows in enumerate(of_model.values())]
+
+
+TILED_ROWS: tuple[Row, ...] = (
+    *map(in_tiles, one_of_each(TILED)),
+    in_tiles(Row("gpt2", "reentrant", 4, True, "deferred", "next-use", "minimum", "cpu+disk")),
+    in_tiles(Row("tied", "none", 1, False, "in_backward", "lru", "minimum", "emulated")),
+    in_tiles(Row("llama", "non-reentrant", 1, False, "in_backward", "next-use", "minimum", "cpu+disk"), 7),
+    in_tiles(Row("bert", "none", 4, True, "deferred", "next-use", "minimum", "emulated", "bf16")),
+    in_tiles(Row("t5", "reentrant", 1, False, "in_backward", "next-use", "between", "emulated", "bf16")),
+    in_tiles(Row("llama", "none", 1, True, "deferred", "next-use", "minimum", "cpu+disk", "fp16")),
+    in_tiles(Row("gpt2", "non-reentrant", 4, False, "deferred", "next-use", "minimum", "emulated", "bf16-fp32")),
+)
+
+assert [f.name for f in fields(Row)][:-2] == list(DIMENSIONS), "a row lists its dimensions in their order"

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tests.parity.tiles import tiled_products
 from tests.parity.zoo import STEPS, Case, micro_seed, schedule
 
 __all__ = ["Moments", "Record", "clip_factor", "evaluate", "fma", "global_norm", "train", "update"]
@@ -118,9 +119,24 @@ def train(
     clipping: bool = False,
     steps: int = STEPS,
     precision: str = "fp32",
+    tile_rows: int | None = None,
 ) -> Record:
-    """A run in plain PyTorch, as a record."""
+    """A run in plain PyTorch, as a record. `tile_rows`: how many rows of a weight are multiplied with at a time."""
     model = case.build(checkpointing)
+    if tile_rows is None:
+        return train_model(case, model, accumulation=accumulation, clipping=clipping, steps=steps, precision=precision)
+    with tiled_products(model, tile_rows) as tiled:
+        record = train_model(
+            case, model, accumulation=accumulation, clipping=clipping, steps=steps, precision=precision
+        )
+    assert tiled.count, f"{case.name}: no weight has more than {tile_rows} rows"
+    return record
+
+
+def train_model(
+    case: Case, model: nn.Module, *, accumulation: int, clipping: bool, steps: int, precision: str
+) -> Record:
+    """The same of a model that has been built."""
     groups = case.groups(model)
     base = [dict(group) for group in groups]
     parameters = dict(model.named_parameters())

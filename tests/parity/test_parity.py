@@ -13,7 +13,7 @@ import pytest
 
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, WIDENED_ROWS, Row
+from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, TILED_ROWS, WIDENED_ROWS, Row
 from tests.parity.oracle import Record
 from tests.parity.zoo import CASES, STEPS
 
@@ -28,19 +28,22 @@ LINKS = {
 
 
 @lru_cache(maxsize=4)  # rows are sorted so that those with one oracle follow each other
-def want(model: str, checkpointing: str, accumulation: int, clipping: bool, precision: str) -> Record:
+def want(
+    model: str, checkpointing: str, accumulation: int, clipping: bool, precision: str, tile_rows: int | None
+) -> Record:
     return oracle.train(
         CASES[model],
         checkpointing=checkpointing,
         accumulation=accumulation,
         clipping=clipping,
         precision=precision,
+        tile_rows=tile_rows,
     )
 
 
 def assert_parity(row: Row, directory: Path) -> None:
     """Runs the row and fails with the first differences, in the order in which training meets them."""
-    expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision)
+    expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision, row.tile_rows)
     outcome = managed.least(row, managed.limits_of(row), directory)
     unseen = {"gradients"} if row.step == "in_backward" else set()
     if not outcome.record.norms:
@@ -76,4 +79,9 @@ def test_no_bit_depends_on_where_fp16_model_data_lives(row: Row, tmp_path: Path)
 
 @pytest.mark.parametrize("row", WIDENED_ROWS, ids=str)
 def test_no_bit_depends_on_where_weights_live_that_are_widened_to_compute(row: Row, tmp_path: Path) -> None:
+    assert_parity(row, tmp_path)
+
+
+@pytest.mark.parametrize("row", TILED_ROWS, ids=str)
+def test_no_bit_depends_on_where_weights_live_that_are_used_in_tiles(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path)

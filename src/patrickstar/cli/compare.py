@@ -1,7 +1,8 @@
 """`--compare-plain`: the same steps in plain PyTorch, and whether every bit is the same.
 
 Nothing of the library takes part. The update is written out below in the order of operations that defines it, in
-torch's own operations; so is clipping. The gradients are autograd's.
+torch's own operations; so is clipping, so are masters and rounding of 16-bit weights (`plain_masters.py`), so is the loss scale of fp16
+(`plain_scale.py`). The gradients are autograd's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import nn
 
 from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.losses import accumulate_gradients
-from patrickstar.cli.plain_masters import PlainMasters
+from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision
+from patrickstar.cli.plain_scale import PlainScale, Scaling
 from patrickstar.config.engine.schedules import Rates
 from patrickstar.config.engine.settings import OptimizerSettings
 
@@ -57,19 +59,25 @@ class Verdict:
     tensors: tuple[str, ...]
     """Names of final tensors that differ, or that only one of the two has."""
     compared: int
+    scaling: tuple[Scaling | None, Scaling | None] = (None, None)
+    """How losses were scaled, managed and plain; None where they were not."""
 
     @property
     def equal(self) -> bool:
-        return not self.losses and not self.tensors
+        return not self.losses and not self.tensors and self.scaling[0] == self.scaling[1]
 
     def __str__(self) -> str:
+        managed, plain = self.scaling
         if self.equal:
-            return f"plain PyTorch gives the same bits: every loss and all {self.compared} tensors of the final state"
+            scaled = f", and {plain}" if plain is not None else ""
+            return f"plain PyTorch gives the same bits: every loss and all {self.compared} tensors of the final state{scaled}"
         parts = []
         if self.losses:
             parts.append(f"{len(self.losses)} losses, first at step {self.losses[0]}")
         if self.tensors:
             parts.append(f"{len(self.tensors)} of {self.compared} final tensors, first {self.tensors[0]}")
+        if managed != plain:
+            parts.append(f"{plain or 'no loss scale'}, where the run has {managed or 'none'}")
         return f"plain PyTorch gives other bits: {'; '.join(parts)}"
 
 
@@ -94,10 +102,10 @@ class PlainRun:
         schedule: Rates,
         clip: float | None,
         accumulate: int,
-        precision: str = "fp32",
+        precision: PlainPrecision | None = None,
         optimizer: OptimizerSettings | None = None,
     ) -> None:
-        """Steps of `optimizer`; None: of AdamW as `train` has it, at `lr`."""
+        """Steps of `optimizer`; None: of AdamW as `train` has it, at `lr`. `precision`: of 16 bits; None: fp32."""
         self.model = model
         self.batches = batches
         self.optimizer = optimizer or OptimizerSettings(
@@ -107,36 +115,51 @@ class PlainRun:
         self.clip = clip
         self.accumulate = accumulate
 
-        self._masters = PlainMasters(model) if precision == "bf16" else None
+        self._masters = PlainMasters(model, precision) if precision is not None else None
+        loss_scale = precision.loss_scale if precision is not None else None
+        self._scale = PlainScale(loss_scale) if loss_scale is not None else None
         self._moments: dict[str, Moments] = {}
         self._done = 0
 
     def step(self) -> float:
-        """One step; gives its loss."""
-        masters = self._masters
+        """One step; gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
+        masters, scale = self._masters, self._scale
         if masters is None:
             loss = accumulate_gradients(self.model, self.batches, self.accumulate)
             gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         else:
-            loss = accumulate_gradients(self.model, self.batches, self.accumulate, after_backward=masters.gather)
+            scaled = {} if scale is None else {"scale": scale.scaled}
+            loss = accumulate_gradients(
+                self.model, self.batches, self.accumulate, after_backward=masters.gather, **scaled
+            )
             gradients = masters.take_gradients()
         with torch.no_grad():
-            if self.clip is not None:
-                clip_(list(gradients.values()), self.clip)
-            hyper = replace(
-                self.optimizer,
-                lr=self.schedule.lr(self._done, self.optimizer.lr),
-                betas=self.schedule.betas(self._done) or self.optimizer.betas,
-            )
-            for name, parameter in self.model.named_parameters():
-                if name in gradients:
-                    updated = parameter if masters is None else masters[name]
-                    update_(updated, gradients[name], self._moments_of(name, updated), hyper)
-                    parameter.grad = None
-            if masters is not None:
-                masters.write_back()
-        self._done += 1
+            if scale is None or not scale.unscale_(gradients.values()):
+                self._update(gradients)
         return loss
+
+    def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        masters = self._masters
+        if self.clip is not None:
+            clip_(list(gradients.values()), self.clip)
+        hyper = replace(
+            self.optimizer,
+            lr=self.schedule.lr(self._done, self.optimizer.lr),
+            betas=self.schedule.betas(self._done) or self.optimizer.betas,
+        )
+        for name, parameter in self.model.named_parameters():
+            if name in gradients:
+                updated = parameter if masters is None else masters[name]
+                update_(updated, gradients[name], self._moments_of(name, updated), hyper)
+                parameter.grad = None
+        if masters is not None:
+            masters.write_back()
+        self._done += 1
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """How losses have been scaled so far."""
+        return None if self._scale is None else self._scale.scaling
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """The final state: of the model, with fp32 masters for parameters of 16 bits."""
@@ -193,13 +216,14 @@ def compare_plain(
     losses: Sequence[float],
     final: Mapping[str, str],
     random_state: RandomState,
+    scaling: Scaling | None = None,
     advance: Callable[[int], None],
 ) -> Verdict:
     """Runs as many steps as there are `losses`, from the same random numbers, and says what differs.
 
     Args:
         losses: of the managed run, step by step.
-        final: digests of its final state.
+        final: digests of its final state. scaling: how its losses were scaled.
     """
     random_state.restore()
     different: list[int] = []
@@ -211,4 +235,4 @@ def compare_plain(
     plain = digests(run.state_dict())
     names = plain.keys() | final.keys()
     tensors = sorted(name for name in names if plain.get(name) != final.get(name))
-    return Verdict(tuple(different), tuple(tensors), len(names))
+    return Verdict(tuple(different), tuple(tensors), len(names), (scaling, run.scaling))

@@ -26,6 +26,8 @@ from patrickstar.cli.events import EventLog, Summary
 from patrickstar.cli.loop import Course, Progress, Training
 from patrickstar.cli.losses import validation_loss
 from patrickstar.cli.model_source import ModelSource, check_length
+from patrickstar.cli.plain_masters import PlainPrecision
+from patrickstar.cli.plain_scale import Scaling
 from patrickstar.cli.predict import budgets, manage_arguments, predict, predicted, refuse, start_row
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import Schedule
@@ -33,7 +35,6 @@ from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.schedules import Rates
 from patrickstar.config.engine.settings import OptimizerSettings
-from patrickstar.errors import ConfigError
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.configured import build_optimizer
 from patrickstar.optim.schedules import Scheduler
@@ -115,6 +116,7 @@ class _Managed:
     losses: Sequence[float]
     final: Mapping[str, str]
     random_state: RandomState
+    scaling: Scaling | None
 
 
 def _train(
@@ -124,11 +126,6 @@ def _train(
     if request.configuration is not None:
         arguments = memory_for(model, request.arguments, request.configuration.settings)
         request = replace(request, arguments=arguments)
-    if request.compare_plain and find_precision(request.arguments, model).copies:
-        raise ConfigError(
-            "--compare-plain where weights of 16 bits are widened to compute: the plain run computes in bf16. Compare in fp32, or with "
-            '{"patrickstar": {"options": {"compute": "bf16"}}} in --config'
-        )
     batches = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
     validation = data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
     allowed = budgets(model, request.arguments)
@@ -184,24 +181,53 @@ def _train(
         if request.log_json is not None:
             display.note(f"log: {request.log_json}")
         final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
-        return _Managed(progress.losses, final, random_state)
+        return _Managed(progress.losses, final, random_state, _scaling(training))
 
 
 def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Verdict:
+    model = _build(request)
     run = PlainRun(
-        _build(request),
+        model,
         data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed),
         lr=request.lr,
         schedule=request.rates,
         clip=request.clip,
         accumulate=request.accumulate,
-        precision=request.arguments.precision or default_precision(),
+        precision=_plain_precision(model, request.arguments, accumulate=request.accumulate),
         optimizer=request.optimizer,
     )
     with display.stage("plain PyTorch", len(managed.losses)) as advance:
         return compare_plain(
-            run, losses=managed.losses, final=managed.final, random_state=managed.random_state, advance=advance
+            run,
+            losses=managed.losses,
+            final=managed.final,
+            random_state=managed.random_state,
+            scaling=managed.scaling,
+            advance=advance,
         )
+
+
+def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision | None:
+    """That of the run; None: fp32."""
+    precision, options = arguments.precision or default_precision(), arguments.options
+    if precision == "fp32":
+        return None
+    kept = torch.float16 if precision == "fp16" else torch.bfloat16
+    return PlainPrecision(
+        kept=kept,
+        compute=find_precision(arguments, model).compute,
+        gradient=kept if accumulate == 1 else torch.float32,
+        keep_fp32=options.keep_fp32,
+        loss_scale=(options.loss_scale or patrickstar.LossScale()) if precision == "fp16" else None,
+    )
+
+
+def _scaling(training: Training) -> Scaling | None:
+    """How its losses were scaled, in this process's steps."""
+    scaler = training.session.scaler
+    if not scaler.is_enabled():
+        return None
+    return Scaling(scaler.get_scale(), len(training.progress.losses) - training.session.stats().steps)
 
 
 def _build(request: Request) -> nn.Module:

@@ -118,7 +118,7 @@ def train(invocation: Invocation, **given: Any) -> int:
         given |= configuration.flags
     steps, warmup = given["steps"], given["warmup"]
     schedule = Schedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps)
-    _check_together(given, precision=arguments.precision)
+    _check_together(given)
     source = ModelSource.find(given["model"])
     folder = CheckpointFolder(given["checkpoint_dir"], keep=given["keep"]) if given["checkpoint_dir"] else None
     if folder is not None and not given["resume"]:
@@ -159,7 +159,7 @@ def _configure(given: dict[str, Any]) -> Configuration | None:
     return configure(given["config"], given, explicit=explicit)
 
 
-def _check_together(given: dict[str, Any], *, precision: str | None) -> None:
+def _check_together(given: dict[str, Any]) -> None:
     """Refuses flags that make no sense together, before anything takes time.
 
     Raises:
@@ -170,5 +170,3 @@ def _check_together(given: dict[str, Any], *, precision: str | None) -> None:
             raise ConfigError(f"{flag} without --checkpoint-dir: name the directory of the checkpoints")
     if given["compare_plain"] and given["resume"]:
         raise ConfigError("--compare-plain with --resume: the plain run has no checkpoint to go on from; leave one out")
-    if given["compare_plain"] and precision == "fp16":
-        raise ConfigError("--compare-plain with fp16: the plain run has no loss scale; compare in fp32 or bf16")

@@ -39,7 +39,9 @@ class Options:
     """Names of modules that stay fp32 whole in 16-bit modes: any part of a path, as in `_keep_in_fp32_modules`."""
 
     tile_rows: int | None = None
-    """Rows of a weight that are used at a time. Arrives in a later version."""
+    """Rows of the weights of `nn.Linear` and `nn.Embedding` modules that are resident at a time, so that the smallest budget is not the
+    largest matrix. Each tile is a product of its own, which may give other bits than one product; so no budget ever switches this on.
+    `None`: whole weights."""
 
     chunked_loss: bool | None = None
     """Whether the loss is computed without whole logits. Arrives in a later version."""
@@ -63,6 +65,7 @@ class Options:
             *_multiple("chunk_size", self.chunk_size, of=CHUNK_GRAIN),
             *choice("eviction", self.eviction, EVICTION_POLICIES),
             *_multiple("accumulate", self.accumulate, of=1),
+            *_multiple("tile_rows", self.tile_rows, of=1),
             *choice("compute", self.compute, (None, "fp32", "bf16", "fp16")),
             *_names("keep_fp32", self.keep_fp32),
         ]
@@ -76,7 +79,7 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"prefetch", "tile_rows", "chunked_loss", "emulated_link", "stress_seed"})
+_TO_COME: Final = frozenset({"prefetch", "chunked_loss", "emulated_link", "stress_seed"})
 
 
 def _names(name: str, value: object) -> list[str]:

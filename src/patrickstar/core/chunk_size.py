@@ -43,7 +43,7 @@ def search_chunk_numel(specs: Sequence[TensorSpec]) -> int:
         raise LayoutError("the model has no parameters: there is nothing to manage")
     # Tensors of one kind have chunks of their own.
     kinds = sorted({spec.kind() for spec in specs})
-    groups = [[aligned(spec.numel) for spec in specs if spec.kind() == kind] for kind in kinds]
+    groups = [[aligned(numel) for spec in specs if spec.kind() == kind for numel in spec.tiles()] for kind in kinds]
     spaces = [space for group in groups for space in group]
     numel = sum(spec.numel for spec in specs)
     aim = target_numel(numel)
@@ -59,7 +59,7 @@ def search_chunk_numel(specs: Sequence[TensorSpec]) -> int:
 
     sparest = aim
     for low, high in _rings(aim, whole=_whole_grains(sum(spaces))):
-        sizes = _sizes(low, high, at_most=_EFFORT // len(specs))
+        sizes = _sizes(low, high, at_most=_EFFORT // len(spaces))
         nearby = min(sizes, key=cost)
         if padding(nearby) < limit:
             return nearby

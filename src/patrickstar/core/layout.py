@@ -2,6 +2,8 @@
 
 A chunk is a fixed number of elements. Tensors follow each other in registration order (next-fit). A tensor that no
 chunk can hold starts a run of adjacent chunks, and later tensors may continue in the tail of the run's last chunk.
+A tensor in tiles is laid out tile by tile, each as if it were a tensor; a tile's *label* is the tensor's name and the
+tile's number in brackets, and wherever a label is asked for, a tensor's name will do.
 The layout holds for every plane alike: a slice has the same place in weights, gradients and moments.
 """
 
@@ -22,14 +24,27 @@ from patrickstar.errors import LayoutError
 ALIGNMENT: Final = 16
 
 
+class Tile(NamedTuple):
+    """`numel` elements of a tensor from its element `tensor_start` on: `offset` elements from the start of the run whose head is `chunk`."""
+
+    chunk: int
+    offset: int
+    tensor_start: int
+    numel: int
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where a tensor lies: `chunk` is the head of its run, `offset` counts elements from the start of the run."""
+    """Where a tensor lies: `chunk` is the head of its run, `offset` counts elements from the start of the run.
+
+    `tiles`: where the tiles lie of a tensor that has several. `chunk` and `offset` are then the first one's.
+    """
 
     name: str
     chunk: int
     offset: int
     numel: int
+    tiles: tuple[Tile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +104,16 @@ class Layout:
     _run_of: tuple[Run, ...] = field(init=False, repr=False, compare=False)
     _group_of: tuple[Group, ...] = field(init=False, repr=False, compare=False)
     _pieces: tuple[tuple[Piece, ...], ...] = field(init=False, repr=False, compare=False)
+    _labels: Mapping[str, tuple[str, Tile]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slices", MappingProxyType(dict(self.slices)))
+        labels = {
+            f"{name}[{index}]": (name, tile)
+            for name, place in self.slices.items()
+            for index, tile in enumerate(place.tiles)
+        }
+        object.__setattr__(self, "_labels", labels)
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
         heads = [group.head for group in self.groups]
         found = tuple(self.groups[bisect.bisect_right(heads, chunk) - 1] for chunk in range(len(self._run_of)))
@@ -130,9 +152,31 @@ class Layout:
         """Share of the chunks' space that holds no element of a tensor."""
         return 1 - self.model_numel / (self.n_chunks * self.chunk_numel)
 
-    def weight_unit(self, name: str) -> PlaneRef:
-        """The unit that must be resident for a tensor's weight to be used."""
-        return PlaneRef(self.slices[name].chunk, WEIGHT)
+    def owner(self, label: str) -> str:
+        """The tensor that a tile is of."""
+        return self._labels[label][0] if label in self._labels else label
+
+    def leaves(self, label: str) -> tuple[str, ...]:
+        """The labels of a tensor's tiles; of what has none, the label itself."""
+        place = self.slices.get(label)
+        tiles = () if place is None else place.tiles
+        return tuple(f"{label}[{index}]" for index in range(len(tiles))) or (label,)
+
+    def tiles(self, label: str) -> tuple[Tile, ...]:
+        """Where a tensor's tiles lie: one, where it has none."""
+        if label in self._labels:
+            return (self._labels[label][1],)
+        place = self.slices[label]
+        return place.tiles or (Tile(place.chunk, place.offset, 0, place.numel),)
+
+    def weight_units(self, label: str) -> tuple[PlaneRef, ...]:
+        """The units that must be resident for the whole of a tensor's weight to be used: one, but for a tensor in tiles."""
+        return tuple(PlaneRef(chunk, WEIGHT) for chunk in dict.fromkeys(tile.chunk for tile in self.tiles(label)))
+
+    def weight_place(self, part: Part) -> tuple[PlaneRef, int]:
+        """The weight unit that a part lies in, and from which of the unit's elements on."""
+        head = self._run_of[part.chunk].head
+        return PlaneRef(head, WEIGHT), (part.chunk - head) * self.chunk_numel + part.start
 
     def run_of(self, chunk: int) -> Run:
         """The run a chunk belongs to."""
@@ -142,16 +186,21 @@ class Layout:
         """Adjacent slots a unit takes: its run's length for a weight, else one."""
         return self._run_of[ref.chunk].length if ref.plane == WEIGHT else 1
 
-    def parts(self, name: str) -> tuple[Part, ...]:
-        """A tensor's pieces chunk by chunk, for the planes of one slot a unit; none for a tensor without elements."""
-        place = self.slices[name]
+    def parts(self, label: str) -> tuple[Part, ...]:
+        """A tensor's pieces chunk by chunk, for the planes of one slot a unit; none for a tensor without elements.
+
+        Of a tile, `tensor_start` counts from the tile's first element.
+        """
         parts = []
-        at, stop = place.offset, place.offset + place.numel
-        while at < stop:
-            ordinal, start = divmod(at, self.chunk_numel)
-            numel = min(stop - at, self.chunk_numel - start)
-            parts.append(Part(place.chunk + ordinal, start, start + numel, at - place.offset))
-            at += numel
+        tiles = self.tiles(label)
+        for tile in tiles:
+            at, stop = tile.offset, tile.offset + tile.numel
+            before = tile.tensor_start - tiles[0].tensor_start - tile.offset
+            while at < stop:
+                ordinal, start = divmod(at, self.chunk_numel)
+                numel = min(stop - at, self.chunk_numel - start)
+                parts.append(Part(tile.chunk + ordinal, start, start + numel, before + at))
+                at += numel
         return tuple(parts)
 
     def tensors_in(self, chunk: int) -> tuple[Piece, ...]:
@@ -171,7 +220,9 @@ class Layout:
         lines += [f"{group} from c{group.head} on" for group in self.groups if group.whole or group.frozen]
         for run in self.runs:
             lines.append(f"c{run.head}" + (f" x{run.length}" if run.length > 1 else ""))
-            lines += [f"  {self.slices[name].offset}+{self.slices[name].numel} {name}" for name in run.tensors]
+            for name in run.tensors:
+                tiles = [tile for tile in self.tiles(name) if tile.chunk == run.head]
+                lines += [f"  {tile.offset}+{tile.numel} {name}" + _from(tile) for tile in tiles]
         return "\n".join(lines)
 
     def digest(self) -> str:
@@ -207,24 +258,34 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
     head, length, used = 0, 1, 0
     groups: list[Group] = []
     for spec in sorted(specs, key=TensorSpec.kind):  # stable: in registration order otherwise
-        space = aligned(spec.numel)
-        if not groups or groups[-1].kind() != spec.kind():
-            if names:
-                runs.append(Run(head, length, tuple(names)))
-                head, names = head + length, []
-                length, used = max(1, -(-space // chunk_numel)), 0
-            groups.append(Group(head, *spec.kind()))
-        if used + space > length * chunk_numel:
-            if used:
-                runs.append(Run(head, length, tuple(names)))
-                head, names = head + length, []
-            length, used = -(-space // chunk_numel), 0
-        slices[spec.name] = Slice(spec.name, head, used if space else 0, spec.numel)
-        names.append(spec.name)
-        used += space
+        tiles: list[Tile] = []
+        for numel in spec.tiles():
+            space = aligned(numel)
+            if not groups or groups[-1].kind() != spec.kind():
+                if names:
+                    runs.append(Run(head, length, tuple(names)))
+                    head, names = head + length, []
+                    length, used = max(1, -(-space // chunk_numel)), 0
+                groups.append(Group(head, *spec.kind()))
+            if used + space > length * chunk_numel:
+                if used:
+                    runs.append(Run(head, length, tuple(names)))
+                    head, names = head + length, []
+                length, used = -(-space // chunk_numel), 0
+            tiles.append(Tile(head, used if space else 0, sum(tile.numel for tile in tiles), numel))
+            if spec.name not in names[-1:]:
+                names.append(spec.name)
+            used += space
+        first = tiles[0]
+        in_tiles = tuple(tiles) if len(tiles) > 1 else ()
+        slices[spec.name] = Slice(spec.name, first.chunk, first.offset, spec.numel, in_tiles)
     runs.append(Run(head, length, tuple(names)))
     in_order = {spec.name: slices[spec.name] for spec in specs}
     return Layout(chunk_numel, tuple(runs), in_order, tuple(groups))
+
+
+def _from(tile: Tile) -> str:
+    return f" from {tile.tensor_start}" if tile.tensor_start else ""
 
 
 def _refuse_bad_input(specs: Sequence[TensorSpec], chunk_numel: int) -> None:

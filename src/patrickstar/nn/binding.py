@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -26,18 +25,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.errors import StateError
-from patrickstar.nn.bound import BoundParameter, slot_strides
+from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.classes import alias_classes, parameter_class
 from patrickstar.nn.detached import DetachedAliases
 from patrickstar.nn.differentiate import differentiate
 from patrickstar.nn.foreach import one_by_one
 from patrickstar.nn.found import Found
-from patrickstar.nn.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor, writes_to
+from patrickstar.nn.functions import ESCAPES, HOOKS, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor, writes_to
 from patrickstar.nn.gradient_access import GradientAccess
 from patrickstar.nn.leases import Key, Leases
 from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
 from patrickstar.nn.places import Places
+from patrickstar.nn.records import make_records, with_tiles
+from patrickstar.nn.tiles import NO_HOOKS, tile_by_tile
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Binding"]
@@ -52,7 +53,8 @@ class Binding:
         copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). gradients: where they go.
 
     Attributes:
-        leases: of the slots in use. places: whose they are. gradients: what `.grad` of a parameter is.
+        by_name: the parameters' records. records: these, and those of tiles. leases: of the slots in use. places: whose they are.
+        gradients: what `.grad` of a parameter is.
         rewriting: is told of parameters before and after they may be written in place, where somebody wants to know.
         session_name: how messages call the session that this binding is part of.
     """
@@ -79,46 +81,29 @@ class Binding:
         self._alias_class, detached_class = alias_classes(self, self._base)
         self._detached = DetachedAliases(detached_class)
 
-        nans: dict[torch.dtype, Tensor] = {}
         self.session_name = "a session"
         self.rewriting: Rewriting | None = None
-        self._bound: dict[int, BoundParameter] = {}
-        self.by_name: dict[str, BoundParameter] = {}
-        for name, parameter in named.items():
-            piece = layout.slices[name]
-            dtype = dtypes.get(name, torch.float32)
-            if dtype not in nans:
-                nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
-            shape_only = torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtype, device="meta")
-            standin = nans[dtype].expand(parameter.shape)
-            bound = BoundParameter(
-                name,
-                partial(_itself, parameter),
-                layout.weight_unit(name),
-                piece.offset,
-                shape_only,
-                standin,
-                is_copied=name in copied,
-            )
-            self._bound[id(parameter)] = self.by_name[name] = bound
-        self.places = Places(self.by_name)
-        self.gradients = GradientAccess(self.by_name, owner, self.lock, use=gradients)
+        self.records = make_records(named, layout, dtypes=dtypes, copied=copied)
+        self.by_name = {name: self.records[name] for name in named}
+        self._bound = {id(bound.parameter): bound for bound in self.records.values()}
+        self.places = Places(self.records)
+        self.gradients = GradientAccess(self.records, owner, self.lock, use=gradients)
 
     # binding and releasing
 
     def changing(self, names: Iterable[str]) -> None:
         """The parameters' values change: what autograd saved of them before is out of date."""
         with Plain():
-            torch.autograd.graph.increment_version([self.by_name[name].parameter for name in names])
+            torch.autograd.graph.increment_version([bound.parameter for bound in with_tiles(self.records, names)])
 
     def changed_by_update(self, names: Iterable[str]) -> None:
         """The parameters' values have changed: so have copies that somebody still holds."""
         names = list(names)
         self.changing(names)
         living = self.leases.living()
-        for name in names:
-            if name in living:
-                self._owner.renew(name, self.leases.take(name))
+        for bound in with_tiles(self.records, names) if living else ():
+            if bound.name in living:
+                self._owner.renew(bound.name, self.leases.take(bound.name))
 
     def bind(self) -> None:
         """Turns every parameter into a managed one. Its old data is let go."""
@@ -136,7 +121,7 @@ class Binding:
                     handle.remove()
                 bound.handles.clear()
                 bound.parameter.__class__ = nn.Parameter
-                data = data_of(bound)
+                data = data_of(bound) if bound.owner == bound.name else None
                 if data is not None:
                     bound.parameter.data = data
             self.gradients.own.clear()
@@ -158,29 +143,52 @@ class Binding:
 
     def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a torch function does with managed parameters, or aliases of slots, among its arguments."""
+        by_tiles = tile_by_tile(func, args, kwargs, self._tiles_of)
+        if by_tiles is not None:
+            return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return differentiate(
-                func, args, kwargs, is_managed=lambda tensor: self.bound(tensor) is not None, undress=self._undress
+                func,
+                args,
+                kwargs,
+                is_managed=lambda tensor: self.bound(tensor) is not None,
+                tiles_of=self._tiles_of,
+                undress=self._undress,
             )
         with Plain():
             first = args[0] if args else None
             bound = self.bound(first)
             if bound is not None:
-                if func in NEEDS_NO_DATA:
-                    return func(*args, **kwargs)
-                if func in SHAPE_ONLY:
-                    return func(bound.shape_only, *args[1:], **kwargs)
-                special = _SPECIAL.get(func)
-                if special is not None:
-                    return special(self, bound, *args[1:], **kwargs)
-                if func in ESCAPES:
-                    return self._escape(func, bound, *args[1:], **kwargs)
-                if func.__name__ in REPOINTS:
-                    raise StateError(self._not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
+                answer = self._answer(func, bound, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
             found = self._found((args, kwargs))
             if len(found.parameters) > 1 and func.__name__.startswith("_foreach_"):
                 return one_by_one(self.handle, func, args, kwargs)
             return self._use(func, args, kwargs, found=found, others=found.others)
+
+    def _answer(
+        self, func: Callable[..., Any], bound: BoundParameter, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What is asked of a parameter that is no use of its bytes; NotImplemented where it is one."""
+        if bound.tiles and func in HOOKS:
+            raise StateError(f"{func.__name__}() was called on {bound.name}, which is used in tiles: {NO_HOOKS}")
+        if func in NEEDS_NO_DATA:
+            return func(*args, **kwargs)
+        if func in SHAPE_ONLY:
+            return func(bound.shape_only, *args[1:], **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, bound, *args[1:], **kwargs)
+        if func in ESCAPES:
+            return self._escape(func, bound, *args[1:], **kwargs)
+        if func.__name__ in REPOINTS:
+            raise StateError(self._not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
+        return NotImplemented
+
+    def _tiles_of(self, tensor: object) -> Sequence[BoundParameter]:
+        bound = self._bound.get(id(tensor))
+        return () if bound is None else bound.tiles
 
     def _found(self, values: Any) -> Found:
         return Found(self, values, bound=self.bound, alias_class=self._alias_class)
@@ -225,14 +233,14 @@ class Binding:
         found = self._found(value)
         places = [self._find(alias) for alias in found.aliases]
         owners = [self._bound[id(place[2])] for place in places if place is not None]
-        return list({bound.name: self.by_name[bound.name] for bound in (*found.parameters, *owners)}.values())
+        return list({bound.name: self.records[bound.name] for bound in (*found.parameters, *owners)}.values())
 
     def enter(self, found: Sequence[BoundParameter]) -> None:
         """Gives parameters their bytes. Each `enter` has one `leave`."""
         if not found:
             return
         with self.lock:
-            refs = sorted({bound.ref for bound in found})
+            refs = sorted({ref for bound in found for ref in bound.refs})
             in_graph = torch.is_grad_enabled() and not any(self._detached.is_one(bound.tensor()) for bound in found)
             for bound in found:
                 if not bound.depth and self._moved(bound):
@@ -261,19 +269,6 @@ class Binding:
                     bound.parameter.data = bound.standin
             if found:
                 self._owner.used([bound.name for bound in found])
-
-    @contextmanager
-    def plain_class(self, found: Sequence[BoundParameter]) -> Iterator[None]:
-        """Parameters of the ordinary class for a while, for code that refuses subclasses (torch's fused encoder paths)."""
-        # Not those that an enclosing call has made ordinary already.
-        managed = [bound for bound in found if type(bound.parameter) is self._parameter_class]
-        for bound in managed:
-            bound.parameter.__class__ = nn.Parameter
-        try:
-            yield
-        finally:
-            for bound in managed:
-                bound.parameter.__class__ = self._parameter_class
 
     # what uses return and autograd saves
 
@@ -305,9 +300,11 @@ class Binding:
     def _fetch(self, key: Key) -> Tensor:
         with self.lock, Plain():
             first = self.places.parameters_in(key)[0]
-            self._owner.unpack(first.ref, first.name)
-            unit = self.leases.take(first.ref)
-            return unit if key == first.ref else self.leases.take(key)
+            units = []
+            for ref in first.refs:
+                self._owner.unpack(ref, first.name)
+                units.append(self.leases.take(ref))
+            return units[0] if key == first.ref else self.leases.take(key)
 
     # the rest of what is special about a parameter
 
@@ -365,6 +362,9 @@ class Binding:
         tensor.requires_grad = value
         if tensor is self.by_name[bound.name].tensor():
             self.gradients.watch(bound)
+            for tile in bound.tiles:
+                tile.parameter.requires_grad = value
+                self.gradients.watch(tile)
         return tensor
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
@@ -391,7 +391,3 @@ _SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
         Tensor.requires_grad_: Binding._set_requires_grad,
     }
 )
-
-
-def _itself(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter

@@ -18,14 +18,16 @@ __all__ = ["BoundParameter", "slot_strides"]
 class BoundParameter:
     """A parameter, and where its bytes are.
 
-    `shape_only` is a meta tensor with the parameter's shape and strides; `offset` is in elements from the unit's start. Dense parameters
-    keep their strides (channels last, say), others are contiguous in their slot. `tensor` gives the parameter, or a detached alias of it
-    (Note [Binding]), which the record does not keep alive.
+    `shape_only` is a meta tensor with the parameter's shape and strides; `offset` is in elements from the start of the first of the units that it
+    lies in, which are one but for a parameter in tiles. Dense parameters keep their strides (channels last, say), others and those in tiles are
+    contiguous. `tensor` gives the parameter, or a detached alias of it (Note [Binding]), which the record does not keep alive.
     """
 
     name: str
+    owner: str
+    """The parameter's name; of a tile, the name of the parameter that it is of."""
     tensor: Callable[[], Tensor]
-    ref: PlaneRef
+    refs: tuple[PlaneRef, ...]
     offset: int
     shape_only: Tensor
 
@@ -37,6 +39,13 @@ class BoundParameter:
     )
     depth: int = 0  # uses and module calls that hold it now
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    tiles: tuple[BoundParameter, ...] = ()
+    """The records of its tiles (Note [Tiles] in `tiles.py`)."""
+
+    @property
+    def ref(self) -> PlaneRef:
+        """The unit that it lies in; of a parameter in tiles, the first."""
+        return self.refs[0]
 
     @property
     def parameter(self) -> nn.Parameter:

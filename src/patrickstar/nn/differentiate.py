@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from patrickstar.errors import StateError
+from patrickstar.nn.bound import BoundParameter
 from patrickstar.torch_private import Plain
 
 __all__ = ["differentiate"]
@@ -20,6 +22,7 @@ def differentiate(
     kwargs: Mapping[str, Any],
     *,
     is_managed: Callable[[object], bool],
+    tiles_of: Callable[[object], Sequence[BoundParameter]],
     undress: Callable[[Tensor], None],
 ) -> Any:
     """Gradients of parameters, for which their bytes are not needed.
@@ -39,8 +42,16 @@ def differentiate(
 
     if func is torch.autograd.backward:
         inputs = kwargs["inputs"]
-        return func(outputs, **{**kwargs, "inputs": None if inputs is None else edges(inputs)})
+        if inputs is not None:
+            tiled = [tile.parameter for tensor in inputs for tile in tiles_of(tensor)]
+            kwargs = {**kwargs, "inputs": edges([*inputs, *tiled])}
+        return func(outputs, **kwargs)
     inputs = args[1]
+    if any(map(tiles_of, inputs)):
+        raise StateError(
+            "torch.autograd.grad() of a parameter that is used in tiles: its gradient never exists as one tensor. Use backward() and "
+            "session.gradients(), or leave Options(tile_rows=) away"
+        )
     materialize = kwargs["materialize_grads"]
     asked = {**kwargs, "materialize_grads": False, "allow_unused": materialize or kwargs["allow_unused"]}
     gradients = func(outputs, edges(inputs), **asked)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ESCAPES", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor", "writes_to"]
+__all__ = ["ESCAPES", "HOOKS", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor", "writes_to"]
 
 
 def accessor(name: str, kind: str) -> Callable[..., Any]:
@@ -59,6 +59,9 @@ def writes_to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
     return args[0] if in_place and args else None
 
+
+HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
+"""Ask to be told of a gradient."""
 
 REPOINTS = frozenset(
     {

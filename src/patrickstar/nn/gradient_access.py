@@ -83,9 +83,20 @@ class GradientAccess:
             gradient = parameter.grad
             if gradient is not None and self.stay:
                 self._owner.gradient(bound.name, gradient)
-            elif gradient is not None and bound.name not in self.own:
+            elif gradient is not None and bound.owner not in self.own:
                 parameter.grad = None
                 self._owner.gradient(bound.name, gradient)
+            elif gradient is not None and bound.owner != bound.name:
+                parameter.grad = None
+                self._add_to_own(bound, gradient)
+
+    def _add_to_own(self, tile: BoundParameter, gradient: Tensor) -> None:
+        whole = self._by_name[tile.owner]
+        start = 0
+        for before in whole.tiles[: whole.tiles.index(tile)]:
+            start += before.shape_only.shape[0]
+        assert whole.parameter.grad is not None
+        whole.parameter.grad.detach()[start : start + gradient.shape[0]].add_(gradient)
 
     def get(self, bound: BoundParameter) -> Tensor | None:
         """`p.grad`."""

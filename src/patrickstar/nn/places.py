@@ -13,12 +13,13 @@ __all__ = ["Places"]
 
 
 class Places:
-    """The parameters of a binding by unit, and by name where they are copied."""
+    """The parameters and tiles of a binding by unit, and by name where they are copied."""
 
     def __init__(self, by_name: Mapping[str, BoundParameter]) -> None:
         self._by_name = by_name
         self._starts: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}
-        for bound in sorted(by_name.values(), key=lambda bound: bound.offset):
+        in_units = [bound for bound in by_name.values() if not bound.tiles]
+        for bound in sorted(in_units, key=lambda bound: bound.offset):
             starts, owners = self._starts.setdefault(bound.ref, ([], []))
             starts.append(bound.offset)
             owners.append(bound)

@@ -6,7 +6,8 @@ nothing is recorded for backward; for such calls the module's parameters are fet
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class WholeCalls:
             with Plain():
                 self._binding.enter(found)
             stack.callback(self._leave, found)
-        stack.enter_context(self._binding.plain_class(found))
+        stack.enter_context(_plain_class(found, self._binding))
 
     def _requires_grad(self, bound: BoundParameter) -> bool:
         return bound.parameter.requires_grad
@@ -59,3 +60,18 @@ class WholeCalls:
     def after_forward(self, module: nn.Module) -> None:
         """The call is over."""
         self._open[id(module)].pop().close()
+
+
+@contextmanager
+def _plain_class(found: Sequence[BoundParameter], binding: Binding) -> Iterator[None]:
+    """Parameters of the ordinary class for a while, for code that refuses subclasses."""
+    # Not those that an enclosing call has made ordinary already.
+    managed = [bound.parameter for bound in found if binding.is_managed(bound.parameter)]
+    classes = [type(parameter) for parameter in managed]
+    for parameter in managed:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for parameter, kind in zip(managed, classes, strict=True):
+            parameter.__class__ = kind

@@ -123,14 +123,15 @@ class Closing:
         parts.conductor.pilot.segment.reserve_bytes += value.nbytes
         state = parts.conductor.mover.state
         held = parts.binding.leases.held()  # by what outlives the session: it keeps its memory
-        if self._last_of[bound.ref] == bound.name and bound.ref in state.resident and bound.ref not in held:
-            parts.conductor.mover.release(bound.ref)  # its slots' pages go before the next parameter is read
+        for ref in bound.refs:
+            if self._last_of[ref] == bound.name and ref in state.resident and ref not in held:
+                parts.conductor.mover.release(ref)  # its slots' pages go before the next parameter is read
         return value
 
     @property
     def _last_of(self) -> dict[PlaneRef, str]:
         """The last parameter in each weight unit, in registration order: with it the unit has been read whole."""
-        return {bound.ref: bound.name for bound in self._parts.binding}
+        return {ref: bound.name for bound in self._parts.binding for ref in bound.refs}
 
     def _weights_fit(self) -> bool:
         return self._fits(self._weight_bytes())

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Layout
+from patrickstar.core.layout import Layout, Part
 from patrickstar.core.plane import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.nn.binding import Binding
-from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.split import split
 from patrickstar.optim.widen import BLOCK_NUMEL
 from patrickstar.runtime.conductor import Conductor
@@ -30,36 +29,38 @@ class Copies:
         self._precision = precision
 
     def make(self, name: str) -> Tensor:
-        """A copy of a parameter whose unit is resident: 1-D, in slot order."""
-        bound = self._binding.by_name[name]
+        """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
+        bound = self._binding.records[name]
         with self._conductor.quiet():
             copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
-            self._convert(self._kept(bound), copy)
+            for part in self._layout.parts(name):
+                self._convert(self._kept(part), copy[_span(part)])
             return copy
 
     def renew(self, name: str, copy: Tensor) -> None:
         """Writes a parameter's value into a copy of it."""
-        bound, state = self._binding.by_name[name], self._conductor.mover.state
+        state = self._conductor.mover.state
         with self._conductor.lock, self._conductor.apart():
-            if bound.ref not in state.resident:
-                self._conductor.moment(Phase.STEP, name, (Touch(bound.ref),))
-            self._convert(self._kept(bound), copy)
+            for part in self._layout.parts(name):
+                ref, _ = self._layout.weight_place(part)
+                if ref not in state.resident:
+                    self._conductor.moment(Phase.STEP, name, (Touch(ref),))
+                self._convert(self._kept(part), copy[_span(part)])
 
     def changed(self, name: str) -> None:
         """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
-        bound = self._binding.by_name[name]
         copy = self._binding.leases.take(name)
         with self._conductor.lock, self._conductor.apart():
             for part in self._layout.parts(name):
                 rest = PlaneRef(part.chunk, REST)
                 is_split = rest in self._conductor.mover.state.home
-                touches = [Touch(bound.ref, True)] + ([Touch(rest, True)] if is_split else [])
+                weight, _ = self._layout.weight_place(part)
+                touches = [Touch(weight, True)] + ([Touch(rest, True)] if is_split else [])
                 self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
-                span = slice(part.tensor_start, part.tensor_start + part.stop - part.start)
-                kept = self._kept(bound)[span]
+                kept = self._kept(part)
                 left = self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
-                self._take_changes(copy[span], kept, left)
-            self._convert(self._kept(bound), copy)
+                self._take_changes(copy[_span(part)], kept, left)
+                self._convert(kept, copy[_span(part)])
 
     def _take_changes(self, copy: Tensor, kept: Tensor, rest: Tensor | None) -> None:
         bits = torch.int16 if copy.dtype.itemsize == 2 else torch.int32
@@ -79,8 +80,9 @@ class Copies:
             if rest is not None:
                 rest[block].copy_(torch.where(changed, left, rest[block]))
 
-    def _kept(self, bound: BoundParameter) -> Tensor:
-        return self._conductor.tensor(bound.ref)[bound.offset : bound.offset + bound.shape_only.numel()]
+    def _kept(self, part: Part) -> Tensor:
+        ref, start = self._layout.weight_place(part)
+        return self._conductor.tensor(ref)[start : start + part.stop - part.start]
 
     def _convert(self, kept: Tensor, copy: Tensor) -> None:
         rounding = self._precision.rounding
@@ -89,6 +91,11 @@ class Copies:
             return
         for block in _blocks(copy.numel()):
             copy[block].copy_(kept[block].to(rounding))
+
+
+def _span(part: Part) -> slice:
+    """The part's elements of its parameter or tile."""
+    return slice(part.tensor_start, part.tensor_start + part.stop - part.start)
 
 
 def _blocks(numel: int) -> Iterator[slice]:

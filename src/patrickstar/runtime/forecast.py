@@ -81,7 +81,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
     precision = find_precision(memory, model)
-    layout = layout_of(named, memory, precision)
+    layout = layout_of(model, named, memory, precision)
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, precision)

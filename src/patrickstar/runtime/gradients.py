@@ -26,7 +26,8 @@ class Gradients:
     """Which parameters have a gradient, and the bytes of each.
 
     Attributes:
-        names: the parameters with a gradient in the plane, by name. whole: those whose gradient is of a backward that has ended.
+        names: the parameters with a gradient in the plane, by name. incomplete: those of whose tiles only some have one so far, with these tiles.
+        whole: those whose gradient is of a backward that has ended.
         factors: what a gradient in the plane is still to be multiplied with, oldest first (0-dim fp32), by name: done when it is next used, in
             fp32 whatever the plane is of.
         overflowed: the parameters whose gradients have arrived with an Inf or NaN, first come first, where `finds_overflow`.
@@ -48,16 +49,26 @@ class Gradients:
         self._finds_overflow = finds_overflow
 
         self.names: set[str] = set()
+        self.incomplete: dict[str, set[str]] = {}
         self.whole: set[str] = set()
         self.factors: dict[str, tuple[Tensor, ...]] = {}
         self.overflowed: dict[str, None] = {}
 
     def add(self, bound: BoundParameter, gradient: Tensor) -> None:
-        """Takes a gradient that has arrived, chunk by chunk."""
-        self._growth.thaw(bound.name)
-        if bound.name in self.whole and self.dtype(bound) is not torch.float32:
+        """Takes a gradient that has arrived, of a parameter or of a tile, chunk by chunk."""
+        if bound.tiles:
+            start = 0
+            for tile in bound.tiles:
+                rows = tile.shape_only.shape[0]
+                self.add(tile, gradient[start : start + rows])
+                start += rows
+            return
+        name = bound.owner
+        self._growth.thaw(name)
+        if name in self.whole and self.dtype(bound) is not torch.float32:
             self._growth.widen_gradients()
-        self._apply_factors(bound.name)
+        self._apply_factors(name)
+        is_there = name in self.names or bound.name in self.incomplete.get(name, ())
         with self._conductor.quiet():
             flat = bound.flat(gradient)
             for part in self._layout.parts(bound.name):
@@ -65,13 +76,22 @@ class Gradients:
                 self._conductor.moment(Phase.BACKWARD, bound.name, (Touch(ref, True),))
                 target = self._conductor.tensor(ref)[part.start : part.stop]
                 piece = flat[part.tensor_start : part.tensor_start + target.numel()]
-                if bound.name in self.names:
+                if is_there:
                     target.add_(piece)
                 else:
                     target.copy_(piece)
                 if self._finds_overflow and not _is_finite(target):  # here, where it is in the caches
-                    self.overflowed.setdefault(bound.name)
-        self.names.add(bound.name)
+                    self.overflowed.setdefault(name)
+        if name not in self.names:
+            self.incomplete.setdefault(name, set()).add(bound.name)
+            if self.incomplete[name].issuperset(self._layout.leaves(name)):
+                self.names.add(name)
+                del self.incomplete[name]
+
+    def drop_incomplete(self) -> None:
+        """What a backward that failed has left of gradients in tiles is not wanted: without tiles there would be none."""
+        for name in list(self.incomplete):
+            self.drop(name)
 
     def multiply(self, factor: Tensor) -> None:
         """Every gradient counts as multiplied with this from now on (0-dim fp32)."""
@@ -104,18 +124,20 @@ class Gradients:
 
     def drop(self, name: str) -> None:
         """The gradient is no longer wanted; chunks without any other give their slots back."""
-        if name not in self.names:
+        if name not in self.names and name not in self.incomplete:
             return
         self._conductor.settle()
         self._forget(name)
         for part in self._layout.parts(name):
-            if not any(piece.name in self.names for piece in self._layout.tensors_in(part.chunk)):
+            pieces = self._layout.tensors_in(part.chunk)
+            if not any(piece.name in self.names or piece.name in self.incomplete for piece in pieces):
                 self._conductor.mover.release(PlaneRef(part.chunk, GRAD))
 
     def drop_all(self) -> None:
         """No gradient is wanted any more."""
-        chunks = {part.chunk for name in self.names for part in self._layout.parts(name)}
-        for name in list(self.names):
+        names = [*self.names, *self.incomplete]
+        chunks = {part.chunk for name in names for part in self._layout.parts(name)}
+        for name in names:
             self._forget(name)
         for chunk in sorted(chunks):
             self._conductor.mover.release(PlaneRef(chunk, GRAD))
@@ -150,6 +172,7 @@ class Gradients:
 
     def _forget(self, name: str) -> None:
         self.names.discard(name)
+        self.incomplete.pop(name, None)
         self.whole.discard(name)
         self.factors.pop(name, None)
         self.overflowed.pop(name, None)

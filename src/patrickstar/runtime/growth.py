@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from patrickstar.core.formats import Formats
-from patrickstar.core.layout import Layout
+from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
@@ -50,7 +50,10 @@ class Growth:
         Raises:
             BudgetError: what that takes does not fit.
         """
-        run = self._layout.run_of(self._layout.slices[name].chunk)
+        for weight in self._layout.weight_units(name):
+            self._thaw_run(self._layout.run_of(weight.chunk), name)
+
+    def _thaw_run(self, run: Run, name: str) -> None:
         chunks = range(run.head, run.head + run.length)
         formats, state = self._formats, self._conductor.mover.state
         if formats.is_trained(run.head, self._layout):

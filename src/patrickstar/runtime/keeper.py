@@ -175,8 +175,7 @@ class Keeper:
             return args, kwargs
         self.expect_own_parameters()
         if self._training is not None:
-            self._training.expect_whole()
-            self._training.lending.take_back()
+            self._training.begin_forward()
         self._check_watch()
         self._conductor.settle()
         args, kwargs = cast_inputs((args, kwargs), self._compute)

@@ -134,7 +134,7 @@ def manage(
             'precision was not given, and this processor is fast in bf16: weights are bf16, with exact fp32 masters. precision="bf16" says the '
             'same without this warning, precision="fp32" keeps all of it in fp32'
         )
-    layout = layout_of(named, memory, types, trained=lambda parameter: _is_trained(parameter, optimizer))
+    layout = layout_of(model, named, memory, types, trained=lambda parameter: _is_trained(parameter, optimizer))
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE

@@ -22,6 +22,7 @@ from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.precision import Precision, lies_in
+from patrickstar.runtime.tiling import find_tiles
 from patrickstar.runtime.updates import step_trace
 
 __all__ = ["gradient_use", "layout_of", "resting_state"]
@@ -31,6 +32,7 @@ _GRAIN_16_BITS = 2048
 
 
 def layout_of(
+    model: nn.Module,
     named: Mapping[str, nn.Parameter],
     memory: MemoryOptions,
     precision: Precision,
@@ -38,8 +40,9 @@ def layout_of(
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
 ) -> Layout:
     """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
+    tiles = find_tiles(model, named, memory.options.tile_rows)
     specs = [
-        TensorSpec(name, tuple(parameter.shape), trained(parameter), lies_in(name, precision.whole))
+        TensorSpec(name, tuple(parameter.shape), trained(parameter), lies_in(name, precision.whole), tiles.get(name))
         for name, parameter in named.items()
     ]
     chunk_numel = memory.options.chunk_size or search_chunk_numel(specs)
@@ -52,8 +55,9 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
     """Where gradients go: with nothing to move them out of the way for, they stay where PyTorch puts them."""
     if memory.step == "in_backward":
         return GradientUse.UPDATE
-    # 16-bit gradients of several backwards add up in fp32, which autograd does not do.
-    return GradientUse.CHUNK if budgets.bind or precision.mixed else GradientUse.TENSOR
+    # 16-bit gradients of several backwards add up in fp32, which autograd does not do; and those of tiles have no parameter of the user's.
+    in_chunks = budgets.bind or precision.mixed or memory.options.tile_rows is not None
+    return GradientUse.CHUNK if in_chunks else GradientUse.TENSOR
 
 
 def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:

@@ -24,6 +24,7 @@ from patrickstar.errors import StateError
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
+from patrickstar.runtime.backward_sums import BackwardSums
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.growth import Growth
@@ -90,7 +91,7 @@ class Training:
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
-        self._partial: dict[str, Tensor] = {}
+        self._sums = BackwardSums()
         self.lending = Lending(
             binding=binding, conductor=conductor, segments=segments, gradients=gradients, traces=self.all_traces
         )
@@ -106,38 +107,32 @@ class Training:
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """A gradient has arrived."""
-        bound = self._binding.by_name[name]
+        bound = self._binding.records[name]
         self._enter_backward()
         self._conductor.pilot.segment.gave_gradients = True
         if self._choreography.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
             if self._gradients.dtype(bound) != gradient.dtype and not self._choreography.comes_whole(name):
-                self._add_to_partial(name, gradient)
+                with self._conductor.quiet():
+                    self._sums.add(name, gradient)
             else:
                 self._gradients.add(bound, gradient)
             return
-        hyper = self._backward_hypers.get(name)
+        owner = bound.owner
+        hyper = self._backward_hypers.get(owner)
         # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
-        alone = name not in self._gradients.names
+        alone = owner not in self._gradients.names
         if hyper is not None and alone and self._choreography.updates_at_once(name):
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
-            self._updated.add(name)
-            self.steps[name] = self.steps.get(name, 0) + 1
-            self._updates.update_now(bound, gradient, hyper=hyper, step=self.steps[name])
+            self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
+            self._updated |= {name, owner}
+            self._updates.update_now(bound, gradient, hyper=hyper, step=self.steps[owner])
         else:
             self._gradients.add(bound, gradient)
             if hyper is not None:
-                self._postponed.add(name)
-
-    def _add_to_partial(self, name: str, gradient: Tensor) -> None:
-        """Within one backward autograd adds in the parameter's type, whatever several backwards add up in."""
-        if name in self._partial:
-            with self._conductor.quiet():
-                self._partial[name].add_(gradient)
-        else:
-            self._partial[name] = gradient
+                self._postponed.add(owner)
 
     def _enter_backward(self) -> None:
         now = backward_id()
@@ -157,9 +152,9 @@ class Training:
             self._unfinished, self._nested = False, True
             return
         self._nested = False
-        partial_sums, self._partial = self._partial, {}
-        for name, gradient in partial_sums.items():
-            self._gradients.add(self._binding.by_name[name], gradient)
+        for name, gradient in self._sums.take().items():
+            self._gradients.add(self._binding.records[name], gradient)
+        assert not self._gradients.incomplete, "some tiles of a parameter have been used without the others"
         self._gradients.whole |= self._gradients.names
         self._segments.backward_ended()
         if self.in_backward:
@@ -179,6 +174,12 @@ class Training:
             for name in names:
                 self._gradients.drop(name)
 
+    def begin_forward(self) -> None:
+        """A forward begins. StateError where parameters are of no one step, or a gradient that was lent is held."""
+        self.expect_whole()
+        self.lending.take_back()
+        self._gradients.drop_incomplete()
+
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""
         if not self._unfinished or backward_id() != -1:
@@ -188,7 +189,7 @@ class Training:
                 "an exception ended an optimizer step after part of the parameters had been updated: the weights are of no one step. "
                 "Call session.load_checkpoint(dir)"
             )
-        names = sorted(self._updated)
+        names = sorted(self._updated & self._binding.by_name.keys())
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise StateError(
             f'an exception ended a backward with step="in_backward" after {len(names)} parameters had been updated ({shown}): '
@@ -201,7 +202,7 @@ class Training:
         self._backward = None
         self._updated.clear()
         self._postponed.clear()
-        self._partial.clear()
+        self._sums.take()
 
     # gradients read and let go
 
@@ -237,9 +238,8 @@ class Training:
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of these parameters, or makes them zero. None: of all."""
         wanted = set(self._binding.by_name if names is None else names)
-        for name in wanted:
-            self._partial.pop(name, None)
-        if set_to_none and self._gradients.names <= wanted:
+        self._sums.drop(label for name in wanted for label in (name, *self._layout.leaves(name)))
+        if set_to_none and self._gradients.names | self._gradients.incomplete.keys() <= wanted:
             self._settle_freeing()
             self._gradients.drop_all()
             if self._binding.gradients.own <= wanted:
@@ -256,7 +256,7 @@ class Training:
                     parameter.grad = parameter.grad.detach_() if parameter.grad.grad_fn is not None else parameter.grad
                     parameter.grad.requires_grad_(False).zero_()
         if set_to_none:
-            for name in sorted(self._gradients.names & wanted):
+            for name in sorted((self._gradients.names | self._gradients.incomplete.keys()) & wanted):
                 self._gradients.drop(name)
         else:
             self._gradients.fill_with_zeros(wanted)

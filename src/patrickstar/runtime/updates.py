@@ -212,18 +212,17 @@ class Updates:
         return zip(chunks, trace.moments, strict=True)
 
     def update_now(self, bound: BoundParameter, gradient: Tensor, *, hyper: Hyper, step: int) -> None:
-        """Updates one parameter from a gradient that has just arrived and is its whole gradient."""
+        """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient."""
         name = bound.name
-        weight_ref = self._layout.weight_unit(name)
         with self._conductor.apart():
             # As it would come out of its plane, whenever the update is done.
-            form = self._formats.of(PlaneRef(weight_ref.chunk, GRAD), self._layout)
+            form = self._formats.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
             flat = bound.flat(gradient).to(getattr(torch, form.dtype))
             for part in self._layout.parts(name):
                 touches = [
                     Touch(PlaneRef(part.chunk, EXP_AVG), True),
                     Touch(PlaneRef(part.chunk, EXP_AVG_SQ), True),
-                    Touch(weight_ref, True),
+                    Touch(self._layout.weight_place(part)[0], True),
                 ]
                 if self._formats.is_split(part.chunk, self._layout):
                     touches.append(Touch(PlaneRef(part.chunk, REST), True))

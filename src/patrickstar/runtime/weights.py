@@ -49,7 +49,7 @@ class Weights:
         """A parameter's master as 1-D fp32 pieces in slot order; each valid until the next is asked for, and not to be written."""
         bound = self._binding.by_name[name]
         for part in self._layout.parts(name):
-            weight, rest = self._halves(bound, part, writes=False)
+            weight, rest = self._halves(bound.name, part, writes=False)
             if weight.dtype is torch.float32:
                 yield weight
                 continue
@@ -63,7 +63,7 @@ class Weights:
 
     def read_into(self, name: str, part: Part, read: Callable[[Tensor, int], object]) -> None:
         """Sets a piece of a parameter's master from what `read` writes: into an fp32 tensor, from an element of the parameter on."""
-        weight, rest = self._halves(self._binding.by_name[name], part, writes=True)
+        weight, rest = self._halves(name, part, writes=True)
         if weight.dtype is torch.float32:
             read(weight, part.tensor_start)
             return
@@ -76,14 +76,14 @@ class Weights:
             else:
                 weight[block].copy_(master)
 
-    def _halves(self, bound: BoundParameter, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
+    def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of the weight plane, and of the rest plane where there is one."""
         rest = PlaneRef(part.chunk, REST)
         has_rest = rest in self._conductor.mover.state.home
-        touches = [Touch(bound.ref, writes)] + ([Touch(rest, writes)] if has_rest else [])
-        self._conductor.moment(Phase.STEP, bound.name, tuple(sorted(touches, key=lambda touch: touch.ref)))
-        start, numel = bound.offset + part.tensor_start, part.stop - part.start
-        weight = self._conductor.tensor(bound.ref)[start : start + numel]
+        ref, start = self._layout.weight_place(part)
+        touches = [Touch(ref, writes)] + ([Touch(rest, writes)] if has_rest else [])
+        self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
+        weight = self._conductor.tensor(ref)[start : start + part.stop - part.start]
         return weight, self._conductor.tensor(rest)[part.start : part.stop] if has_rest else None
 
     def write(self, name: str, value: Tensor) -> None:
@@ -110,9 +110,8 @@ class Weights:
 
     def fill_made(self, bound: BoundParameter, recorder: Recorder) -> None:
         """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
-        if self._conductor.mover.store.dtype(bound.ref) is torch.float32 and recorder.can_make_in(
-            bound.parameter, torch.float32
-        ):
+        can = not bound.tiles and self._conductor.mover.store.dtype(bound.ref) is torch.float32
+        if can and recorder.can_make_in(bound.parameter, torch.float32):
             self._conductor.moment(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             unit = self._conductor.tensor(bound.ref)
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])

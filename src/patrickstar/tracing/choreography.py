@@ -57,13 +57,17 @@ class Choreography:
 
     def updates_at_once(self, name: str) -> bool:
         """Whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
-        if self.gradients is not GradientUse.UPDATE or not self._updates(name):
+        if self.gradients is not GradientUse.UPDATE or not self._updates(self.layout.owner(name)):
             return False
         return self.comes_whole(name)
 
     def comes_whole(self, name: str) -> bool:
-        """Whether a backward delivers the parameter's gradient in one piece."""
-        return not self._uses_apart[name] or self._uses[name] == 1
+        """Whether a backward delivers the gradient of a parameter, or of a tile, in one piece."""
+        if self._uses_apart[name] and self._uses[name] != 1:
+            return False
+        # A parameter in tiles that is also used as a whole has gradients of both.
+        owner, leaves = self.layout.owner(name), self.layout.leaves(name)
+        return (owner == name or not self._uses[owner]) and (leaves == (name,) or not any(map(self._uses.get, leaves)))
 
     def gradient(self, name: str) -> list[tuple[Part, tuple[Touch, ...]]]:
         """The moments of a gradient's arrival: the piece of it that each is about, and what it touches."""
@@ -72,6 +76,9 @@ class Choreography:
         parts = self.layout.parts(name)
         if not self.updates_at_once(name):
             return [(part, (Touch(PlaneRef(part.chunk, GRAD), True),)) for part in parts]
-        weight = Touch(self.layout.weight_unit(name), True)
-        planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if self._formats.is_split(weight.ref.chunk, self.layout) else ()))
-        return [(part, (weight, *(Touch(PlaneRef(part.chunk, plane), True) for plane in planes))) for part in parts]
+        return [(part, self._update(part)) for part in parts]
+
+    def _update(self, part: Part) -> tuple[Touch, ...]:
+        weight, _ = self.layout.weight_place(part)
+        planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if self._formats.is_split(part.chunk, self.layout) else ()))
+        return (Touch(weight, True), *(Touch(PlaneRef(part.chunk, plane), True) for plane in planes))

@@ -72,7 +72,7 @@ class _Twin:
     def wrap(self, key: Key) -> Tensor:
         if not isinstance(key, PlaneRef):
             assert self.binding is not None
-            bound = self.binding.by_name[key]
+            bound = self.binding.records[key]
             return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
         layout = self._choreography.layout
         self._making_slot = True
@@ -97,7 +97,7 @@ class _Twin:
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         assert self.binding is not None
-        flat = self.binding.by_name[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
+        flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
         for _, touches in self._choreography.gradient(name):
             self._moment(Phase.BACKWARD, name, touches)
 

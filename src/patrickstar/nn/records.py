@@ -1,0 +1,92 @@
+"""The records of all that a binding binds: parameters, and the tiles of those that have some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.core.layout import Layout
+from patrickstar.nn.bound import BoundParameter, slot_strides
+
+__all__ = ["make_records", "with_tiles"]
+
+
+def make_records(
+    named: Mapping[str, nn.Parameter], layout: Layout, *, dtypes: Mapping[str, torch.dtype], copied: Collection[str]
+) -> dict[str, BoundParameter]:
+    """The records by name: of each parameter, and after it of its tiles.
+
+    Args:
+        dtypes: what parameters are of while they are managed; fp32 where it says nothing. copied: those whose uses see a copy.
+    """
+    nans: dict[torch.dtype, Tensor] = {}
+    records: dict[str, BoundParameter] = {}
+    for name, parameter in named.items():
+        dtype = dtypes.get(name, torch.float32)
+        if dtype not in nans:
+            nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+        tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
+        records[name] = BoundParameter(
+            name,
+            name,
+            partial(_itself, parameter),
+            layout.weight_units(name),
+            layout.slices[name].offset,
+            torch.empty_strided(
+                parameter.shape,
+                _contiguous(parameter) if tiles else slot_strides(parameter),
+                dtype=dtype,
+                device="meta",
+            ),
+            nans[dtype].expand(parameter.shape),
+            # The whole of what lies in tiles is put together where it is asked for.
+            is_copied=name in copied or bool(tiles),
+            tiles=tiles,
+        )
+        records.update((tile.name, tile) for tile in tiles)
+    return records
+
+
+def with_tiles(records: Mapping[str, BoundParameter], names: Iterable[str]) -> list[BoundParameter]:
+    """All whose values change where those of these parameters or tiles do: a parameter's tiles, and the parameter that a tile is of."""
+    changed = [records[name] for name in names]
+    found = [record for bound in changed for record in (bound, *bound.tiles)]
+    owners = {bound.owner for bound in changed if bound.owner != bound.name}
+    return [*found, *(records[name] for name in sorted(owners))]
+
+
+def _tiles(
+    name: str, parameter: nn.Parameter, layout: Layout, *, nan: Tensor, is_copied: bool
+) -> tuple[BoundParameter, ...]:
+    tiles = []
+    for label in layout.leaves(name) if layout.slices[name].tiles else ():
+        place = layout.tiles(label)[0]
+        shape = (place.numel // math.prod(parameter.shape[1:]), *parameter.shape[1:])
+        standin = nan.expand(shape)
+        leaf = nn.Parameter(torch.empty_like(nan), requires_grad=parameter.requires_grad)
+        leaf.data = standin  # not made of it: tiles would have one version counter
+        shape_only = torch.empty(shape, dtype=nan.dtype, device="meta")
+        tile = BoundParameter(
+            label,
+            name,
+            partial(_itself, leaf),
+            layout.weight_units(label),
+            place.offset,
+            shape_only,
+            standin,
+            is_copied=is_copied,
+        )
+        tiles.append(tile)
+    return tuple(tiles)
+
+
+def _contiguous(parameter: Tensor) -> tuple[int, ...]:
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _itself(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter

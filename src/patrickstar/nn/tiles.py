@@ -1,0 +1,84 @@
+"""Linears and lookups tile by tile.
+
+Note [Tiles]
+    A weight in tiles need not be resident as a whole: rows of it lie in units of their own. For autograd each tile is a leaf with a gradient of
+    its own, so that neither the weight nor its gradient is ever one tensor. `linear` multiplies with one tile after the other, and its results
+    are put together; a lookup asks every tile for its rows. All other uses see a copy of the whole (Note [Copies] in `leases.py`), and the
+    gradient of such a use is the whole parameter's.
+    Products of other shapes may have other bits: what it equals is plain PyTorch that multiplies with the same rows at a time. A lookup has the
+    bits of an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import embedding, linear
+
+from patrickstar.nn.bound import BoundParameter
+
+__all__ = ["NO_HOOKS", "tile_by_tile"]
+
+NO_HOOKS: Final = "its gradient never exists as one tensor. Use session.gradients(), or leave Options(tile_rows=) away where hooks are needed"
+
+# What a lookup by tiles can be asked for beside its padding: nothing.
+_PLAIN_LOOKUP: Final = (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False))
+
+
+def tile_by_tile(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tiles_of: Callable[[object], Sequence[BoundParameter]],
+) -> Callable[[], Tensor] | None:
+    """A linear or lookup whose weight is in tiles, to be called; None for anything else."""
+    if func is not linear and func is not embedding:
+        return None
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    tiles = tiles_of(weight)
+    if not tiles:
+        return None
+    given = {
+        **dict(zip(("input", "weight", "bias" if func is linear else "padding_idx"), args, strict=False)),
+        **kwargs,
+    }
+    if func is linear:
+        return partial(_linear, tiles, given["input"], given.get("bias"))
+    if any(given.get(name, plain) != plain for name, plain in _PLAIN_LOOKUP):
+        return None
+    return partial(_lookup, tiles, given["input"], given.get("padding_idx"))
+
+
+def _rows(tile: BoundParameter) -> int:
+    return int(tile.shape_only.shape[0])
+
+
+def _linear(tiles: Sequence[BoundParameter], features: Tensor, bias: Tensor | None) -> Tensor:
+    biases = [None] * len(tiles) if bias is None else bias.split([_rows(tile) for tile in tiles])
+    return torch.cat([linear(features, tile.parameter, part) for tile, part in zip(tiles, biases, strict=True)], -1)
+
+
+def _lookup(tiles: Sequence[BoundParameter], ids: Tensor, padding: int | None) -> Tensor:
+    total = sum(map(_rows, tiles))
+    if not isinstance(ids, FakeTensor) and bool(((ids < 0) | (ids >= total)).any()):
+        raise IndexError(f"index out of range in self: a table of {total} rows")
+    if padding is not None and padding < 0:
+        padding += total
+    found: Tensor | None = None
+    start = 0
+    for tile in tiles:
+        rows = _rows(tile)
+        # Every id is looked up in every tile, in its nearest row: shapes do not depend on values, and what is not used gets a gradient of zeros.
+        local = ids - start
+        own = padding - start if padding is not None and start <= padding < start + rows else None
+        values = embedding(local.clamp(0, rows - 1), tile.parameter, own)
+        inside = ((local >= 0) & (local < rows)).unsqueeze(-1)
+        found = values if found is None else torch.where(inside, values, found)
+        start += rows
+    assert found is not None
+    return found

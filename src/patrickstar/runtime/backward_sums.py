@@ -1,0 +1,33 @@
+"""Gradients that come in several parts within one backward: autograd adds them in the parameter's type, whatever several backwards add up in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+__all__ = ["BackwardSums"]
+
+
+class BackwardSums:
+    """The sums so far of the backward that is under way, by parameter or tile."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds a part to the sum; the first one becomes it."""
+        if name in self._sums:
+            self._sums[name].add_(gradient)
+        else:
+            self._sums[name] = gradient
+
+    def take(self) -> dict[str, Tensor]:
+        """The backward has ended: all of them, which are kept no longer."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def drop(self, names: Iterable[str]) -> None:
+        """These are not wanted."""
+        for name in names:
+            self._sums.pop(name, None)

@@ -1,0 +1,38 @@
+"""Which weights lie in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from patrickstar.errors import LayoutError
+from patrickstar.nn.tiles import NO_HOOKS
+
+__all__ = ["find_tiles"]
+
+
+def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | None) -> dict[str, int]:
+    """Elements of a tile, by name, of the weights of linears and embeddings that have more rows than this; None: no weight has tiles.
+
+    The output of `nn.MultiheadAttention` has none: torch uses its weight inside of one operation for the whole attention.
+
+    Raises:
+        LayoutError: such a weight has hooks, which a gradient that comes in tiles would not call.
+    """
+    if rows is None:
+        return {}
+    names = {id(parameter): name for name, parameter in named.items()}
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    not_called = {part for attention in attentions for part in attention.modules()}
+    tiles = {}
+    for module in model.modules():
+        has_some = isinstance(module, nn.Linear | nn.Embedding) and module not in not_called
+        weight = module._parameters.get("weight") if has_some else None
+        if weight is None or weight.shape[0] <= rows or not weight.numel():
+            continue
+        name = names[id(weight)]
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise LayoutError(f"{name} has hooks, and would be used in tiles of {rows} rows: {NO_HOOKS}")
+        tiles[name] = rows * (weight.numel() // weight.shape[0])
+    return tiles
