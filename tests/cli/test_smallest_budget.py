@@ -30,9 +30,9 @@ def precision(request, monkeypatch):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     ("precision", "more"),
-    [*((kind, []) for kind in KINDS), ("bf16", ["--accumulate", 2, "--clip", 0.1])],
+    [*((kind, []) for kind in KINDS), *((kind, ["--accumulate", 2, "--clip", 0.1]) for kind in ("bf16", "fp16"))],
     indirect=["precision"],
-    ids=[*KINDS, "bf16-accumulated"],
+    ids=[*KINDS, "bf16-accumulated", "fp16-accumulated"],
 )
 def test_a_run_fits_in_the_smallest_budget_and_less_is_refused_with_the_numbers(
     runs, capsys, monkeypatch, precision, tier, more

@@ -24,25 +24,24 @@ _HALF = 0x8000
 _NAN = 0x7FC00000
 
 
-def split(master: Tensor, weight: Tensor, rest: Tensor) -> None:
+def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | None = None) -> None:
     """Writes a master into its two halves.
 
     Args:
-        master: fp32. weight: bf16. rest: int16. All contiguous and of one length.
+        master: fp32. weight: bf16. rest: int16. scratch: int32, to be written over; made where there is none. All contiguous and of one length.
     """
     bits = master.view(torch.int32)
-    is_nan = torch.isnan(master)
-    if bool(is_nan.any()):
-        bits = torch.where(is_nan, (bits & -0x80000000) | _NAN, bits)
-    upper = (bits + _HALF) >> 16
+    if not bool(torch.isfinite(master.sum())):  # one pass, where looking for NaN takes ten: a finite sum has none
+        bits = torch.where(torch.isnan(master), (bits & -0x80000000) | _NAN, bits)
+    rest.copy_(bits)  # the lower 16 bits are the remainder of rounding the rest, as a signed number
+    upper = torch.add(bits, _HALF, out=scratch).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
-    rest.copy_(bits - (upper << 16))
 
 
 def join(weight: Tensor, rest: Tensor, master: Tensor) -> None:
     """Writes what two halves come to: the inverse of `split`, with the same arguments."""
-    bits = master.view(torch.int32)
-    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(rest)
+    master.copy_(weight)  # widening shifts the bits up, also those of a NaN that torch makes
+    master.view(torch.int32).add_(rest)
 
 
 class SplitKernel:
@@ -56,6 +55,7 @@ class SplitKernel:
         self._kernel = kernel
         self._master = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
         self._gradient = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
+        self._bits = torch.empty(BLOCK_NUMEL, dtype=torch.int32, device="cpu")
 
     @torch.no_grad()
     def update(
@@ -86,4 +86,4 @@ class SplitKernel:
             for factor in factors:
                 gradient.mul_(factor)
             self._kernel.update(master, gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
-            split(master, weight[block], rest[block])
+            split(master, weight[block], rest[block], scratch=self._bits[:numel])

@@ -83,6 +83,10 @@ class Conductor:
     def open(self) -> None:
         """A stretch of the step has begun."""
         with self.lock:
+            if self.meter is None:
+                # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
+                first = self._nonmodel_at(self.pilot.segment, 0)
+                self.mover.ledger.nonmodel(self._compute, min(first, self._nonmodel_before))
             actions = self.pilot.opening(self._held())
             self.mover.store.limit_slots = self.pilot.capacity_slots
             if actions:
@@ -183,8 +187,11 @@ class Conductor:
         """Bytes of non-model data: as metered, else as the trace has it, else what is reserved for it."""
         if self.meter is not None:
             return self.meter.live
-        if segment.planned and segment.trace is not None:
-            return segment.trace.moments[segment.position - 1].nonmodel_bytes
+        return self._nonmodel_at(segment, segment.position - 1)
+
+    def _nonmodel_at(self, segment: Segment, index: int) -> int:
+        if segment.planned and segment.trace is not None and segment.trace.moments:
+            return segment.trace.moments[index].nonmodel_bytes
         return segment.reserve_bytes if segment.trace is not None else 0
 
     def tensor(self, ref: PlaneRef) -> Tensor:

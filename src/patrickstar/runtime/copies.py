@@ -26,12 +26,14 @@ class Copies:
         self._binding = binding
         self._layout = layout
         self._conductor = conductor
-        self._precision = precision
+        # Scratch for a value that has 16 bits and computes in fp32.
+        rounding = precision.rounding
+        self._rounded = None if rounding is None else torch.empty(BLOCK_NUMEL, dtype=rounding, device="cpu")
 
     def make(self, name: str) -> Tensor:
         """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
         bound = self._binding.records[name]
-        with self._conductor.quiet():
+        with self._conductor.lock, self._conductor.quiet():
             copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
             for part in self._layout.parts(name):
                 self._convert(self._kept(part), copy[_span(part)])
@@ -85,12 +87,12 @@ class Copies:
         return self._conductor.tensor(ref)[start : start + part.stop - part.start]
 
     def _convert(self, kept: Tensor, copy: Tensor) -> None:
-        rounding = self._precision.rounding
-        if rounding is None or copy.dtype is rounding:
+        if self._rounded is None or copy.dtype is self._rounded.dtype:
             copy.copy_(kept)
             return
         for block in _blocks(copy.numel()):
-            copy[block].copy_(kept[block].to(rounding))
+            rounded = self._rounded[: block.stop - block.start].copy_(kept[block])
+            copy[block].copy_(rounded)
 
 
 def _span(part: Part) -> slice:

@@ -92,6 +92,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),
+        scales=precision.scales,
     )
     try:
         step = with_retention(tracer.trace(model, named, (), cast_inputs(batch, precision.compute)), budgets)

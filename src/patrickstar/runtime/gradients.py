@@ -80,8 +80,11 @@ class Gradients:
                     target.add_(piece)
                 else:
                     target.copy_(piece)
-                if self._finds_overflow and not _is_finite(target):  # here, where it is in the caches
-                    self.overflowed.setdefault(name)
+                if self._finds_overflow:  # here, where it is in the caches
+                    with self._conductor.apart():
+                        is_finite = _is_finite(target)
+                    if not is_finite:
+                        self.overflowed.setdefault(name)
         if name not in self.names:
             self.incomplete.setdefault(name, set()).add(bound.name)
             if self.incomplete[name].issuperset(self._layout.leaves(name)):

@@ -1,4 +1,4 @@
-"""Operations that fake tensors cannot do in every type that real ones can: their results, by shape."""
+"""Operations that fake tensors cannot do in every type that real ones can, or answer with another type: their results, by shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ class MissingOperations(TorchDispatchMode):
             # The grouped product of experts: torch 2.13 has it for CPUs in fp32, and its shape rule in bf16 alone.
             if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
                 return _grouped_product(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            # 16-bit inputs of a batch norm that stays fp32: what it saves for backward is fp32 too.
+            if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
+                return (result[0], *(saved.new_empty(saved.shape, dtype=args[1].dtype) for saved in result[1:]))
+            return result
 
 
 def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

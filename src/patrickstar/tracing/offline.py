@@ -119,6 +119,7 @@ class OfflineTracer:
     Args:
         make_choreography: a fresh one for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
+        scales: whether the loss is multiplied with a scale.
     """
 
     def __init__(
@@ -129,12 +130,14 @@ class OfflineTracer:
         gradients: GradientUse,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
+        scales: bool = False,
     ) -> None:
         self._layout = layout
         self._make_choreography = make_choreography
         self._gradients = gradients
         self._dtypes = dtypes
         self._copied = copied
+        self._scales = scales
 
     def trace(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -172,7 +175,7 @@ class OfflineTracer:
                 stack.enter_context(owner.meter)
                 output = twin(*inputs, **keywords)
                 if with_backward:
-                    _backward(output)
+                    _backward(output, scales=self._scales)
                     del output
             except CannotTrace:
                 raise
@@ -236,12 +239,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _backward(output: Any) -> None:
+def _backward(output: Any, *, scales: bool) -> None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor):
         loss = output
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-        loss.backward()
+        (loss * torch.ones(()) if scales else loss).backward()
         return
     wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
     if wanted:
