@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -23,13 +22,12 @@ from typing import Any
 
 import torch
 from machine import describe_machine
+from speeds import disk_bandwidth
 from transformers import GPT2Config, GPT2LMHeadModel
+from worker import Worker
 
 import patrickstar
-from patrickstar.core.plane import PlaneRef
 from patrickstar.memory.allocator import release_free_memory
-from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.mapping import reserve
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
 
 MIB = 1 << 20
@@ -43,6 +41,11 @@ def build(layers: int, tokens: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).train()
 
 
+def manage(model: torch.nn.Module, optimizer: Any, nbytes: int, arguments: argparse.Namespace) -> patrickstar.Session:
+    """In fp32 on every processor: what is asked is what bounds cost, of the same arithmetic."""
+    return patrickstar.manage(model, optimizer, device="cpu", precision="fp32", host_memory=nbytes, disk=arguments.disk)
+
+
 def smallest_budget(arguments: argparse.Namespace) -> int:
     """What refusals name, until there is none."""
     nbytes, batch = 64 * MIB, torch.zeros(1, arguments.tokens, dtype=torch.long)
@@ -50,7 +53,7 @@ def smallest_budget(arguments: argparse.Namespace) -> int:
         model = build(arguments.layers, arguments.tokens)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         try:
-            session = patrickstar.manage(model, optimizer, device="cpu", host_memory=nbytes, disk=arguments.disk)
+            session = manage(model, optimizer, nbytes, arguments)
         except patrickstar.BudgetError as refusal:
             nbytes = max(refusal.smallest_bytes or 0, nbytes + 1)
             continue
@@ -79,7 +82,7 @@ def work(pipe: Connection, arguments: argparse.Namespace, share: float | None) -
     reset_peak()
     before = resident_bytes() - weights
     if share is not None:
-        session = patrickstar.manage(model, optimizer, device="cpu", host_memory=budget, disk=arguments.disk)
+        session = manage(model, optimizer, budget, arguments)
         optimizer = session.optimizer
     pipe.send({"budget": budget, "model_data": model_data})
     while (seed := pipe.recv()) is not None:
@@ -106,21 +109,6 @@ def work(pipe: Connection, arguments: argparse.Namespace, share: float | None) -
         session.close(keep_weights=False)
 
 
-def disk_bandwidth(directory: str) -> dict[str, float]:
-    """Bytes a second, reading and writing units of 8 MiB."""
-    units = {PlaneRef(number, "weight"): 8 * MIB for number in range(64)}
-    pool = DiskPool(Path(directory), units=units)
-    buffer = memoryview(reserve(8 * MIB)).cast("B")
-    found = {}
-    for name, transfer in (("write", pool.write), ("read", pool.read)):
-        began = time.perf_counter()
-        for ref in units:
-            transfer(ref, buffer).wait()
-        found[name] = sum(units.values()) / (time.perf_counter() - began)
-    pool.close()
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
@@ -129,20 +117,16 @@ def main() -> int:
     parser.add_argument("--disk", default=tempfile.gettempdir())
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    runs: dict[str, tuple[Connection, Any, dict[str, Any]]] = {}
+    runs: dict[str, tuple[Worker, dict[str, Any]]] = {}
     for name, share in {"plain": None, **{f"{share:g}": share for share in SHARES}, "minimum": 0.0}.items():
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, arguments, share), daemon=True)
-        process.start()
-        runs[name] = ours, process, ours.recv()
-        print(f"{name}: {runs[name][2]}", flush=True)
+        worker = Worker(work, arguments, share)
+        runs[name] = worker, worker.hear()
+        print(f"{name}: {runs[name][1]}", flush=True)
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for round_number in range(arguments.rounds + 2):
         order = list(runs) if round_number % 2 else list(reversed(runs))
         for name in order:
-            runs[name][0].send(round_number)
-            rows[name].append(runs[name][0].recv())
+            rows[name].append(runs[name][0].ask(round_number))
         losses = {name: row[-1]["loss"] for name, row in rows.items()}
         if len(set(losses.values())) > 1:
             print(f"round {round_number}: losses differ: {losses}", file=sys.stderr)
@@ -151,16 +135,17 @@ def main() -> int:
             f"round {round_number}: " + ", ".join(f"{n} {row[-1]['seconds']:.2f} s" for n, row in rows.items()),
             flush=True,
         )
-    for pipe, process, _ in runs.values():
-        pipe.send(None)
-        process.join()
+    for worker, _ in runs.values():
+        worker.dismiss()
+    for worker, _ in runs.values():
+        worker.join()
     bandwidth = disk_bandwidth(arguments.disk)
     result = {
         "what": "steps of GPT-2 at several budgets against plain PyTorch with AdamW(fused=True); the first two rounds warm up",
-        "parameters": runs["plain"][2]["model_data"] // 16,
+        "parameters": runs["plain"][1]["model_data"] // 16,
         "tokens": arguments.tokens,
         "disk_bytes_per_second": bandwidth,
-        "rows": [summary(name, runs[name][2], rows, bandwidth) for name in runs],
+        "rows": [summary(name, runs[name][1], rows, bandwidth) for name in runs],
         "command": " ".join(["python", "benchmarks/budgets.py", *sys.argv[1:]]),
         "machine": describe_machine(),
     }

@@ -14,8 +14,6 @@ Source of the count: `torch.utils.flop_counter.FlopCounterMode`. It lacks the at
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["StepFlops", "count_step", "matmul_peak"]
+__all__ = ["StepFlops", "count_step"]
 
 _BACKWARD_OF_A_FORWARD: Final = 2
 
@@ -48,17 +46,6 @@ def count_step(build: Callable[[], Any], *, batch_size: int, seq_len: int) -> St
             loss.backward()
             executed = counter.get_total_flops()
     return StepFlops((1 + _BACKWARD_OF_A_FORWARD) * forward, executed)
-
-
-def matmul_peak(dtype: torch.dtype, *, size: int = 2048, times: int = 3) -> float:
-    """Operations a second that this machine reaches in products of square matrices of that size, at best."""
-    left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    fastest = math.inf
-    for _ in range(times):
-        began = time.perf_counter()
-        torch.mm(left, right)
-        fastest = min(fastest, time.perf_counter() - began)
-    return 2 * size**3 / fastest
 
 
 def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

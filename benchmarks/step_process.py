@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import torch
+from machine import usable_cores
 from torch import nn
 from variants import Variant
 
@@ -51,6 +52,7 @@ def checkpointed(model: Any, checkpointing: str) -> Any:
 
 def work(pipe: Connection, arguments: argparse.Namespace, variant: Variant) -> None:
     """One process: says that it is ready (None) or why not, then steps whenever it is sent a round's number."""
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     source = model_of(arguments)
     shape = {"batch_size": arguments.batch_size, "seq_len": arguments.seq_len}
     batches = RandomBatches(source.config().vocab_size, **shape, seed=0)
@@ -63,12 +65,11 @@ def work(pipe: Connection, arguments: argparse.Namespace, variant: Variant) -> N
     growth = ResidentGrowth(model)
     with ExitStack() as end:
         try:
+            bound = {}
             if variant.managed:
-                session = patrickstar.manage(
-                    model,
-                    torch.optim.AdamW(model.parameters(), lr=1e-4),
-                    **memory_options(model, variant, source, arguments),
-                )
+                options = memory_options(model, variant, source, arguments)
+                bound = {name: options[name] for name in ("device_memory", "host_memory") if name in options}
+                session = patrickstar.manage(model, torch.optim.AdamW(model.parameters(), lr=1e-4), **options)
                 end.callback(session.close, keep_weights=False)
                 step = managed(model, session)
             else:
@@ -76,7 +77,7 @@ def work(pipe: Connection, arguments: argparse.Namespace, variant: Variant) -> N
             growth.managed()
             pipe.send(None)
             while pipe.recv() is not None:
-                pipe.send(timed(step, batches.next(), session, growth))
+                pipe.send({**timed(step, batches.next(), session, growth), "bound": bound})
         except patrickstar.Error as error:
             pipe.send(f"{type(error).__name__}: {error}")
 
@@ -86,7 +87,11 @@ def timed(step: Step, batch: Batch, session: patrickstar.Session | None, growth:
     before = dict(session.stats().moved) if session is not None else {}
     began = time.perf_counter()
     loss = step(batch)
-    row: dict[str, Any] = {"seconds": time.perf_counter() - began, "loss": loss.item().hex(), "grew": growth.peak()}
+    row: dict[str, Any] = {
+        "seconds": time.perf_counter() - began,
+        "loss": float(loss.detach()).hex(),
+        "grew": growth.peak(),
+    }
     if session is not None:
         stats = session.stats()
         row["moved"] = {link: nbytes - before[link] for link, nbytes in stats.moved.items()}
@@ -136,7 +141,9 @@ def memory_options(
     # A scale that stays: a step that is skipped would count as a fast one.
     options = patrickstar.Options(
         eviction=variant.eviction,
+        compute=variant.compute,
         chunk_size=variant.chunk,
+        tile_rows=variant.tile_rows,
         loss_scale=patrickstar.LossScale(initial=256.0, dynamic=False),
     )
     given: dict[str, Any] = {

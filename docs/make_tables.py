@@ -108,9 +108,10 @@ def variant_row(entry: Mapping[str, Any]) -> str:
     """One variant."""
     seconds, moved = entry["seconds"], entry["moved"]
     base_line = f"{spread(entry['base_line_ratios'])} of `{entry['base_line']}`" if entry["base_line"] else "-"
+    bounds = "".join(f", `{name}` {nbytes / MIB:.0f} MiB" for name, nbytes in entry["bound_bytes"].items())
     links = ", ".join(f"{link} {nbytes / MIB:.0f} MiB" for link, nbytes in moved.items() if nbytes)
     return (
-        f"| `{entry['variant']}` | {entry['median_seconds']:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) "
+        f"| `{entry['variant']}`{bounds} | {entry['median_seconds']:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) "
         f"| {spread(entry['ratios'])} | {base_line} | {entry['model_tflops']:.3f} | {entry['executed_tflops']:.3f} "
         f"| {entry['tokens_per_second']:.0f} | {links or '-'} | {entry['grew_bytes'] / MIB:.0f} MiB | {entry['share_of_roofline']:.0%} |"
     )

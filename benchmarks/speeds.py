@@ -1,0 +1,54 @@
+"""What this machine reaches when it does one thing alone: products of matrices, reading and writing a disk. Rooflines are drawn from these."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from patrickstar.core.plane import PlaneRef
+from patrickstar.memory.disk import DiskPool
+from patrickstar.memory.mapping import reserve
+
+__all__ = ["disk_bandwidth", "matmul_peak"]
+
+_MIB = 1 << 20
+_SMALLEST = 256
+
+
+def matmul_peak(dtype: torch.dtype, *, size: int = 2048, times: int = 3, seconds: float = 1.0) -> float:
+    """Operations a second in products of square matrices, at best. They grow up to that size, or until the next would take longer than `seconds`.
+
+    A processor without instructions for products of 16-bit types may take a minute where one that has them takes 10 ms.
+    """
+    best, width = 0.0, min(size, _SMALLEST)
+    while True:
+        left, right = torch.randn(width, width).to(dtype), torch.randn(width, width).to(dtype)
+        fastest = min(_product(left, right) for _ in range(times))
+        best = max(best, 2 * width**3 / fastest)
+        larger = min(2 * width, size)
+        if width == size or fastest * (larger / width) ** 3 > seconds:
+            return best
+        width = larger
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> float:
+    began = time.perf_counter()
+    torch.mm(left, right)
+    return time.perf_counter() - began
+
+
+def disk_bandwidth(directory: str) -> dict[str, float]:
+    """Bytes a second, reading and writing units of 8 MiB."""
+    units = {PlaneRef(number, "weight"): 8 * _MIB for number in range(64)}
+    pool = DiskPool(Path(directory), units=units)
+    buffer = memoryview(reserve(8 * _MIB)).cast("B")
+    found = {}
+    for name, transfer in (("write", pool.write), ("read", pool.read)):
+        began = time.perf_counter()
+        for ref in units:
+            transfer(ref, buffer).wait()
+        found[name] = sum(units.values()) / (time.perf_counter() - began)
+    pool.close()
+    return found
