@@ -18,6 +18,7 @@ def test_the_defaults_are_what_nobody_needs_to_set():
         "accumulate": None,
         "keep_fp32": (),
         "tile_rows": None,
+        "embedding_rows": False,
         "chunked_loss": None,
         "poison": False,
         "emulated_link": None,
@@ -59,6 +60,7 @@ def test_what_this_version_knows_is_taken(good):
         ({"accumulate": 0}, "accumulate=0: expected a positive number"),
         ({"accumulate": 1.5}, "accumulate=1.5"),
         ({"tile_rows": 0}, "tile_rows=0: expected a positive number; the smallest is 1"),
+        ({"embedding_rows": 1}, "embedding_rows=1: expected True or False"),
         ({"poison": 1}, "poison=1: expected True or False"),
     ],
 )

@@ -9,9 +9,20 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
 from tests.mutants.sixteen_bits import SIXTEEN_BITS
+from tests.mutants.tables import TABLES
 from tests.mutants.tiles import TILES
 from tests.mutants.training import TRAINING
 
 __all__ = ["MUTANTS"]
 
-MUTANTS: tuple[Mutant, ...] = (*BINDING, *PLANNING, *MOVING, *TRAINING, *OUTSIDE, *SIXTEEN_BITS, *TILES, *ENGINE)
+MUTANTS: tuple[Mutant, ...] = (
+    *BINDING,
+    *PLANNING,
+    *MOVING,
+    *TRAINING,
+    *OUTSIDE,
+    *SIXTEEN_BITS,
+    *TILES,
+    *TABLES,
+    *ENGINE,
+)

@@ -73,8 +73,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="pages-of-slots-that-activations-need-stay",
         file="runtime/conductor.py",
-        old="self.mover.store.trim()\n            ledger.begin_moment",
-        new="ledger.begin_moment",
+        old="self.mover.store.trim()\n            if rows is not None:",
+        new="if rows is not None:",
         tests=(f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for",),
     ),
     Mutant(

@@ -40,8 +40,8 @@ TILES = (
     Mutant(
         name="an-id-beyond-the-table-gets-its-last-row",
         file="nn/tiles.py",
-        old="bool(((ids < 0) | (ids >= total)).any())",
-        new="bool((ids < 0).any())",
+        old="is_outside = ((ids < 0) | (ids >= total)).any()",
+        new="is_outside = (ids < 0).any()",
         tests=(f"{TESTS}::test_an_id_outside_of_the_table_is_an_index_error_as_in_torch",),
     ),
     Mutant(

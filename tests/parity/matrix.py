@@ -24,6 +24,7 @@ __all__ = [
     "FP16_ROWS",
     "ROWS",
     "STRENGTHS",
+    "TABLE_ROWS",
     "TILED_ROWS",
     "WIDENED_ROWS",
     "Row",
@@ -50,12 +51,14 @@ class Row:
     """ "emulated": device over host; "cpu+disk": host over disk; "emulated+disk": all three."""
     precision: str = "fp32"
     tile_rows: int | None = None
+    tables: bool = False
 
     def __str__(self) -> str:
         clip = "clip" if self.clipping else "noclip"
         parts = (self.model, self.checkpointing, f"x{self.accumulation}", clip, self.step, self.eviction)
         end = [] if self.precision == "fp32" else [self.precision]
         end += [] if self.tile_rows is None else [f"tiles{self.tile_rows}"]
+        end += ["tables"] if self.tables else []
         return "-".join((*parts, self.budget, self.tier, *end))
 
 
@@ -214,4 +217,19 @@ TILED_ROWS: tuple[Row, ...] = (
     in_tiles(Row("gpt2", "non-reentrant", 4, False, "deferred", "next-use", "minimum", "emulated", "bf16-fp32")),
 )
 
-assert [f.name for f in fields(Row)][:-2] == list(DIMENSIONS), "a row lists its dimensions in their order"
+# Tables of which only rows leave the host.
+TABLE_ROWS: tuple[Row, ...] = tuple(
+    replace(row, tables=True)
+    for row in (
+        Row("llama", "none", 1, False, "deferred", "next-use", "minimum", "emulated"),
+        Row("llama", "reentrant", 4, True, "deferred", "lru", "between", "emulated", "bf16"),
+        Row("mixtral", "non-reentrant", 1, False, "in_backward", "next-use", "minimum", "emulated"),
+        Row("lstm", "none", 4, True, "deferred", "next-use", "minimum", "emulated"),
+        Row("encoder", "none", 1, True, "deferred", "next-use", "between", "emulated+disk"),
+        Row("long-embedding", "none", 4, False, "deferred", "next-use", "minimum", "emulated"),
+        Row("long-embedding", "none", 1, True, "deferred", "lru", "minimum", "emulated", "fp16-fp32"),
+        Row("adapted", "none", 4, True, "deferred", "next-use", "minimum", "emulated"),
+    )
+)
+
+assert [f.name for f in fields(Row)][:-3] == list(DIMENSIONS), "a row lists its dimensions in their order"

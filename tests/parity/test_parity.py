@@ -13,7 +13,7 @@ import pytest
 
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, TILED_ROWS, WIDENED_ROWS, Row
+from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, TABLE_ROWS, TILED_ROWS, WIDENED_ROWS, Row
 from tests.parity.oracle import Record
 from tests.parity.zoo import CASES, STEPS
 
@@ -84,4 +84,9 @@ def test_no_bit_depends_on_where_weights_live_that_are_widened_to_compute(row: R
 
 @pytest.mark.parametrize("row", TILED_ROWS, ids=str)
 def test_no_bit_depends_on_where_weights_live_that_are_used_in_tiles(row: Row, tmp_path: Path) -> None:
+    assert_parity(row, tmp_path)
+
+
+@pytest.mark.parametrize("row", TABLE_ROWS, ids=str)
+def test_no_bit_depends_on_tables_of_which_only_rows_leave_the_host(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path)

@@ -43,6 +43,10 @@ class Options:
     largest matrix. Each tile is a product of its own, which may give other bits than one product; so no budget ever switches this on.
     `None`: whole weights."""
 
+    embedding_rows: bool = False
+    """Whether the tables of `nn.Embedding` modules stay on the host while a device computes, and only rows that a batch looks up cross the link,
+    and their gradients. For tables that are larger than a chunk and that no linear shares. The bits are the same either way."""
+
     chunked_loss: bool | None = None
     """Whether the loss is computed without whole logits. Arrives in a later version."""
 
@@ -71,8 +75,10 @@ class Options:
         ]
         if not isinstance(self.loss_scale, LossScale | None):
             problems.append(f"loss_scale={self.loss_scale!r}: expected patrickstar.LossScale(...), or None")
-        if not isinstance(self.poison, bool):
-            problems.append(f"poison={self.poison!r}: expected True or False")
+        switches = {"poison": self.poison, "embedding_rows": self.embedding_rows}
+        problems += [
+            f"{name}={on!r}: expected True or False" for name, on in switches.items() if not isinstance(on, bool)
+        ]
         for field in fields(self):
             if field.name in _TO_COME:
                 problems += later(field.name, getattr(self, field.name), default=field.default)

@@ -75,18 +75,20 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Chunks from `head` on, of tensors that stay fp32 whole or do not, and are trained or are not."""
+    """Chunks from `head` on, of tensors that stay fp32 whole or do not, are trained or are not, and are tables or are not."""
 
     head: int
     whole: bool = False
     frozen: bool = False
+    table: bool = False
 
-    def kind(self) -> tuple[bool, bool]:
+    def kind(self) -> tuple[bool, bool, bool]:
         """As `TensorSpec.kind`."""
-        return self.whole, self.frozen
+        return self.whole, self.frozen, self.table
 
     def __str__(self) -> str:
-        return " and ".join([*(["fp32 whole"] if self.whole else []), *(["frozen"] if self.frozen else [])])
+        words = {"fp32 whole": self.whole, "frozen": self.frozen, "tables": self.table}
+        return " and ".join(word for word, holds in words.items() if holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,10 @@ class Layout:
     def is_frozen(self, chunk: int) -> bool:
         """Whether a chunk's tensors were not trained when the layout was made."""
         return self._group_of[chunk].frozen
+
+    def is_table(self, chunk: int) -> bool:
+        """Whether a chunk's tensors are looked up in by rows."""
+        return self._group_of[chunk].table
 
     @property
     def model_numel(self) -> int:
@@ -217,7 +223,7 @@ class Layout:
 
     def __str__(self) -> str:
         lines = [f"layout of {self.n_chunks} chunks of {self.chunk_numel} elements, padding {self.padding:.2%}"]
-        lines += [f"{group} from c{group.head} on" for group in self.groups if group.whole or group.frozen]
+        lines += [f"{group} from c{group.head} on" for group in self.groups if str(group)]
         for run in self.runs:
             lines.append(f"c{run.head}" + (f" x{run.length}" if run.length > 1 else ""))
             for name in run.tensors:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class TensorSpec:
     """A parameter's name, shape, whether it is trained, and whether it stays fp32 whole. Parameters that are tied appear once.
 
-    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer.
+    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer. `table`: whether it is
+    looked up in by rows where it rests, and so shares no chunk with what is fetched.
     """
 
     name: str
@@ -18,10 +19,11 @@ class TensorSpec:
     trainable: bool = True
     whole: bool = False
     tile_numel: int | None = None
+    table: bool = False
 
-    def kind(self) -> tuple[bool, bool]:
-        """Whether it stays fp32 whole, and whether it is frozen: tensors of one kind share chunks."""
-        return self.whole, not self.trainable
+    def kind(self) -> tuple[bool, bool, bool]:
+        """Whether it stays fp32 whole, is frozen, and is a table: tensors of one kind share chunks."""
+        return self.whole, not self.trainable, self.table
 
     @property
     def numel(self) -> int:

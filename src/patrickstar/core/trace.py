@@ -20,6 +20,7 @@ from enum import Enum
 from urllib.parse import quote, unquote
 
 from patrickstar.core.plane import PlaneRef
+from patrickstar.core.rows import Rows
 
 
 class Phase(str, Enum):
@@ -60,6 +61,7 @@ class Moment:
         held: units still in use from earlier moments: they may not move either.
         nonmodel_bytes: peak of everything on the compute tier that is no chunk, from this moment to the next.
         ends: units whose use ends with this moment; plans do not need it, readers do.
+        rows: of units that are used where they rest, if any.
     """
 
     phase: Phase
@@ -68,6 +70,7 @@ class Moment:
     held: tuple[PlaneRef, ...] = ()
     nonmodel_bytes: int = 0
     ends: tuple[PlaneRef, ...] = ()
+    rows: Rows | None = None
 
     def __post_init__(self) -> None:
         touches = {touch.ref: touch for touch in sorted(self.touches, key=lambda touch: (touch.ref, touch.writes))}
@@ -82,6 +85,8 @@ class Moment:
 
     def __str__(self) -> str:
         words = [self.phase.value, _escape(self.label), str(self.nonmodel_bytes), *map(str, self.touches)]
+        if self.rows is not None:
+            words.append(str(self.rows))
         if self.held:
             words += ["held", *map(str, self.held)]
         if self.ends:
@@ -97,7 +102,9 @@ class Moment:
         """
         phase, label, nonmodel_bytes, *rest = line.split(" ")
         rest, ends = _split_at(rest, "ends")
-        touches, held = _split_at(rest, "held")
+        rest, held = _split_at(rest, "held")
+        at = next((index for index, word in enumerate(rest) if word in ("rows", "rows*")), len(rest))
+        touches, rows = rest[:at], rest[at:]
         return cls(
             phase=Phase(phase),
             label=unquote(label) if label != "-" else "",
@@ -105,6 +112,7 @@ class Moment:
             held=tuple(map(PlaneRef.parse, held)),
             nonmodel_bytes=int(nonmodel_bytes),
             ends=tuple(map(PlaneRef.parse, ends)),
+            rows=Rows.parse(rows) if rows else None,
         )
 
 

@@ -82,7 +82,8 @@ class ChunkStore:
         """Does what the action says. DeviceError where the disk does not do its work; nothing is lost by that."""
         match action:
             case Create(ref, tier, slots):
-                self._take(ref, tier, slots)
+                if ref not in self._at[tier]:  # at home it may have rested before
+                    self._take(ref, tier, slots)
                 buffer = self._buffer(ref, tier)
                 ctypes.memset(_address(buffer), 0, len(buffer))
             case Copy(ref, src, dst, _):

@@ -37,7 +37,7 @@ from patrickstar.nn.leases import Key, Leases
 from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
 from patrickstar.nn.places import Places
-from patrickstar.nn.records import make_records, with_tiles
+from patrickstar.nn.records import NO_TABLES, Tables, make_records, with_tiles
 from patrickstar.nn.tiles import NO_HOOKS, tile_by_tile
 from patrickstar.torch_private import Plain, backward_id
 
@@ -50,7 +50,7 @@ class Binding:
     Args:
         named: the parameters by name, each once, in layout order.
         owner: who owns the bytes. dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
-        copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). gradients: where they go.
+        copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). tables: those that are looked up in. gradients: where they go.
 
     Attributes:
         by_name: the parameters' records. records: these, and those of tiles. leases: of the slots in use. places: whose they are.
@@ -67,6 +67,7 @@ class Binding:
         *,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
+        tables: Tables = NO_TABLES,
         gradients: GradientUse = GradientUse.CHUNK,
     ) -> None:
         self._owner = owner
@@ -83,7 +84,7 @@ class Binding:
 
         self.session_name = "a session"
         self.rewriting: Rewriting | None = None
-        self.records = make_records(named, layout, dtypes=dtypes, copied=copied)
+        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, tables=tables)
         self.by_name = {name: self.records[name] for name in named}
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
         self.places = Places(self.records)
@@ -143,7 +144,7 @@ class Binding:
 
     def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a torch function does with managed parameters, or aliases of slots, among its arguments."""
-        by_tiles = tile_by_tile(func, args, kwargs, self._tiles_of)
+        by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled, owner=self._owner)
         if by_tiles is not None:
             return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:
@@ -152,7 +153,7 @@ class Binding:
                 args,
                 kwargs,
                 is_managed=lambda tensor: self.bound(tensor) is not None,
-                tiles_of=self._tiles_of,
+                tiled=self._tiled,
                 undress=self._undress,
             )
         with Plain():
@@ -186,9 +187,9 @@ class Binding:
             raise StateError(self._not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
         return NotImplemented
 
-    def _tiles_of(self, tensor: object) -> Sequence[BoundParameter]:
+    def _tiled(self, tensor: object) -> BoundParameter | None:
         bound = self._bound.get(id(tensor))
-        return () if bound is None else bound.tiles
+        return bound if bound is not None and bound.tiles else None
 
     def _found(self, values: Any) -> Found:
         return Found(self, values, bound=self.bound, alias_class=self._alias_class)

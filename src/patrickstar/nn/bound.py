@@ -41,6 +41,10 @@ class BoundParameter:
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
     tiles: tuple[BoundParameter, ...] = ()
     """The records of its tiles (Note [Tiles] in `tiles.py`)."""
+    is_table: bool = False
+    """Whether tiles are for lookups alone: products see the whole."""
+    by_rows: bool = False
+    """Whether lookups gather rows from where the tiles rest (`rows.py`)."""
 
     @property
     def ref(self) -> PlaneRef:

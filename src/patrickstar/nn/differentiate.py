@@ -22,7 +22,7 @@ def differentiate(
     kwargs: Mapping[str, Any],
     *,
     is_managed: Callable[[object], bool],
-    tiles_of: Callable[[object], Sequence[BoundParameter]],
+    tiled: Callable[[object], BoundParameter | None],
     undress: Callable[[Tensor], None],
 ) -> Any:
     """Gradients of parameters, for which their bytes are not needed.
@@ -43,11 +43,14 @@ def differentiate(
     if func is torch.autograd.backward:
         inputs = kwargs["inputs"]
         if inputs is not None:
-            tiled = [tile.parameter for tensor in inputs for tile in tiles_of(tensor)]
-            kwargs = {**kwargs, "inputs": edges([*inputs, *tiled])}
+            found = [bound for bound in map(tiled, inputs) if bound is not None]
+            kwargs = {
+                **kwargs,
+                "inputs": edges([*inputs, *(tile.parameter for bound in found for tile in bound.tiles)]),
+            }
         return func(outputs, **kwargs)
     inputs = args[1]
-    if any(map(tiles_of, inputs)):
+    if any(tiled(tensor) is not None for tensor in inputs):
         raise StateError(
             "torch.autograd.grad() of a parameter that is used in tiles: its gradient never exists as one tensor. Use backward() and "
             "session.gradients(), or leave Options(tile_rows=) away"

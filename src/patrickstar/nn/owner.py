@@ -11,11 +11,12 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.gradient_access import GradientOwner
 from patrickstar.nn.leases import Key
+from patrickstar.nn.rows import RowOwner
 
 __all__ = ["Owner", "Rewriting"]
 
 
-class Owner(GradientOwner, Protocol):
+class Owner(GradientOwner, RowOwner, Protocol):
     """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
 
     def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:

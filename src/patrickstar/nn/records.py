@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,26 @@ from torch import Tensor, nn
 from patrickstar.core.layout import Layout
 from patrickstar.nn.bound import BoundParameter, slot_strides
 
-__all__ = ["make_records", "with_tiles"]
+__all__ = ["NO_TABLES", "Tables", "make_records", "with_tiles"]
+
+
+class Tables(NamedTuple):
+    """Parameters that are looked up in and used in no product of a linear, and whether their rows are gathered from where they rest."""
+
+    names: Collection[str] = ()
+    by_rows: bool = False
+
+
+NO_TABLES: Final = Tables()
 
 
 def make_records(
-    named: Mapping[str, nn.Parameter], layout: Layout, *, dtypes: Mapping[str, torch.dtype], copied: Collection[str]
+    named: Mapping[str, nn.Parameter],
+    layout: Layout,
+    *,
+    dtypes: Mapping[str, torch.dtype],
+    copied: Collection[str],
+    tables: Tables = NO_TABLES,
 ) -> dict[str, BoundParameter]:
     """The records by name: of each parameter, and after it of its tiles.
 
@@ -46,6 +62,8 @@ def make_records(
             # The whole of what lies in tiles is put together where it is asked for.
             is_copied=name in copied or bool(tiles),
             tiles=tiles,
+            is_table=name in tables.names,
+            by_rows=name in tables.names and tables.by_rows,
         )
         records.update((tile.name, tile) for tile in tiles)
     return records

@@ -21,10 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding, linear
 
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.rows import RowOwner, look_up
 
 __all__ = ["NO_HOOKS", "tile_by_tile"]
 
-NO_HOOKS: Final = "its gradient never exists as one tensor. Use session.gradients(), or leave Options(tile_rows=) away where hooks are needed"
+NO_HOOKS: Final = (
+    "its gradient never exists as one tensor. Use session.gradients(), or leave Options(tile_rows=, embedding_rows=) away "
+    "where hooks are needed"
+)
 
 # What a lookup by tiles can be asked for beside its padding: nothing.
 _PLAIN_LOOKUP: Final = (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False))
@@ -34,15 +38,21 @@ def tile_by_tile(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    tiles_of: Callable[[object], Sequence[BoundParameter]],
+    *,
+    tiled: Callable[[object], BoundParameter | None],
+    owner: RowOwner,
 ) -> Callable[[], Tensor] | None:
-    """A linear or lookup whose weight is in tiles, to be called; None for anything else."""
+    """A linear or lookup whose weight is in tiles, to be called; None for anything else.
+
+    Args:
+        func, args, kwargs: as torch's override protocol gives them. tiled: the record of a parameter in tiles. owner: of tables used by rows.
+    """
     if func is not linear and func is not embedding:
         return None
-    weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    tiles = tiles_of(weight)
-    if not tiles:
+    weight = tiled(args[1] if len(args) > 1 else kwargs.get("weight"))
+    if weight is None or (func is linear and weight.is_table):
         return None
+    tiles = weight.tiles
     given = {
         **dict(zip(("input", "weight", "bias" if func is linear else "padding_idx"), args, strict=False)),
         **kwargs,
@@ -51,7 +61,12 @@ def tile_by_tile(
         return partial(_linear, tiles, given["input"], given.get("bias"))
     if any(given.get(name, plain) != plain for name, plain in _PLAIN_LOOKUP):
         return None
-    return partial(_lookup, tiles, given["input"], given.get("padding_idx"))
+    padding = given.get("padding_idx")
+    if padding is not None and padding < 0:
+        padding += int(weight.shape_only.shape[0])
+    if weight.by_rows:
+        return partial(look_up, owner, weight, given["input"], padding)
+    return partial(_lookup, tiles, given["input"], padding)
 
 
 def _rows(tile: BoundParameter) -> int:
@@ -65,10 +80,9 @@ def _linear(tiles: Sequence[BoundParameter], features: Tensor, bias: Tensor | No
 
 def _lookup(tiles: Sequence[BoundParameter], ids: Tensor, padding: int | None) -> Tensor:
     total = sum(map(_rows, tiles))
-    if not isinstance(ids, FakeTensor) and bool(((ids < 0) | (ids >= total)).any()):
+    is_outside = ((ids < 0) | (ids >= total)).any()
+    if not isinstance(ids, FakeTensor) and bool(is_outside):
         raise IndexError(f"index out of range in self: a table of {total} rows")
-    if padding is not None and padding < 0:
-        padding += total
     found: Tensor | None = None
     start = 0
     for tile in tiles:

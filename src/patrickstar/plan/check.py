@@ -34,6 +34,7 @@ from types import MappingProxyType
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.plan import Plan
@@ -182,13 +183,13 @@ class _Replay:
         ref, compute = action.ref, self.start.compute
         if self.newest[ref]:
             self.violated(8 if ref.plane == GRAD else 4, f"{action}: it has contents")
-        if action.tier is not compute:
-            self.violated(9, f"{action}: first contents are made on the {compute.label}")
-        if (ref, action.tier) in self.taken:
+        if action.tier is not compute and not (action.tier is Tier.HOST is self.start.home[ref]):
+            self.violated(9, f"{action}: first contents are made on the {compute.label}, or at home on the host")
+        if any(at == ref for at, _ in self.taken):
             self.violated(5, f"{action}: it has slots already")
-        else:
+        elif action.tier is compute:
             self._take(ref, action.tier, action.slots)
-        self._write(ref)
+        self._write(ref, action.tier)
 
     def happen(self, moment: Moment, pinned: Collection[PlaneRef]) -> None:
         """The moment itself: what it uses must be there, what it writes is newer than every other copy."""
@@ -206,12 +207,26 @@ class _Replay:
             if touch.writes and touch.ref in self.newest:
                 if any(at == touch.ref and src is compute for (at, _), (src, _) in self.flights.items()):
                     self.violated(5, f"{touch.ref} is written while a transfer reads it")
-                self._write(touch.ref)
+                self._write(touch.ref, compute)
+        if moment.rows is not None:
+            self._use_rows(moment.rows)
         self._expect_within_budget(compute, moment.nonmodel_bytes)
 
-    def _write(self, ref: PlaneRef) -> None:
+    def _use_rows(self, rows: Rows) -> None:
+        for ref in rows.refs:
+            home, newest = self.start.home[ref], self.newest.get(ref, 0)
+            if any(at == ref for at, _ in self.flights):
+                self.violated(5, f"rows of {ref} are used while it is on its way")
+            if not newest or self.held.get((ref, home), 0) < newest:
+                self.violated(1, f"rows of {ref} are used, and the {home.label} does not hold its last contents")
+            if rows.writes:
+                if (ref, self.start.compute) in self.taken:
+                    self.violated(1, f"rows of {ref} are added to on the {home.label} while it has slots elsewhere")
+                self._write(ref, home)
+
+    def _write(self, ref: PlaneRef, tier: Tier) -> None:
         self.newest[ref] += 1
-        self.held[ref, self.start.compute] = self.newest[ref]
+        self.held[ref, tier] = self.newest[ref]
 
     def free(self, ref: PlaneRef) -> None:
         """Nobody wants the unit's contents any more."""

@@ -14,14 +14,15 @@ from collections.abc import Iterable
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.trace import Trace
+from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
 from patrickstar.plan.minimum import pinned_at, worst_moment
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
 from patrickstar.plan.refusal import refuse_moment
-from patrickstar.plan.residency import Residency, apply, make_room, mark_free, mark_written
+from patrickstar.plan.residency import Order, Residency, apply, make_room, mark_free, mark_written
+from patrickstar.plan.rows import prepare_rows, state_after
 
 
 def make_plan(
@@ -56,11 +57,8 @@ def make_plan(
     budget_bytes, slot_bytes = machine.budget[machine.compute], state.slot_bytes
     moments: list[tuple[Action, ...]] = []
     for index, moment in enumerate(trace.moments):
-        pinned = pinned_at(moment)
         capacity_slots = (budget_bytes - moment.nonmodel_bytes) // slot_bytes
-        actions: list[Action] = []
-        if state.void or state.slots_used > capacity_slots or not all(ref in state.resident for ref in pinned):
-            actions = make_room(state, needed=pinned, capacity_slots=capacity_slots, order=ranking)
+        actions = _before(state, moment, capacity_slots=capacity_slots, order=ranking)
         for action in actions:
             apply(state, action)
             if isinstance(action, Drop) and action.tier is state.compute:
@@ -77,6 +75,17 @@ def make_plan(
             ranking.gone(ref)
         moments.append(tuple(actions))
     return Plan(layout.digest(), policy, machine, before, tuple(moments), state.snapshot(), freed)
+
+
+def _before(state: Residency, moment: Moment, *, capacity_slots: int, order: Order) -> list[Action]:
+    """What must happen before the moment."""
+    pinned = pinned_at(moment)
+    actions: list[Action] = []
+    if state.void or state.slots_used > capacity_slots or not all(ref in state.resident for ref in pinned):
+        actions = make_room(state, needed=pinned, capacity_slots=capacity_slots, order=order)
+    if moment.rows is not None:
+        actions += prepare_rows(state_after(state, actions), moment.rows)
+    return actions
 
 
 def _refuse_unless_moments_fit(

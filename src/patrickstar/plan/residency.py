@@ -9,7 +9,7 @@
 
 | the unit is | compute tier | home below | changed by                                                            |
 |-------------|--------------|------------|-----------------------------------------------------------------------|
-| FREE        | no slots     | no bytes   | `Create`: zeros, DIRTY                                                |
+| FREE        | no slots     | no bytes   | `Create`: zeros, DIRTY; at home, where rows are added there: AWAY     |
 | AWAY        | no slots     | valid      | `Copy` to the compute tier takes slots; after its `Wait`: CLEAN       |
 | CLEAN       | valid        | same bytes | `Drop`: AWAY; `mark_written`: DIRTY                                   |
 | DIRTY       | valid        | stale      | `Copy` home and its `Wait`: CLEAN                                     |
@@ -17,8 +17,7 @@
 | VOID        | slots, no contents | no bytes | `mark_free` leaves this; `Drop`: FREE                             |
 
 `make_room` decides and changes nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state
-what a moment did. A unit whose home is the disk, where a device computes, is staged: it passes through one host slot
-set, one unit at a time.
+what a moment did. A unit whose home is the disk, where a device computes, is staged on the host, one unit at a time.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class Residency:
 
 
 def bytes_of_slot(layout: Layout, formats: Formats = FP32) -> int:
-    """Bytes of one slot: a chunk of the narrowest plane. A wider plane takes several adjacent slots."""
+    """Bytes of one slot: a chunk of the narrowest plane."""
     return layout.chunk_numel * formats.narrowest
 
 
@@ -281,7 +280,7 @@ def mark_free(state: Residency, ref: PlaneRef) -> None:
 
 
 def release(state: Residency, ref: PlaneRef) -> list[Action]:
-    """`mark_free`, and what gives the unit's slots back at once: to be applied, as the actions of `make_room` are."""
+    """`mark_free`, and what gives the unit's slots back at once, to be applied."""
     mark_free(state, ref)
     return [Drop(ref, state.compute, state.slots[ref])] if ref in state.void else []
 
@@ -389,11 +388,12 @@ def _create(state: Residency, action: Create) -> None:
         _refuse(4, action, "it has contents")
     if ref in state.resident:
         _refuse(5, action, "it has slots already")
-    if action.tier is not state.compute:
-        _refuse(9, action, f"first contents are made on the {state.compute.label}")
+    if action.tier is not state.compute and not (action.tier is Tier.HOST is state.home[ref]):
+        _refuse(9, action, f"first contents are made on the {state.compute.label}, or at home")
     state.free.discard(ref)
-    state.resident[ref] = HERE if state.home[ref] is state.compute else DIRTY
-    state.slots_used += action.slots
+    if action.tier is state.compute:
+        state.resident[ref] = HERE if state.home[ref] is state.compute else DIRTY
+        state.slots_used += action.slots
 
 
 def _refuse(number: int, action: Action, why: str) -> NoReturn:

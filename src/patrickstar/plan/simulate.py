@@ -16,6 +16,7 @@ from patrickstar.errors import StateError
 from patrickstar.plan.actions import Action, Copy, Create, Drop
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply, mark_free, mark_written
+from patrickstar.plan.rows import link_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
         for action in actions:
             apply(state, action)
             _enter(ledger, state, action)
+        if moment.rows is not None:
+            ledger.move(*link_of(moment.rows), moment.rows.nbytes)
         ledger.begin_moment({compute: moment.nonmodel_bytes})
         slots.append(state.slots_used)
         per_moment.append(ledger.in_use(compute))
@@ -82,7 +85,7 @@ def _enter(ledger: Ledger, state: Residency, action: Action) -> None:
         if action.dst is not state.home[action.ref]:
             ledger.add(action.dst, state.unit_bytes(action.ref))
         ledger.move(action.src, action.dst, state.unit_bytes(action.ref))
-    elif isinstance(action, Create):
+    elif isinstance(action, Create) and action.tier is state.compute:
         ledger.add(action.tier, state.unit_bytes(action.ref))
     elif isinstance(action, Drop):
         ledger.remove(action.tier, state.unit_bytes(action.ref))

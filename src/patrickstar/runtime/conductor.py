@@ -16,8 +16,10 @@ from torch import Tensor
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
+from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.plan.actions import Action, Copy, Create, Drop
+from patrickstar.plan.rows import link_of
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.pilot import Pilot, Segment
 from patrickstar.runtime.pressure import Pressure
@@ -99,8 +101,8 @@ class Conductor:
             self.mover.carry_out(self.pilot.clearing(slot_bytes, self._held()))
             self.mover.store.trim()
 
-    def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
-        """What these touches need is resident when this returns. Units to be written count as written.
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows: Rows | None = None) -> None:
+        """What these touches need is resident when this returns, and rows can be used at home. Units to be written count as written.
 
         Raises:
             BudgetError: it does not fit. DeviceError: the disk does not do its work.
@@ -110,8 +112,8 @@ class Conductor:
                 self.settle()
             held = self._held()
             if self.recorder is not None and phase is not Phase.STEP:
-                self.recorder.moment(phase, label, touches, held)
-            actions = self._within_bounds(phase, label, touches, held)
+                self.recorder.moment(phase, label, touches, held, rows)
+            actions = self._within_bounds(phase, label, touches, held, rows)
             segment = self.pilot.segment
             ledger = self.mover.ledger
             self.mover.store.limit_slots = self.pilot.capacity_slots
@@ -121,6 +123,8 @@ class Conductor:
             if actions:
                 self.mover.carry_out(actions)
             self.mover.store.trim()
+            if rows is not None:
+                ledger.move(*link_of(rows), rows.nbytes)
             ledger.begin_moment({self._compute: now})
             self._nonmodel_before = now
             for touch in touches:
@@ -140,16 +144,21 @@ class Conductor:
             self._making_bytes -= nbytes
 
     def _within_bounds(
-        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+        self,
+        phase: Phase,
+        label: str,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        rows: Rows | None,
     ) -> Sequence[Action]:
         """What must happen before the moment, and does not make the process too large."""
-        actions = self.pilot.actions(phase, label, touches, held)
+        actions = self.pilot.actions(phase, label, touches, held, rows)
         if self.arena is not None:
             in_use = self._slots_in_use(actions)
             excess = self.arena.excess_bytes(in_use * self.mover.state.slot_bytes)
             if excess:
                 self.pilot.yield_bytes(excess, slots=in_use)
-                actions = self.pilot.decided(phase, label, touches, held)
+                actions = self.pilot.decided(phase, label, touches, held, rows)
                 self.arena.expect_room(self._slots_in_use(actions) * self.mover.state.slot_bytes)
         if self._pressure is None:
             return actions
@@ -162,7 +171,7 @@ class Conductor:
         if not excess:
             return actions
         self.pilot.yield_bytes(excess, slots=slots)
-        return self.pilot.decided(phase, label, touches, held)
+        return self.pilot.decided(phase, label, touches, held, rows)
 
     def _slots_in_use(self, actions: Sequence[Action]) -> int:
         """How many slots will be in use once these actions are done."""
@@ -199,10 +208,16 @@ class Conductor:
         with torch.inference_mode(False):
             return self.mover.store.tensor(ref, self._compute)
 
+    def tensor_at_home(self, ref: PlaneRef) -> Tensor:
+        """A 1-D tensor over a unit that rests on the host, at a moment that uses rows of it."""
+        with torch.inference_mode(False):
+            return self.mover.store.tensor(ref, Tier.HOST)
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """As `quiet`, and not counted: copies handed to the user as host memory, a kernel's few scalars."""
         meter = self.meter
+        counted = meter is not None and meter.counts
         if meter is not None:
             meter.counts = False
         try:
@@ -210,7 +225,7 @@ class Conductor:
                 yield
         finally:
             if meter is not None:
-                meter.counts = True
+                meter.counts = counted
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.widen import scaled_blocks
@@ -64,10 +65,7 @@ class Gradients:
                 start += rows
             return
         name = bound.owner
-        self._growth.thaw(name)
-        if name in self.whole and self.dtype(bound) is not torch.float32:
-            self._growth.widen_gradients()
-        self._apply_factors(name)
+        self._make_ready(name, bound)
         is_there = name in self.names or bound.name in self.incomplete.get(name, ())
         with self._conductor.quiet():
             flat = bound.flat(gradient)
@@ -75,21 +73,46 @@ class Gradients:
                 ref = PlaneRef(part.chunk, GRAD)
                 self._conductor.moment(Phase.BACKWARD, bound.name, (Touch(ref, True),))
                 target = self._conductor.tensor(ref)[part.start : part.stop]
-                piece = flat[part.tensor_start : part.tensor_start + target.numel()]
-                if is_there:
-                    target.add_(piece)
-                else:
-                    target.copy_(piece)
-                if self._finds_overflow:  # here, where it is in the caches
-                    with self._conductor.apart():
-                        is_finite = _is_finite(target)
-                    if not is_finite:
-                        self.overflowed.setdefault(name)
+                self._put(name, target, flat[part.tensor_start : part.tensor_start + target.numel()], is_there=is_there)
         if name not in self.names:
             self.incomplete.setdefault(name, set()).add(bound.name)
             if self.incomplete[name].issuperset(self._layout.leaves(name)):
                 self.names.add(name)
                 del self.incomplete[name]
+
+    def add_rows(self, bound: BoundParameter, rows: Rows, sums: Callable[[str], Tensor]) -> None:
+        """Takes the gradient of rows of a table, where the table rests. `sums` gives that of a tile, by label: rows x width."""
+        name = bound.name
+        self._make_ready(name, bound)
+        before = self.incomplete.pop(name, set())
+        self._conductor.moment(Phase.BACKWARD, name, (), rows)
+        with self._conductor.lock, self._conductor.apart():
+            for label in self._layout.leaves(name):
+                is_there = name in self.names or label in before
+                flat = sums(label).view(-1)
+                for part in self._layout.parts(label):
+                    target = self._conductor.tensor_at_home(PlaneRef(part.chunk, GRAD))[part.start : part.stop]
+                    piece = flat[part.tensor_start : part.tensor_start + target.numel()]
+                    self._put(name, target, piece, is_there=is_there)
+        self.names.add(name)
+
+    def _put(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
+        if is_there:
+            target.add_(piece)
+        else:
+            target.copy_(piece)
+        if self._finds_overflow:  # here, where it is in the caches
+            with self._conductor.apart():
+                is_finite = _is_finite(target)
+            if not is_finite:
+                self.overflowed.setdefault(name)
+
+    def _make_ready(self, name: str, bound: BoundParameter) -> None:
+        """There is room for a gradient of this parameter, and what is there already can be added to."""
+        self._growth.thaw(name)
+        if name in self.whole and self.dtype(bound) is not torch.float32:
+            self._growth.widen_gradients()
+        self._apply_factors(name)
 
     def drop_incomplete(self) -> None:
         """What a backward that failed has left of gradients in tiles is not wanted: without tiles there would be none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError
 from patrickstar.nn.leases import Key
+from patrickstar.nn.rows import RowGradients
 from patrickstar.nn.watch import Watch
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.states import ParameterStates
+from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.training import Training
 from patrickstar.torch_private import backward_id
 from patrickstar.tracing.choreography import Choreography
@@ -42,6 +45,7 @@ class Keeper:
     _watch: Watch
     _copies: Copies
     _growth: Growth
+    _tables: TableRows
     _is_managed: Callable[[Tensor], bool]
 
     def __init__(
@@ -61,6 +65,7 @@ class Keeper:
         self._compute = compute
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
+        self._rows: dict[tuple[int, str], RowGradients] = {}
         self._depth = 0
         self._handled: BaseException | None = None
         self._in_backward = False
@@ -77,6 +82,7 @@ class Keeper:
         watch: Watch,
         copies: Copies,
         growth: Growth,
+        tables: TableRows,
         is_managed: Callable[[Tensor], bool],
     ) -> None:
         """Everything that events are passed on to."""
@@ -86,6 +92,7 @@ class Keeper:
         self._watch = watch
         self._copies = copies
         self._growth = growth
+        self._tables = tables
         self._is_managed = is_managed
 
     # the binding's owner
@@ -151,6 +158,36 @@ class Keeper:
         self._training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
+    def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:
+        """See `nn.rows.RowOwner`."""
+        self._check_watch()
+        inside = backward_id() != -1
+        self._in_backward |= inside
+        if not inside:
+            self.choreography.looked_up(name, in_graph=in_graph)
+        self._tables.gather(Phase.RECOMPUTE if inside else Phase.FORWARD, name, ids, values)
+        self.states.entered([name])
+        self.used([name])
+
+    def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
+        """See `nn.rows.RowOwner`."""
+        self._check_watch()
+        assert self._training is not None
+        self._in_backward = True
+        self.states.gradient_arrived(name)
+        if not self.choreography.is_one_of_several(name):
+            self._training.arrives()
+            self._tables.add_gradient(RowGradients(name, padding, [(ids, gradient)]), deliver=self.gradient)
+            return
+        key = backward_id(), name
+        if key not in self._rows:
+            self._rows[key] = RowGradients(name, padding)
+            self._training.arrives(at_end=partial(self._rows_are_complete, key))
+        self._rows[key].parts.append((ids, gradient))
+
+    def _rows_are_complete(self, key: tuple[int, str]) -> None:
+        self._tables.add_gradient(self._rows.pop(key), deliver=self.gradient)
+
     def read_gradient(self, name: str) -> Tensor | None:
         """See `nn.binding.Owner`."""
         return None if self._training is None else self._training.hand_over(name)
@@ -182,6 +219,7 @@ class Keeper:
         with self._conductor.lock:
             self._segments.begin_forward(module, self._named, args, kwargs)
         self.choreography.begin_forward()
+        self._rows.clear()
         self._records = torch.is_grad_enabled()
         if self._records:
             self.states.next_step()

@@ -49,11 +49,12 @@ from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.precision import Precision, find_precision
 from patrickstar.runtime.pressure import Pressure
-from patrickstar.runtime.resting import gradient_use, layout_of, resting_state
+from patrickstar.runtime.resting import gradient_use, layout_of, resting_state, tables_of
 from patrickstar.runtime.scaler import LossScaler
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Session
 from patrickstar.runtime.states import ParameterStates
+from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.takeover import take_over
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.updates import Updates
@@ -234,7 +235,10 @@ def _build_session(
     states = ParameterStates(layout)
     keeper = Keeper(model=model, named=named, choreography=choreography(), states=states, compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
-    binding = Binding(named, layout, keeper, dtypes=dtypes, copied=precision.copied(layout), gradients=gradients)
+    tables = tables_of(layout, machine)
+    binding = Binding(
+        named, layout, keeper, dtypes=dtypes, copied=precision.copied(layout), tables=tables, gradients=gradients
+    )
     pilot = Pilot(
         mover.state,
         budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
@@ -262,6 +266,7 @@ def _build_session(
             gradients=gradients,
             dtypes=dtypes,
             copied=precision.copied(layout),
+            tables=tables,
             scales=precision.scales,
         ),
         taken_bytes=binding.gradients.own_bytes,
@@ -302,6 +307,7 @@ def _build_session(
         watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
         copies=Copies(binding, layout, conductor, precision),
         growth=growth,
+        tables=TableRows(binding, layout, conductor, in_chunks, keeper.choreography, rounding=precision.rounding),
         is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before

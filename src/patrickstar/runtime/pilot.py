@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from patrickstar.core.plane import PlaneRef
+from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import NoRoom, Residency, make_room
+from patrickstar.plan.rows import prepare_rows, state_after
 from patrickstar.units import format_bytes
 
 __all__ = ["Pilot", "Segment"]
@@ -129,9 +131,14 @@ class Pilot:
         self.segment.reason = self.segment.reason or f"{format_bytes(nbytes)} more are held than the plan foresaw"
 
     def actions(
-        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+        self,
+        phase: Phase,
+        label: str,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        rows: Rows | None = None,
     ) -> Sequence[Action]:
-        """What must happen before a moment that touches these units while `held` are in use.
+        """What must happen before a moment that touches these units, and uses these rows, while `held` are in use.
 
         Raises:
             BudgetError: what it needs at once does not fit.
@@ -142,14 +149,19 @@ class Pilot:
         segment = self.segment
         # What reads state after the last moment (gradients, a checkpoint) is no part of the segment.
         if segment.planned and not (segment.complete and phase is Phase.STEP):
-            planned = self._planned(segment, phase, touches, held)
+            planned = self._planned(segment, phase, touches, held, rows)
             if planned is not None:
                 segment.position += 1
                 return planned
-        return self.decided(phase, label, touches, held)
+        return self.decided(phase, label, touches, held, rows)
 
     def _planned(
-        self, segment: Segment, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef]
+        self,
+        segment: Segment,
+        phase: Phase,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        rows: Rows | None,
     ) -> Sequence[Action] | None:
         assert segment.trace is not None
         assert segment.plan is not None
@@ -158,8 +170,8 @@ class Pilot:
             segment.reason = f"the {segment.name} has more than the {number} moments of its trace"
             return None
         moment = segment.trace.moments[number]
-        if moment.phase is not phase or moment.touches != tuple(touches):
-            came = " ".join(str(touch) for touch in touches)
+        if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows != rows:
+            came = " ".join(map(str, (*touches, *([] if rows is None else [rows]))))
             segment.reason = (
                 f"at moment {number} of the {segment.name} came {phase} {came} where the trace has {moment}"
             )
@@ -174,11 +186,21 @@ class Pilot:
         return actions
 
     def decided(
-        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+        self,
+        phase: Phase,
+        label: str,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        rows: Rows | None = None,
     ) -> Sequence[Action]:
         """The same, whatever the plan says. BudgetError as there."""
+        actions = self._room_for(phase, label, [touch.ref for touch in touches], held)
+        return actions if rows is None else [*actions, *prepare_rows(state_after(self._state, actions), rows)]
+
+    def _room_for(
+        self, phase: Phase, label: str, needed: Sequence[PlaneRef], held: Collection[PlaneRef]
+    ) -> Sequence[Action]:
         segment = self.segment
-        needed = [touch.ref for touch in touches]
         budget, slot_bytes = self._budget_bytes(), self._state.slot_bytes
         withheld = segment.reserve_bytes + self._handicap_bytes + self._spare_bytes
         order = self._order(segment)

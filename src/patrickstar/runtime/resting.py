@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -16,16 +17,17 @@ from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, Plan
 from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
+from patrickstar.nn.records import Tables
 from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.placement import place
 from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.precision import Precision, lies_in
-from patrickstar.runtime.tiling import find_tiles
+from patrickstar.runtime.tiling import find_tables, find_tiles
 from patrickstar.runtime.updates import step_trace
 
-__all__ = ["gradient_use", "layout_of", "resting_state"]
+__all__ = ["gradient_use", "layout_of", "resting_state", "tables_of"]
 
 
 _GRAIN_16_BITS = 2048
@@ -41,14 +43,36 @@ def layout_of(
 ) -> Layout:
     """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
     tiles = find_tiles(model, named, memory.options.tile_rows)
+    tables = find_tables(model, named) if memory.options.embedding_rows else frozenset()
     specs = [
-        TensorSpec(name, tuple(parameter.shape), trained(parameter), lies_in(name, precision.whole), tiles.get(name))
+        TensorSpec(
+            name,
+            tuple(parameter.shape),
+            trained(parameter),
+            lies_in(name, precision.whole),
+            None if name in tables else tiles.get(name),
+            table=name in tables,
+        )
         for name, parameter in named.items()
     ]
     chunk_numel = memory.options.chunk_size or search_chunk_numel(specs)
     if precision.mixed:  # slots are whole pages in 16 bits too
         chunk_numel = -(-chunk_numel // _GRAIN_16_BITS) * _GRAIN_16_BITS
-    return build_layout(specs, chunk_numel=chunk_numel)
+    return build_layout([_in_tiles(spec, chunk_numel) for spec in specs], chunk_numel=chunk_numel)
+
+
+def _in_tiles(spec: TensorSpec, chunk_numel: int) -> TensorSpec:
+    """A table in as many rows at a time as a chunk holds; what fits a chunk is an ordinary parameter."""
+    if not spec.table or spec.numel <= chunk_numel:
+        return replace(spec, table=False)
+    row = spec.numel // spec.shape[0]
+    return replace(spec, tile_numel=max(1, chunk_numel // row) * row)
+
+
+def tables_of(layout: Layout, machine: Machine) -> Tables:
+    """The tables of a layout. Rows are gathered where a device computes and everything else rests on the host."""
+    names = frozenset(name for name in layout.slices if layout.is_table(layout.slices[name].chunk))
+    return Tables(names, by_rows=machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget)
 
 
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
@@ -56,7 +80,7 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
     if memory.step == "in_backward":
         return GradientUse.UPDATE
     # 16-bit gradients of several backwards add up in fp32, which autograd does not do; and those of tiles have no parameter of the user's.
-    in_chunks = budgets.bind or precision.mixed or memory.options.tile_rows is not None
+    in_chunks = budgets.bind or precision.mixed or memory.options.tile_rows is not None or memory.options.embedding_rows
     return GradientUse.CHUNK if in_chunks else GradientUse.TENSOR
 
 

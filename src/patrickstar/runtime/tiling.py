@@ -1,4 +1,4 @@
-"""Which weights lie in tiles."""
+"""Which weights lie in tiles, and which are tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,30 @@ from torch import nn
 from patrickstar.errors import LayoutError
 from patrickstar.nn.tiles import NO_HOOKS
 
-__all__ = ["find_tiles"]
+__all__ = ["find_tables", "find_tiles"]
+
+
+def find_tables(model: nn.Module, named: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """The weights of embeddings that no linear shares, by name.
+
+    Raises:
+        LayoutError: one has hooks, which a gradient of rows would not call.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
+        if weight is None or id(weight) in linears or weight.shape[0] < 2 or not weight.numel():
+            continue
+        _expect_no_hooks(names[id(weight)], weight, "would be used by rows")
+        tables.add(names[id(weight)])
+    return frozenset(tables)
+
+
+def _expect_no_hooks(name: str, weight: nn.Parameter, use: str) -> None:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise LayoutError(f"{name} has hooks, and {use}: {NO_HOOKS}")
 
 
 def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | None) -> dict[str, int]:
@@ -32,7 +55,6 @@ def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | 
         if weight is None or weight.shape[0] <= rows or not weight.numel():
             continue
         name = names[id(weight)]
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            raise LayoutError(f"{name} has hooks, and would be used in tiles of {rows} rows: {NO_HOOKS}")
+        _expect_no_hooks(name, weight, f"would be used in tiles of {rows} rows")
         tiles[name] = rows * (weight.numel() // weight.shape[0])
     return tiles

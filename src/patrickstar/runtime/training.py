@@ -95,8 +95,7 @@ class Training:
         self.lending = Lending(
             binding=binding, conductor=conductor, segments=segments, gradients=gradients, traces=self.all_traces
         )
-        self._unfinished = False
-        self._nested = False
+        self._unfinished = self._nested = False
 
     @property
     def in_backward(self) -> bool:
@@ -108,8 +107,7 @@ class Training:
     def gradient(self, name: str, gradient: Tensor) -> None:
         """A gradient has arrived."""
         bound = self._binding.records[name]
-        self._enter_backward()
-        self._conductor.pilot.segment.gave_gradients = True
+        self.arrives()
         if self._choreography.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
@@ -134,8 +132,11 @@ class Training:
             if hyper is not None:
                 self._postponed.add(owner)
 
-    def _enter_backward(self) -> None:
+    def arrives(self, at_end: Callable[[], None] | None = None) -> None:
+        """A backward has a gradient to give, now or `at_end` of it."""
         now = backward_id()
+        self._sums.at_end(now, at_end)
+        self._conductor.pilot.segment.gave_gradients = True
         if self._backward is None and self.in_backward:
             if self._updated and not self._nested:
                 raise StateError(_SECOND_BACKWARD)
@@ -146,6 +147,7 @@ class Training:
             at_end_of_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
+        self._sums.end(backward_id())
         self._backward = None
         if inside_backward_node():
             # A nested backward of re-entrant checkpointing: the outer one goes on, and may have nothing more to tell us.
@@ -217,7 +219,7 @@ class Training:
         return self.lending.hand_over(name)
 
     def drop_gradient(self, name: str) -> None:
-        """`p.grad = None`, or a tensor of the user's in its place."""
+        """`p.grad` is something else."""
         self._gradients.drop(name)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -22,11 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
+from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import slot_strides
 from patrickstar.nn.leases import Key
-from patrickstar.torch_private import backward_id
+from patrickstar.nn.records import NO_TABLES, Tables
+from patrickstar.nn.rows import RowGradients
+from patrickstar.torch_private import at_end_of_backward, backward_id
 from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
@@ -49,6 +52,7 @@ class _Twin:
         self.recorder = Recorder(self.meter.restart_peak)
         self.binding: Binding | None = None
         self._making_slot = False
+        self._rows: dict[tuple[int, str], RowGradients] = {}
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or (self.binding is not None and self.binding.leases.is_slot(tensor))
@@ -65,9 +69,9 @@ class _Twin:
     def unpack(self, ref: PlaneRef, name: str) -> None:
         self._moment(Phase.BACKWARD, name, [Touch(ref)])
 
-    def _moment(self, phase: Phase, label: str, touches: Any) -> None:
+    def _moment(self, phase: Phase, label: str, touches: Any, rows: Rows | None = None) -> None:
         assert self.binding is not None
-        self.recorder.moment(phase, label, touches, self.binding.leases.held())
+        self.recorder.moment(phase, label, touches, self.binding.leases.held(), rows)
 
     def wrap(self, key: Key) -> Tensor:
         if not isinstance(key, PlaneRef):
@@ -82,6 +86,35 @@ class _Twin:
             return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype)
         finally:
             self._making_slot = False
+
+    def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:  # noqa: ARG002
+        inside = backward_id() != -1
+        if not inside:
+            self._choreography.looked_up(name, in_graph=in_graph)
+        rows = self._choreography.gathered(name, values.numel())
+        self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, name, [], rows)
+
+    def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
+        if not self._choreography.is_one_of_several(name):
+            self._take_rows(RowGradients(name, padding, [(ids, gradient)]))
+            return
+        key = backward_id(), name
+        if key not in self._rows:
+            self._rows[key] = RowGradients(name, padding)
+            at_end_of_backward(lambda: self._take_rows(self._rows.pop(key)))
+        self._rows[key].parts.append((ids, gradient))
+
+    def _take_rows(self, gradients: RowGradients) -> None:
+        assert self.binding is not None
+        rows = self._choreography.added(gradients.name, gradients.nbytes)
+        if rows is not None:
+            self._moment(Phase.BACKWARD, gradients.name, [], rows)
+            return
+        first = 0
+        for tile in self.binding.by_name[gradients.name].tiles:
+            count = int(tile.shape_only.shape[0])
+            self.gradient(tile.name, gradients.sums(first, count))
+            first += count
 
     def renew(self, name: str, copy: Tensor) -> None:
         pass
@@ -119,7 +152,7 @@ class OfflineTracer:
     Args:
         make_choreography: a fresh one for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
-        scales: whether the loss is multiplied with a scale.
+        tables: parameters that are looked up in. scales: whether the loss is multiplied with a scale.
     """
 
     def __init__(
@@ -130,6 +163,7 @@ class OfflineTracer:
         gradients: GradientUse,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
+        tables: Tables = NO_TABLES,
         scales: bool = False,
     ) -> None:
         self._layout = layout
@@ -137,6 +171,7 @@ class OfflineTracer:
         self._gradients = gradients
         self._dtypes = dtypes
         self._copied = copied
+        self._tables = tables
         self._scales = scales
 
     def trace(
@@ -167,6 +202,7 @@ class OfflineTracer:
                     owner,
                     dtypes=self._dtypes,
                     copied=self._copied,
+                    tables=self._tables,
                     gradients=self._gradients,
                 )
                 owner.binding.bind()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from patrickstar.core.plane import PlaneRef
+from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 __all__ = ["Recorder"]
@@ -23,12 +24,20 @@ class Recorder:
         self._moments: list[Moment] = []
         self._before_first = 0
 
-    def moment(self, phase: Phase, label: str, touches: Iterable[Touch], held: Iterable[PlaneRef]) -> None:
+    def moment(
+        self,
+        phase: Phase,
+        label: str,
+        touches: Iterable[Touch],
+        held: Iterable[PlaneRef],
+        rows: Rows | None = None,
+    ) -> None:
         """The next moment begins."""
         self._settle()
         touches = tuple(sorted(touches, key=lambda touch: touch.ref))
         touched = {touch.ref for touch in touches}
-        self._moments.append(Moment(phase, label, touches, tuple(sorted(ref for ref in held if ref not in touched))))
+        held = tuple(sorted(ref for ref in held if ref not in touched))
+        self._moments.append(Moment(phase, label, touches, held, rows=rows))
 
     def _settle(self) -> None:
         peak = self._restart_peak()

@@ -63,10 +63,16 @@ def test_the_config_of_the_original_s_readme():
     for key in (
         "use_hybrid_adam",
         "release_after_init",
-        "use_cpu_embedding",
         "client.mem_tracer.use_async_mem_monitor",
     ):
         assert key in told(settings, loud=False)
+
+
+def test_an_embedding_on_the_cpu_is_one_of_which_rows_move():
+    assert not read_config(README).memory.options.embedding_rows
+    assert read_config({**README, "use_cpu_embedding": True}).memory.options.embedding_rows
+    own = {"patrickstar": {"options": {"embedding_rows": False}}}
+    assert not read_config({**README, **own, "use_cpu_embedding": True}).memory.options.embedding_rows
 
 
 def test_a_config_is_not_changed_and_may_have_numbers_of_numpy():

@@ -25,7 +25,12 @@ PATRICKSTAR: Final[tuple[Key, ...]] = (
         "parameters are made one at a time, straight into chunks, with the values of ordinary construction",
         release_after_init=FLAG,
     ),
-    *no_effect("", "an embedding lies in chunks, as every parameter does, once", use_cpu_embedding=FLAG),
+    honoured(
+        "use_cpu_embedding",
+        FLAG,
+        "Tables that no linear shares stay on the host, and only rows that a batch looks up cross the link, as with "
+        "`Options(embedding_rows=True)`. They lie in chunks, once, in the type of the rest.",
+    ),
     *no_effect(
         "", "a budget is given in bytes (`patrickstar.device_memory`), not by pretending ranks", use_fake_dist=FLAG
     ),

@@ -40,6 +40,8 @@ def memory_of(found: Scan, *, accumulate: int, notes: list[Note]) -> MemoryOptio
     own = given.pop("options", {})
     if "chunk_size" in own and "default_chunk_size" in found.values:
         notes.append(Note("no effect: default_chunk_size (patrickstar.options.chunk_size says it)"))
+    if found.values.get("use_cpu_embedding") and "embedding_rows" not in own:
+        own = {**own, "embedding_rows": True}
     options = _options(found, own, accumulate=accumulate, loss_scale=_loss_scale(found, notes))
     try:
         checked = check_arguments(**given, max_grad_norm=clip, options=options)

@@ -1,0 +1,61 @@
+"""Faults of tables of which only rows leave the host."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["TABLES"]
+
+TESTS = "tests/runtime/test_tables.py"
+
+TABLES = (
+    Mutant(
+        name="rows-are-read-at-home-while-the-device-has-newer-ones",
+        file="plan/rows.py",
+        old="        if copy is DIRTY:",
+        new="        if copy is DIRTY and rows.writes:",
+        tests=("tests/plan/test_rows.py::test_what_must_happen_before_rows_are_used",),
+    ),
+    Mutant(
+        name="rows-are-added-at-home-while-the-device-keeps-its-copy",
+        file="plan/rows.py",
+        old="        if rows.writes and copy in (CLEAN, DIRTY):",
+        new="        if False:",
+        tests=("tests/plan/test_rows.py::test_what_must_happen_before_rows_are_used",),
+    ),
+    Mutant(
+        name="what-lookups-of-one-backward-bring-is-added-one-by-one",
+        file="runtime/keeper.py",
+        old="        if not self.choreography.is_one_of_several(name):",
+        new="        if True:",
+        tests=(f"{TESTS}::test_gradients_of_several_backwards_add_up_and_those_read_are_the_users",),
+    ),
+    Mutant(
+        name="the-last-steps-rows-stay-in-the-gradient",
+        file="runtime/gradients.py",
+        old="                is_there = name in self.names or label in before",
+        new="                is_there = True",
+        tests=(f"{TESTS}::test_a_gradient_takes_the_place_of_what_its_chunk_held_before",),
+    ),
+    Mutant(
+        name="padding-gets-a-gradient-in-every-tile-but-the-first",
+        file="nn/rows.py",
+        old="        padding = self.padding - first if",
+        new="        padding = self.padding if",
+        tests=(f"{TESTS}::test_padding_in_a_later_tile_gets_no_gradient",),
+    ),
+    Mutant(
+        name="fp16-rows-compute-with-bits-that-fp16-does-not-have",
+        file="runtime/tables.py",
+        old="                if self._rounding is not None:",
+        new="                if False:",
+        tests=(f"{TESTS}::test_16_bits_have_the_bits_of_tables_that_are_fetched[1-fp16-fp32]",),
+    ),
+    Mutant(
+        name="rows-that-cross-the-link-are-not-counted",
+        file="runtime/conductor.py",
+        old="                ledger.move(*link_of(rows), rows.nbytes)",
+        new="                pass",
+        tests=(f"{TESTS}::test_only_rows_cross_the_link_until_the_step",),
+    ),
+)
