@@ -16,13 +16,12 @@ from torch import Tensor
 
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.widen import BLOCK_NUMEL
 
 __all__ = ["SplitKernel", "join", "split"]
 
 _HALF = 0x8000
 _NAN = 0x7FC00000
-_BLOCK_NUMEL = 1 << 18
-"""Elements that are joined at once: some ten operations each, which cost more to begin than they gain from a smaller cache."""
 
 
 def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | None = None) -> None:
@@ -55,9 +54,9 @@ class SplitKernel:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._master = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device="cpu")
-        self._gradient = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device="cpu")
-        self._bits = torch.empty(_BLOCK_NUMEL, dtype=torch.int32, device="cpu")
+        self._master = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
+        self._gradient = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
+        self._bits = torch.empty(BLOCK_NUMEL, dtype=torch.int32, device="cpu")
 
     @torch.no_grad()
     def update(
@@ -79,8 +78,8 @@ class SplitKernel:
             exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        for start in range(0, weight.numel(), _BLOCK_NUMEL):
-            block = slice(start, min(start + _BLOCK_NUMEL, weight.numel()))
+        for start in range(0, weight.numel(), BLOCK_NUMEL):
+            block = slice(start, min(start + BLOCK_NUMEL, weight.numel()))
             numel = block.stop - block.start
             master, gradient = self._master[:numel], self._gradient[:numel]
             join(weight[block], rest[block], master, scratch=self._bits[:numel])

@@ -70,9 +70,8 @@ class TableRows:
             self._gradients.add_rows(self._binding.by_name[name], rows, lambda label: gradients.sums(*spans[label]))
         else:
             for label, first, count in self.tiles(name):
-                deliver(
-                    label, self._sums(gradients, first, count)
-                )  # one at a time: none is kept while the next is made
+                # One at a time: none is kept while the next is made.
+                deliver(label, self._sums(gradients, first, count))
 
     def _sums(self, gradients: RowGradients, first: int, count: int) -> Tensor:
         with self._conductor.quiet():
@@ -89,6 +88,6 @@ class TableRows:
 
 def _inside(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
     """Which of the ids are rows of a tile, and which of its rows."""
-    local = ids - first
+    local = ids.long() - first
     wanted = ((local >= 0) & (local < rows)).nonzero().flatten()
     return wanted, local[wanted]
