@@ -105,7 +105,7 @@ TRAINING: tuple[Mutant, ...] = (
         file="core/formats.py",
         old='GRAD: PlaneFormat(gradient, 2 if gradient == "bfloat16" else 4),',
         new='GRAD: PlaneFormat("bfloat16", 2),',
-        tests=("tests/runtime/test_sixteen_bits.py::test_gradients_of_several_backwards_add_up_in_fp32[bf16]",),
+        tests=("tests/runtime/test_sixteen_bits.py::test_gradients_of_several_backwards_add_up_in_fp32[bf16-fp32]",),
     ),
     Mutant(
         name="all-tensors-share-one-step-count",
