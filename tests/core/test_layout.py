@@ -195,6 +195,12 @@ def test_units_come_by_chunk_then_in_the_order_asked_for():
     ]
 
 
+def test_a_parameter_that_is_called_as_a_tile_is_refused():
+    with pytest.raises(LayoutError, match=r"a\[1\] is the name of a parameter and of a tile"):
+        build_layout([TensorSpec("a", (64,), tile_numel=32), TensorSpec("a[1]", (8,))], chunk_numel=128)
+    build_layout([TensorSpec("a", (64,)), TensorSpec("a[1]", (8,))], chunk_numel=128)
+
+
 def test_tiles_are_laid_out_as_tensors_and_their_parts_are_their_tensors():
     made = build_layout(
         [TensorSpec("a", (20,)), TensorSpec("b", (25, 10), tile_numel=100), TensorSpec("c", (8,))], chunk_numel=128

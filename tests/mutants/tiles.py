@@ -17,6 +17,13 @@ TILES = (
         tests=(f"{TESTS}::test_a_write_between_forward_and_backward_is_told",),
     ),
     Mutant(
+        name="a-tile-that-was-used-is-not-out-of-date-when-its-parameter-is-written-in-place",
+        file="nn/binding.py",
+        old="[tile.parameter for tile in self.records[key].tiles])",
+        new="[])",
+        tests=(f"{TESTS}::test_a_change_in_place_between_forward_and_backward_is_told[in place-fp32]",),
+    ),
+    Mutant(
         name="tiles-of-a-parameter-share-a-version",
         file="nn/records.py",
         old="        leaf = nn.Parameter(torch.empty_like(nan), requires_grad=parameter.requires_grad)",
@@ -33,22 +40,22 @@ TILES = (
     Mutant(
         name="padding-is-looked-for-in-the-wrong-row-of-its-tile",
         file="nn/tiles.py",
-        old="        own = padding - start if",
+        old="        own = padding - tile.first_row if",
         new="        own = padding if",
         tests=(f"{TESTS}::test_the_function_takes_its_padding_as_torch_does[-1]",),
     ),
     Mutant(
         name="an-id-beyond-the-table-gets-its-last-row",
-        file="nn/tiles.py",
-        old="is_outside = ((ids < 0) | (ids >= total)).any()",
+        file="nn/rows.py",
+        old="is_outside = ((ids < 0) | (ids >= rows)).any()",
         new="is_outside = (ids < 0).any()",
         tests=(f"{TESTS}::test_an_id_outside_of_the_table_is_an_index_error_as_in_torch",),
     ),
     Mutant(
         name="a-tile-adds-to-the-first-rows-of-a-gradient-of-the-users-own",
         file="nn/gradient_access.py",
-        old="            start += before.shape_only.shape[0]",
-        new="            start += 0",
+        old="                bound.of(own.detach()).add_(gradient)",
+        new="                own.detach()[: bound.rows].add_(gradient)",
         tests=(f"{TESTS}::test_a_gradient_that_is_read_is_the_users_own_and_tiles_add_to_it",),
     ),
     Mutant(

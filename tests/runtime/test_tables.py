@@ -189,6 +189,35 @@ def test_gradients_of_several_backwards_add_up_and_those_read_are_the_users() ->
             assert same(norms, other.clip_grad_norm_(0.01))
 
 
+@pytest.mark.parametrize("kind", ["deferred", "in_backward"])
+def test_lookups_of_several_forwards_add_up_in_one_backward(kind: str) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words = nn.Embedding(VOCABULARY, WIDTH)
+            self.mix = nn.Linear(WIDTH, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.mix(self.words(ids)).square().mean()
+
+    model, plain = Once(), Once()
+    theirs = patrickstar.AdamW(plain.parameters(), lr=1e-2)
+    with managed(model, step=kind) as session:
+        for number in range(2):
+            for backward in range(1 if kind == "in_backward" else 2):  # what is added to comes from the one before
+                seeds = (4 * number + 2 * backward, 4 * number + 2 * backward + 1)
+                for each in (model, plain):
+                    sum(each(batch(seed)[0] % 7) for seed in seeds).backward()
+            if kind == "deferred":
+                expect_same(gradients_of(session), {name: p.grad for name, p in plain.named_parameters()})
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            theirs.step()
+            theirs.zero_grad()
+        expect_same({**session.state_dict()}, {**plain.state_dict()})
+
+
 def test_rows_of_the_last_step_are_not_in_the_next_ones_gradient() -> None:
     model, plain = built(), built()
     with managed(model, lr=0.0) as session:

@@ -218,6 +218,29 @@ def test_a_write_between_forward_and_backward_is_told():
             loss.backward()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-fp32"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(2.0),
+        lambda weight: weight[3].zero_(),
+        lambda weight: weight.detach().add_(1.0),
+        lambda weight: torch.nn.init.ones_(weight),
+    ],
+    ids=["in place", "a view", "detached", "init"],
+)
+def test_a_change_in_place_between_forward_and_backward_is_told(change, precision):
+    kept, _, compute = precision.partition("-")
+    model, plain = built(), built()
+    with managed(model, precision=kept, options={"compute": compute or kept}):
+        for each in (model, plain):
+            loss = each(*batch(0))
+            with torch.no_grad():
+                change(each.up.weight)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 def test_a_gradient_that_is_read_is_the_users_own_and_tiles_add_to_it():
     model, plain = built(), built()
     with managed(model):
@@ -314,6 +337,9 @@ def test_a_gradient_asked_of_autograd_is_refused_and_one_of_inputs_goes_to_tiles
     with managed(model) as session:
         with pytest.raises(StateError, match=r"session\.gradients\(\)"):
             torch.autograd.grad(model(*batch(0)), [model.up.weight])
+        alias = model.up.weight.detach().requires_grad_()  # a leaf of its own
+        (gradient,) = torch.autograd.grad(alias.square().sum(), [alias])
+        assert same(gradient, 2 * plain.up.weight.detach())
         model(*batch(0)).backward(inputs=[model.up.weight])
         ours = gradients_of(session)
         with tiled_products(plain, ROWS):

@@ -306,3 +306,6 @@ def _refuse_bad_input(specs: Sequence[TensorSpec], chunk_numel: int) -> None:
         if any(dim < 0 for dim in spec.shape):
             raise LayoutError(f"{spec.name} has shape {spec.shape}: a dim is negative")
         seen.add(spec.name)
+    labels = {f"{spec.name}[{index}]" for spec in specs for index in range(len(spec.tiles())) if len(spec.tiles()) > 1}
+    for name in sorted(seen & labels):
+        raise LayoutError(f"{name} is the name of a parameter and of a tile: give the parameter another name")

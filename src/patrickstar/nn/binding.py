@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
+from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.classes import alias_classes, parameter_class
@@ -37,8 +38,8 @@ from patrickstar.nn.leases import Key, Leases
 from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
 from patrickstar.nn.places import Places
-from patrickstar.nn.records import NO_TABLES, Tables, make_records, with_tiles
-from patrickstar.nn.tiles import NO_HOOKS, tile_by_tile
+from patrickstar.nn.records import make_records, with_tiles
+from patrickstar.nn.tiles import NOT_ONE_TENSOR, tile_by_tile
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Binding"]
@@ -50,7 +51,8 @@ class Binding:
     Args:
         named: the parameters by name, each once, in layout order.
         owner: who owns the bytes. dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
-        copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). tables: those that are looked up in. gradients: where they go.
+        copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). gradients: where they go.
+        gathers_rows: whether lookups in tables bring rows from where these rest.
 
     Attributes:
         by_name: the parameters' records. records: these, and those of tiles. leases: of the slots in use. places: whose they are.
@@ -67,7 +69,7 @@ class Binding:
         *,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
-        tables: Tables = NO_TABLES,
+        gathers_rows: bool = False,
         gradients: GradientUse = GradientUse.CHUNK,
     ) -> None:
         self._owner = owner
@@ -84,9 +86,10 @@ class Binding:
 
         self.session_name = "a session"
         self.rewriting: Rewriting | None = None
-        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, tables=tables)
+        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, gathers_rows=gathers_rows)
         self.by_name = {name: self.records[name] for name in named}
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
+        self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self.places = Places(self.records)
         self.gradients = GradientAccess(self.records, owner, self.lock, use=gradients)
 
@@ -148,14 +151,7 @@ class Binding:
         if by_tiles is not None:
             return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:
-            return differentiate(
-                func,
-                args,
-                kwargs,
-                is_managed=lambda tensor: self.bound(tensor) is not None,
-                tiled=self._tiled,
-                undress=self._undress,
-            )
+            return differentiate(func, args, kwargs, bound=self.bound, undress=self._undress)
         with Plain():
             first = args[0] if args else None
             bound = self.bound(first)
@@ -173,7 +169,7 @@ class Binding:
     ) -> Any:
         """What is asked of a parameter that is no use of its bytes; NotImplemented where it is one."""
         if bound.tiles and func in HOOKS:
-            raise StateError(f"{func.__name__}() was called on {bound.name}, which is used in tiles: {NO_HOOKS}")
+            raise StateError(f"{func.__name__}() was called on {bound.name}, which is used in tiles: {NOT_ONE_TENSOR}")
         if func in NEEDS_NO_DATA:
             return func(*args, **kwargs)
         if func in SHAPE_ONLY:
@@ -188,8 +184,7 @@ class Binding:
         return NotImplemented
 
     def _tiled(self, tensor: object) -> BoundParameter | None:
-        bound = self._bound.get(id(tensor))
-        return bound if bound is not None and bound.tiles else None
+        return self._in_tiles.get(id(tensor))
 
     def _found(self, values: Any) -> Found:
         return Found(self, values, bound=self.bound, alias_class=self._alias_class)
@@ -224,10 +219,16 @@ class Binding:
                 if version >= 0 and tensor._version != version:
                     bound = self.bound(tensor)
                     for key in self._keys_of([tensor]) if bound is None else [bound.key]:
-                        self._owner.changed(key)
+                        self._changed(key)
             if self.rewriting is not None and before:
                 self.rewriting.after(before)
             self.leave(found.parameters)
+
+    def _changed(self, key: Key) -> None:
+        """What is leased has been written in place. Of a parameter in tiles, what autograd saved of the tiles is out of date too."""
+        self._owner.changed(key)
+        if not isinstance(key, PlaneRef):
+            torch.autograd.graph.increment_version([tile.parameter for tile in self.records[key].tiles])
 
     def _owners_of(self, value: Any) -> list[BoundParameter]:
         """The parameters whose bytes these tensors are."""

@@ -41,6 +41,8 @@ class BoundParameter:
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
     tiles: tuple[BoundParameter, ...] = ()
     """The records of its tiles (Note [Tiles] in `tiles.py`)."""
+    first_row: int = 0
+    """Of a tile: which row of its parameter it begins with."""
     is_table: bool = False
     """Whether tiles are for lookups alone: products see the whole."""
     by_rows: bool = False
@@ -50,6 +52,15 @@ class BoundParameter:
     def ref(self) -> PlaneRef:
         """The unit that it lies in; of a parameter in tiles, the first."""
         return self.refs[0]
+
+    @property
+    def rows(self) -> int:
+        """How many rows a tile has, or a parameter in tiles."""
+        return int(self.shape_only.shape[0])
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A tile's rows of a tensor of its parameter's shape."""
+        return whole[self.first_row : self.first_row + self.rows]
 
     @property
     def parameter(self) -> nn.Parameter:

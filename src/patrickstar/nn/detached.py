@@ -41,7 +41,7 @@ class DetachedAliases:
         reference = weakref.ref(alias, lambda _: known.pop(key, None))
         alias.__class__ = self._class
         living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
-        known[key] = reference, replace(bound, tensor=living, lease=None, depth=0, handles=[])
+        known[key] = reference, replace(bound, tensor=living, lease=None, depth=0, handles=[], tiles=())
         return alias
 
     def release(self, by_name: Mapping[str, BoundParameter]) -> None:

@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from patrickstar.errors import StateError
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.tiles import NOT_ONE_TENSOR
 from patrickstar.torch_private import Plain
 
 __all__ = ["differentiate"]
@@ -21,8 +22,7 @@ def differentiate(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    is_managed: Callable[[object], bool],
-    tiled: Callable[[object], BoundParameter | None],
+    bound: Callable[[object], BoundParameter | None],
     undress: Callable[[Tensor], None],
 ) -> Any:
     """Gradients of parameters, for which their bytes are not needed.
@@ -30,7 +30,8 @@ def differentiate(
     Backward may recompute, so it must run with parameters as they are. Named by their edges in the graph, they do not bring torch back to us.
 
     Args:
-        func, args, kwargs: as torch's override protocol gives them. undress: makes an alias of a slot an ordinary tensor.
+        func, args, kwargs: as torch's override protocol gives them. bound: the record of a managed parameter.
+        undress: makes an alias of a slot an ordinary tensor.
     """
     outputs = args[0] if isinstance(args[0], list | tuple) else (args[0],)
     for output in outputs:
@@ -38,23 +39,17 @@ def differentiate(
 
     def edges(inputs: Any) -> Any:
         with Plain():
-            return [get_gradient_edge(tensor) if is_managed(tensor) else tensor for tensor in inputs]
+            return [get_gradient_edge(tensor) if bound(tensor) is not None else tensor for tensor in inputs]
 
     if func is torch.autograd.backward:
         inputs = kwargs["inputs"]
         if inputs is not None:
-            found = [bound for bound in map(tiled, inputs) if bound is not None]
-            kwargs = {
-                **kwargs,
-                "inputs": edges([*inputs, *(tile.parameter for bound in found for tile in bound.tiles)]),
-            }
+            tiles = [tile.parameter for record in map(bound, inputs) if record is not None for tile in record.tiles]
+            kwargs = {**kwargs, "inputs": edges([*inputs, *tiles])}
         return func(outputs, **kwargs)
     inputs = args[1]
-    if any(tiled(tensor) is not None for tensor in inputs):
-        raise StateError(
-            "torch.autograd.grad() of a parameter that is used in tiles: its gradient never exists as one tensor. Use backward() and "
-            "session.gradients(), or leave Options(tile_rows=) away"
-        )
+    if any(record is not None and record.tiles for record in map(bound, inputs)):
+        raise StateError(f"torch.autograd.grad() of a parameter that is used in tiles: {NOT_ONE_TENSOR}")
     materialize = kwargs["materialize_grads"]
     asked = {**kwargs, "materialize_grads": False, "allow_unused": materialize or kwargs["allow_unused"]}
     gradients = func(outputs, edges(inputs), **asked)

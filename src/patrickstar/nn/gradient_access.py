@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -88,15 +88,9 @@ class GradientAccess:
                 self._owner.gradient(bound.name, gradient)
             elif gradient is not None and bound.owner != bound.name:
                 parameter.grad = None
-                self._add_to_own(bound, gradient)
-
-    def _add_to_own(self, tile: BoundParameter, gradient: Tensor) -> None:
-        whole = self._by_name[tile.owner]
-        start = 0
-        for before in whole.tiles[: whole.tiles.index(tile)]:
-            start += before.shape_only.shape[0]
-        assert whole.parameter.grad is not None
-        whole.parameter.grad.detach()[start : start + gradient.shape[0]].add_(gradient)
+                own = self._by_name[bound.owner].parameter.grad
+                assert own is not None, f"{bound.owner} has no gradient of the user's own"
+                bound.of(own.detach()).add_(gradient)
 
     def get(self, bound: BoundParameter) -> Tensor | None:
         """`p.grad`."""
@@ -129,10 +123,16 @@ class GradientAccess:
         with Plain():
             return self._by_name[name].parameter.grad if name in self.own else None
 
+    def owned(self) -> Iterator[tuple[str, Tensor]]:
+        """All of these, with the names of their parameters."""
+        for name in self.own:
+            own = self.own_of(name)
+            if own is not None:
+                yield name, own
+
     def own_bytes(self) -> int:
         """Bytes of all of these."""
-        owned = [self.own_of(name) for name in self.own] if self.own else ()
-        return sum(gradient.nbytes for gradient in owned if gradient is not None)
+        return sum(gradient.nbytes for _, gradient in self.owned())
 
     def forget_own(self) -> None:
         """All of these become None."""

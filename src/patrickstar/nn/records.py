@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +12,7 @@ from torch import Tensor, nn
 from patrickstar.core.layout import Layout
 from patrickstar.nn.bound import BoundParameter, slot_strides
 
-__all__ = ["NO_TABLES", "Tables", "make_records", "with_tiles"]
-
-
-class Tables(NamedTuple):
-    """Parameters that are looked up in and used in no product of a linear, and whether their rows are gathered from where they rest."""
-
-    names: Collection[str] = ()
-    by_rows: bool = False
-
-
-NO_TABLES: Final = Tables()
+__all__ = ["make_records", "with_tiles"]
 
 
 def make_records(
@@ -32,12 +21,13 @@ def make_records(
     *,
     dtypes: Mapping[str, torch.dtype],
     copied: Collection[str],
-    tables: Tables = NO_TABLES,
+    gathers_rows: bool = False,
 ) -> dict[str, BoundParameter]:
     """The records by name: of each parameter, and after it of its tiles.
 
     Args:
         dtypes: what parameters are of while they are managed; fp32 where it says nothing. copied: those whose uses see a copy.
+        gathers_rows: whether lookups in tables bring rows from where these rest.
     """
     nans: dict[torch.dtype, Tensor] = {}
     records: dict[str, BoundParameter] = {}
@@ -45,6 +35,7 @@ def make_records(
         dtype = dtypes.get(name, torch.float32)
         if dtype not in nans:
             nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+        is_table = layout.is_table(layout.slices[name].chunk)
         tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
         records[name] = BoundParameter(
             name,
@@ -62,8 +53,8 @@ def make_records(
             # The whole of what lies in tiles is put together where it is asked for.
             is_copied=name in copied or bool(tiles),
             tiles=tiles,
-            is_table=name in tables.names,
-            by_rows=name in tables.names and tables.by_rows,
+            is_table=is_table,
+            by_rows=is_table and gathers_rows,
         )
         records.update((tile.name, tile) for tile in tiles)
     return records
@@ -83,7 +74,8 @@ def _tiles(
     tiles = []
     for label in layout.leaves(name) if layout.slices[name].tiles else ():
         place = layout.tiles(label)[0]
-        shape = (place.numel // math.prod(parameter.shape[1:]), *parameter.shape[1:])
+        row_numel = math.prod(parameter.shape[1:])
+        shape = (place.numel // row_numel, *parameter.shape[1:])
         standin = nan.expand(shape)
         leaf = nn.Parameter(torch.empty_like(nan), requires_grad=parameter.requires_grad)
         leaf.data = standin  # not made of it: tiles would have one version counter
@@ -97,6 +89,7 @@ def _tiles(
             shape_only,
             standin,
             is_copied=is_copied,
+            first_row=place.tensor_start // row_numel,
         )
         tiles.append(tile)
     return tuple(tiles)

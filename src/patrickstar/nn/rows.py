@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.torch_private import backward_id
 
-__all__ = ["RowGradients", "RowOwner", "look_up"]
+__all__ = ["RowGradients", "RowOwner", "WaitingRows", "expect_inside", "look_up"]
 
 
 class RowOwner(Protocol):
@@ -37,12 +38,16 @@ def look_up(owner: RowOwner, table: BoundParameter, ids: Tensor, padding: int | 
     Raises:
         IndexError: an id is not a row of the table.
     """
-    rows = int(table.shape_only.shape[0])
+    expect_inside(ids, table.rows)
+    found: Tensor = _Lookup.apply(table.parameter, ids, _Asked(owner, table, padding, torch.is_grad_enabled()))
+    return found
+
+
+def expect_inside(ids: Tensor, rows: int) -> None:
+    """IndexError where an id is not a row of a table of so many. Fake ids, whose values nobody knows, cost the same."""
     is_outside = ((ids < 0) | (ids >= rows)).any()
     if not isinstance(ids, FakeTensor) and bool(is_outside):
         raise IndexError(f"index out of range in self: a table of {rows} rows")
-    found: Tensor = _Lookup.apply(table.parameter, ids, _Asked(owner, table, padding, torch.is_grad_enabled()))
-    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +76,28 @@ class RowGradients:
             total = dense if total is None else total.add_(dense)
         assert total is not None, "a gradient of no lookup"
         return total
+
+
+class WaitingRows:
+    """Gradients of rows, until the backward that brings them ends: only then autograd would give their sum."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, dict[str, RowGradients]] = {}
+
+    def add(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> bool:
+        """Keeps what the innermost backward has brought; whether it is the first that waits for its end."""
+        is_first = backward_id() not in self._waiting
+        tables = self._waiting.setdefault(backward_id(), {})
+        tables.setdefault(name, RowGradients(name, padding)).parts.append((ids, gradient))
+        return is_first
+
+    def take(self) -> list[RowGradients]:
+        """All that the innermost backward has brought, by table, in the order of their first; they wait no longer."""
+        return list(self._waiting.pop(backward_id(), {}).values())
+
+    def clear(self) -> None:
+        """What backwards that an exception has left would have brought is not wanted."""
+        self._waiting.clear()
 
 
 class _Asked(NamedTuple):

@@ -17,17 +17,16 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding, linear
 
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.rows import RowOwner, look_up
+from patrickstar.nn.rows import RowOwner, expect_inside, look_up
 
-__all__ = ["NO_HOOKS", "tile_by_tile"]
+__all__ = ["NOT_ONE_TENSOR", "tile_by_tile"]
 
-NO_HOOKS: Final = (
-    "its gradient never exists as one tensor. Use session.gradients(), or leave Options(tile_rows=, embedding_rows=) away "
-    "where hooks are needed"
+NOT_ONE_TENSOR: Final = (
+    "its gradient never exists as one tensor. Use backward() and session.gradients(), or leave out "
+    "Options(tile_rows=, embedding_rows=)"
 )
 
 # What a lookup by tiles can be asked for beside its padding: nothing.
@@ -63,36 +62,27 @@ def tile_by_tile(
         return None
     padding = given.get("padding_idx")
     if padding is not None and padding < 0:
-        padding += int(weight.shape_only.shape[0])
+        padding += weight.rows
     if weight.by_rows:
         return partial(look_up, owner, weight, given["input"], padding)
     return partial(_lookup, tiles, given["input"], padding)
 
 
-def _rows(tile: BoundParameter) -> int:
-    return int(tile.shape_only.shape[0])
-
-
 def _linear(tiles: Sequence[BoundParameter], features: Tensor, bias: Tensor | None) -> Tensor:
-    biases = [None] * len(tiles) if bias is None else bias.split([_rows(tile) for tile in tiles])
+    biases = [None] * len(tiles) if bias is None else bias.split([tile.rows for tile in tiles])
     return torch.cat([linear(features, tile.parameter, part) for tile, part in zip(tiles, biases, strict=True)], -1)
 
 
 def _lookup(tiles: Sequence[BoundParameter], ids: Tensor, padding: int | None) -> Tensor:
-    total = sum(map(_rows, tiles))
-    is_outside = ((ids < 0) | (ids >= total)).any()
-    if not isinstance(ids, FakeTensor) and bool(is_outside):
-        raise IndexError(f"index out of range in self: a table of {total} rows")
+    total = tiles[-1].first_row + tiles[-1].rows
+    expect_inside(ids, total)
     found: Tensor | None = None
-    start = 0
     for tile in tiles:
-        rows = _rows(tile)
         # Every id is looked up in every tile, in its nearest row: shapes do not depend on values, and what is not used gets a gradient of zeros.
-        local = ids - start
-        own = padding - start if padding is not None and start <= padding < start + rows else None
-        values = embedding(local.clamp(0, rows - 1), tile.parameter, own)
-        inside = ((local >= 0) & (local < rows)).unsqueeze(-1)
+        local = ids - tile.first_row
+        own = padding - tile.first_row if padding is not None and 0 <= padding - tile.first_row < tile.rows else None
+        values = embedding(local.clamp(0, tile.rows - 1), tile.parameter, own)
+        inside = ((local >= 0) & (local < tile.rows)).unsqueeze(-1)
         found = values if found is None else torch.where(inside, values, found)
-        start += rows
     assert found is not None
     return found

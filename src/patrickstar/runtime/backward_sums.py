@@ -1,8 +1,8 @@
-"""What waits for the end of a backward: gradients that come in several parts, which autograd adds in the parameter's type."""
+"""Gradients that come in several parts within one backward: autograd adds them in the parameter's type, whatever several backwards add up in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -10,21 +10,10 @@ __all__ = ["BackwardSums"]
 
 
 class BackwardSums:
-    """The sums so far of the backward that is under way, by parameter or tile, and what is to be done at the end of each that is nested in it."""
+    """The sums so far of the backward that is under way, by parameter or tile."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._ends: dict[int, list[Callable[[], None]]] = {}
-
-    def at_end(self, backward: int, callback: Callable[[], None] | None) -> None:
-        """The backward of this number is to end with this, if with anything."""
-        if callback is not None:
-            self._ends.setdefault(backward, []).append(callback)
-
-    def end(self, backward: int) -> None:
-        """It ends."""
-        for callback in self._ends.pop(backward, ()):
-            callback()
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds a part to the sum; the first one becomes it."""
@@ -34,8 +23,7 @@ class BackwardSums:
             self._sums[name] = gradient
 
     def take(self) -> dict[str, Tensor]:
-        """The backward has ended, and all that were nested in it: the sums, which are kept no longer."""
-        self._ends.clear()  # of one that an exception has left
+        """The backward has ended: all of them, which are kept no longer."""
         sums, self._sums = self._sums, {}
         return sums
 

@@ -28,7 +28,7 @@ from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.keeper import cast_inputs
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.precision import find_precision
-from patrickstar.runtime.resting import gradient_use, layout_of, resting_state, tables_of
+from patrickstar.runtime.resting import gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.runtime.segments import with_retention
 from patrickstar.runtime.updates import norm_trace, step_trace
 from patrickstar.tracing.choreography import Choreography
@@ -92,7 +92,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),
-        tables=tables_of(layout, budgets.machine),
+        gathers_rows=gathers_rows(budgets.machine),
         scales=precision.scales,
     )
     try:

@@ -16,6 +16,7 @@ from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.rows import RowGradients
 from patrickstar.optim.widen import scaled_blocks
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
@@ -58,11 +59,8 @@ class Gradients:
     def add(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, of a parameter or of a tile, chunk by chunk."""
         if bound.tiles:
-            start = 0
             for tile in bound.tiles:
-                rows = tile.shape_only.shape[0]
-                self.add(tile, gradient[start : start + rows])
-                start += rows
+                self.add(tile, tile.of(gradient))
             return
         name = bound.owner
         self._make_ready(name, bound)
@@ -80,17 +78,17 @@ class Gradients:
                 self.names.add(name)
                 del self.incomplete[name]
 
-    def add_rows(self, bound: BoundParameter, rows: Rows, sums: Callable[[str], Tensor]) -> None:
-        """Takes the gradient of rows of a table, where the table rests. `sums` gives that of a tile, by label: rows x width."""
+    def add_rows(self, bound: BoundParameter, rows: Rows, gradients: RowGradients) -> None:
+        """Takes the gradients of rows of a table, where the table rests."""
         name = bound.name
         self._make_ready(name, bound)
         before = self.incomplete.pop(name, set())
         self._conductor.moment(Phase.BACKWARD, name, (), rows)
         with self._conductor.lock, self._conductor.apart():
-            for label in self._layout.leaves(name):
-                is_there = name in self.names or label in before
-                flat = sums(label).view(-1)
-                for part in self._layout.parts(label):
+            for tile in bound.tiles:
+                is_there = name in self.names or tile.name in before
+                flat = gradients.sums(tile.first_row, tile.rows).view(-1)
+                for part in self._layout.parts(tile.name):
                     target = self._conductor.tensor_at_home(PlaneRef(part.chunk, GRAD))[part.start : part.stop]
                     piece = flat[part.tensor_start : part.tensor_start + target.numel()]
                     self._put(name, target, piece, is_there=is_there)

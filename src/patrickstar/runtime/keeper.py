@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError
 from patrickstar.nn.leases import Key
-from patrickstar.nn.rows import RowGradients
+from patrickstar.nn.rows import WaitingRows
 from patrickstar.nn.watch import Watch
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
@@ -65,7 +64,7 @@ class Keeper:
         self._compute = compute
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
-        self._rows: dict[tuple[int, str], RowGradients] = {}
+        self._rows = WaitingRows()
         self._depth = 0
         self._handled: BaseException | None = None
         self._in_backward = False
@@ -164,7 +163,7 @@ class Keeper:
         inside = backward_id() != -1
         self._in_backward |= inside
         if not inside:
-            self.choreography.looked_up(name, in_graph=in_graph)
+            self.choreography.used(self.choreography.layout.leaves(name), in_graph=in_graph)
         self._tables.gather(Phase.RECOMPUTE if inside else Phase.FORWARD, name, ids, values)
         self.states.entered([name])
         self.used([name])
@@ -174,19 +173,14 @@ class Keeper:
         self._check_watch()
         assert self._training is not None
         self._in_backward = True
-        self.states.gradient_arrived(name)
-        if not self.choreography.is_one_of_several(name):
-            self._training.arrives()
-            self._tables.add_gradient(RowGradients(name, padding, [(ids, gradient)]), deliver=self.gradient)
-            return
-        key = backward_id(), name
-        if key not in self._rows:
-            self._rows[key] = RowGradients(name, padding)
-            self._training.arrives(at_end=partial(self._rows_are_complete, key))
-        self._rows[key].parts.append((ids, gradient))
+        self._rows.add(name, ids, gradient, padding)
+        self._training.arrives()
 
-    def _rows_are_complete(self, key: tuple[int, str]) -> None:
-        self._tables.add_gradient(self._rows.pop(key), deliver=self.gradient)
+    def bring_rows(self) -> None:
+        """The innermost backward ends: gradients of rows that it has brought are complete."""
+        for gradients in self._rows.take():
+            self.states.gradient_arrived(gradients.name)
+            self._tables.add_gradient(gradients, deliver=self.gradient)
 
     def read_gradient(self, name: str) -> Tensor | None:
         """See `nn.binding.Owner`."""

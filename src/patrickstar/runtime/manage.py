@@ -49,7 +49,7 @@ from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.precision import Precision, find_precision
 from patrickstar.runtime.pressure import Pressure
-from patrickstar.runtime.resting import gradient_use, layout_of, resting_state, tables_of
+from patrickstar.runtime.resting import gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.runtime.scaler import LossScaler
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Session
@@ -235,9 +235,9 @@ def _build_session(
     states = ParameterStates(layout)
     keeper = Keeper(model=model, named=named, choreography=choreography(), states=states, compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
-    tables = tables_of(layout, machine)
+    by_rows = gathers_rows(machine)
     binding = Binding(
-        named, layout, keeper, dtypes=dtypes, copied=precision.copied(layout), tables=tables, gradients=gradients
+        named, layout, keeper, dtypes=dtypes, copied=precision.copied(layout), gathers_rows=by_rows, gradients=gradients
     )
     pilot = Pilot(
         mover.state,
@@ -266,7 +266,7 @@ def _build_session(
             gradients=gradients,
             dtypes=dtypes,
             copied=precision.copied(layout),
-            tables=tables,
+            gathers_rows=by_rows,
             scales=precision.scales,
         ),
         taken_bytes=binding.gradients.own_bytes,
@@ -299,6 +299,7 @@ def _build_session(
             growth=growth,
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
+            before_end=keeper.bring_rows,
         )
     keeper.connect(
         conductor=conductor,
@@ -307,7 +308,7 @@ def _build_session(
         watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
         copies=Copies(binding, layout, conductor, precision),
         growth=growth,
-        tables=TableRows(binding, layout, conductor, in_chunks, keeper.choreography, rounding=precision.rounding),
+        tables=TableRows(binding, conductor, in_chunks, keeper.choreography, rounding=precision.rounding),
         is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before

@@ -17,7 +17,6 @@ from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, Plan
 from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.nn.records import Tables
 from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.placement import place
 from patrickstar.plan.refusal import refuse_moment
@@ -27,7 +26,7 @@ from patrickstar.runtime.precision import Precision, lies_in
 from patrickstar.runtime.tiling import find_tables, find_tiles
 from patrickstar.runtime.updates import step_trace
 
-__all__ = ["gradient_use", "layout_of", "resting_state", "tables_of"]
+__all__ = ["gathers_rows", "gradient_use", "layout_of", "resting_state"]
 
 
 _GRAIN_16_BITS = 2048
@@ -69,10 +68,9 @@ def _in_tiles(spec: TensorSpec, chunk_numel: int) -> TensorSpec:
     return replace(spec, tile_numel=max(1, chunk_numel // row) * row)
 
 
-def tables_of(layout: Layout, machine: Machine) -> Tables:
-    """The tables of a layout. Rows are gathered where a device computes and everything else rests on the host."""
-    names = frozenset(name for name in layout.slices if layout.is_table(layout.slices[name].chunk))
-    return Tables(names, by_rows=machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget)
+def gathers_rows(machine: Machine) -> bool:
+    """Whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host."""
+    return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget
 
 
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Phase
 from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.rows import RowGradients
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
@@ -28,7 +28,6 @@ class TableRows:
     def __init__(
         self,
         binding: Binding,
-        layout: Layout,
         conductor: Conductor,
         gradients: Gradients,
         choreography: Choreography,
@@ -36,7 +35,6 @@ class TableRows:
         rounding: torch.dtype | None,
     ) -> None:
         self._binding = binding
-        self._layout = layout
         self._conductor = conductor
         self._gradients = gradients
         self._choreography = choreography
@@ -46,48 +44,39 @@ class TableRows:
         """Writes rows into `values` (ids x width); of values kept in another type, what computes."""
         self._conductor.moment(phase, name, (), self._choreography.gathered(name, values.numel()))
         with self._conductor.lock, self._conductor.apart():
-            for label, first, rows in self.tiles(name):
-                wanted, local = _inside(ids, first, rows)
+            for tile in self._binding.by_name[name].tiles:
+                wanted, local = _inside(ids, tile)
                 if not wanted.numel():
                     continue
-                (tile,) = self._layout.tiles(label)
-                kept = self._conductor.tensor_at_home(self._binding.records[label].ref)
-                found = kept[tile.offset : tile.offset + tile.numel].view(rows, -1)[local]
+                kept = self._conductor.tensor_at_home(tile.ref)
+                numel = tile.shape_only.numel()
+                found = kept[tile.offset : tile.offset + numel].view(tile.rows, -1)[local]
                 if self._rounding is not None:
                     found = found.to(self._rounding)
                 values.index_copy_(0, wanted, found.to(values.dtype))
 
     def add_gradient(self, gradients: RowGradients, *, deliver: Callable[[str, Tensor], None]) -> None:
         """Takes what one backward has brought for rows. Where that is not added to where it rests, it is delivered tile by tile, or is the user's."""
-        name = gradients.name
-        own = self._binding.gradients.own_of(name)
-        rows = self._choreography.added(name, gradients.nbytes)
+        bound = self._binding.by_name[gradients.name]
+        own = self._binding.gradients.own_of(bound.name)
+        rows = self._choreography.added(bound.name, gradients.nbytes)
         if own is not None:
             with self._conductor.quiet():
-                own.add_(gradients.sums(0, int(own.shape[0])))
+                own.add_(gradients.sums(0, bound.rows))
         elif rows is not None:
-            spans = {label: (first, count) for label, first, count in self.tiles(name)}
-            self._gradients.add_rows(self._binding.by_name[name], rows, lambda label: gradients.sums(*spans[label]))
+            self._gradients.add_rows(bound, rows, gradients)
         else:
-            for label, first, count in self.tiles(name):
+            for tile in bound.tiles:
                 # One at a time: none is kept while the next is made.
-                deliver(label, self._sums(gradients, first, count))
+                deliver(tile.name, self._sums(gradients, tile))
 
-    def _sums(self, gradients: RowGradients, first: int, count: int) -> Tensor:
+    def _sums(self, gradients: RowGradients, tile: BoundParameter) -> Tensor:
         with self._conductor.quiet():
-            return gradients.sums(first, count)
-
-    def tiles(self, name: str) -> Iterator[tuple[str, int, int]]:
-        """The label of each tile, its first row, and how many it has."""
-        first = 0
-        for tile in self._binding.by_name[name].tiles:
-            rows = int(tile.shape_only.shape[0])
-            yield tile.name, first, rows
-            first += rows
+            return gradients.sums(tile.first_row, tile.rows)
 
 
-def _inside(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+def _inside(ids: Tensor, tile: BoundParameter) -> tuple[Tensor, Tensor]:
     """Which of the ids are rows of a tile, and which of its rows."""
-    local = ids.long() - first
-    wanted = ((local >= 0) & (local < rows)).nonzero().flatten()
+    local = ids.long() - tile.first_row
+    wanted = ((local >= 0) & (local < tile.rows)).nonzero().flatten()
     return wanted, local[wanted]

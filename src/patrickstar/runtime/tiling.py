@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from patrickstar.errors import LayoutError
-from patrickstar.nn.tiles import NO_HOOKS
+from patrickstar.nn.tiles import NOT_ONE_TENSOR
 
 __all__ = ["find_tables", "find_tiles"]
 
@@ -32,7 +32,7 @@ def find_tables(model: nn.Module, named: Mapping[str, nn.Parameter]) -> frozense
 
 def _expect_no_hooks(name: str, weight: nn.Parameter, use: str) -> None:
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        raise LayoutError(f"{name} has hooks, and {use}: {NO_HOOKS}")
+        raise LayoutError(f"{name} has hooks, and {use}: {NOT_ONE_TENSOR}")
 
 
 def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | None) -> dict[str, int]:

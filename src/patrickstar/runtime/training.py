@@ -50,7 +50,7 @@ class Training:
 
     Args:
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
-        max_grad_norm: clipping at every step, or None. formats: which chunks have a split master.
+        max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
 
     Attributes:
         lending: of gradients that are read as `p.grad`.
@@ -71,6 +71,7 @@ class Training:
         hypers: Callable[[], Mapping[str, Hyper]],
         max_grad_norm: float | None,
         formats: Formats = FP32,
+        before_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._binding = binding
         self._layout = layout
@@ -83,6 +84,7 @@ class Training:
         self._hypers = hypers
         self._max_grad_norm = max_grad_norm
         self._formats = formats
+        self._before_end = before_end
 
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
@@ -132,10 +134,9 @@ class Training:
             if hyper is not None:
                 self._postponed.add(owner)
 
-    def arrives(self, at_end: Callable[[], None] | None = None) -> None:
-        """A backward has a gradient to give, now or `at_end` of it."""
+    def arrives(self) -> None:
+        """A backward has a gradient to give, now or at its end."""
         now = backward_id()
-        self._sums.at_end(now, at_end)
         self._conductor.pilot.segment.gave_gradients = True
         if self._backward is None and self.in_backward:
             if self._updated and not self._nested:
@@ -147,7 +148,7 @@ class Training:
             at_end_of_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        self._sums.end(backward_id())
+        self._before_end()
         self._backward = None
         if inside_backward_node():
             # A nested backward of re-entrant checkpointing: the outer one goes on, and may have nothing more to tell us.
@@ -219,7 +220,7 @@ class Training:
         return self.lending.hand_over(name)
 
     def drop_gradient(self, name: str) -> None:
-        """`p.grad` is something else."""
+        """`p.grad = None`, or a tensor of the user's in its place."""
         self._gradients.drop(name)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -287,11 +288,9 @@ class Training:
     def multiply(self, factor: Tensor) -> None:
         """Every gradient there is counts as multiplied with this from now on (0-dim fp32)."""
         self._gradients.multiply(factor)
-        for name in self._binding.gradients.own:
-            own = self._binding.gradients.own_of(name)
-            if own is not None:
-                with self._conductor.quiet():
-                    own.mul_(factor)
+        with self._conductor.quiet():
+            for _, own in self._binding.gradients.owned():
+                own.mul_(factor)
 
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group. See Note [Pending step]."""
@@ -307,7 +306,7 @@ class Training:
         if self._max_grad_norm is not None:
             self.clip(self._max_grad_norm)
         hypers = self._hypers()
-        own = {name for name in self._binding.gradients.own if self._binding.gradients.own_of(name) is not None}
+        own = {name for name, _ in self._binding.gradients.owned()}
         names = [
             name for name in self._binding.by_name if name in hypers and (name in self._gradients.names or name in own)
         ]
@@ -331,9 +330,8 @@ class Training:
         self.lending.take_back()
         for name in self._gradients.overflowed:
             return name
-        for name in self._binding.gradients.own:
-            own = self._binding.gradients.own_of(name)
-            if own is not None and not bool(torch.isfinite(own).all()):
+        for name, own in self._binding.gradients.owned():
+            if not bool(torch.isfinite(own).all()):
                 return name
         return None
 

@@ -44,13 +44,11 @@ class Choreography:
 
         self._uses: Counter[str] = Counter()
         self._uses_apart: Counter[str] = Counter()
-        self._lookups: Counter[str] = Counter()
 
     def begin_forward(self) -> None:
         """Uses are counted from here on."""
         self._uses.clear()
         self._uses_apart.clear()
-        self._lookups.clear()
 
     def used(self, names: Sequence[str], *, in_graph: bool) -> None:
         """Parameters are used in a forward; `in_graph`: autograd records it as a use of theirs."""
@@ -72,19 +70,10 @@ class Choreography:
         owner, leaves = self.layout.owner(name), self.layout.leaves(name)
         return (owner == name or not self._uses[owner]) and (leaves == (name,) or not any(map(self._uses.get, leaves)))
 
-    def looked_up(self, name: str, *, in_graph: bool) -> None:
-        """Rows of a table are gathered in a forward."""
-        self.used(self.layout.leaves(name), in_graph=in_graph)
-        self._lookups[name] += 1
-
     def gathered(self, name: str, numel: int) -> Rows:
         """What a lookup of so many elements uses."""
         units = self.layout.weight_units(name)
         return Rows(units, numel * self._formats.of(units[0], self.layout).itemsize)
-
-    def is_one_of_several(self, name: str) -> bool:
-        """Whether a lookup is not the only one of its forward: autograd adds up what they bring within one backward."""
-        return self._lookups[name] > 1
 
     def added(self, name: str, nbytes: int) -> Rows | None:
         """What so many bytes of gradients of rows are added to, where it rests; None where they go tile by tile as others do."""

@@ -27,8 +27,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import slot_strides
 from patrickstar.nn.leases import Key
-from patrickstar.nn.records import NO_TABLES, Tables
-from patrickstar.nn.rows import RowGradients
+from patrickstar.nn.rows import RowGradients, WaitingRows
 from patrickstar.torch_private import at_end_of_backward, backward_id
 from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.meter import LiveBytes
@@ -52,7 +51,7 @@ class _Twin:
         self.recorder = Recorder(self.meter.restart_peak)
         self.binding: Binding | None = None
         self._making_slot = False
-        self._rows: dict[tuple[int, str], RowGradients] = {}
+        self._rows = WaitingRows()
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or (self.binding is not None and self.binding.leases.is_slot(tensor))
@@ -90,19 +89,17 @@ class _Twin:
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:  # noqa: ARG002
         inside = backward_id() != -1
         if not inside:
-            self._choreography.looked_up(name, in_graph=in_graph)
+            self._choreography.used(self._choreography.layout.leaves(name), in_graph=in_graph)
         rows = self._choreography.gathered(name, values.numel())
         self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, name, [], rows)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        if not self._choreography.is_one_of_several(name):
-            self._take_rows(RowGradients(name, padding, [(ids, gradient)]))
-            return
-        key = backward_id(), name
-        if key not in self._rows:
-            self._rows[key] = RowGradients(name, padding)
-            at_end_of_backward(lambda: self._take_rows(self._rows.pop(key)))
-        self._rows[key].parts.append((ids, gradient))
+        if self._rows.add(name, ids, gradient, padding):
+            at_end_of_backward(self._bring_rows)
+
+    def _bring_rows(self) -> None:
+        for gradients in self._rows.take():
+            self._take_rows(gradients)
 
     def _take_rows(self, gradients: RowGradients) -> None:
         assert self.binding is not None
@@ -110,11 +107,8 @@ class _Twin:
         if rows is not None:
             self._moment(Phase.BACKWARD, gradients.name, [], rows)
             return
-        first = 0
         for tile in self.binding.by_name[gradients.name].tiles:
-            count = int(tile.shape_only.shape[0])
-            self.gradient(tile.name, gradients.sums(first, count))
-            first += count
+            self.gradient(tile.name, gradients.sums(tile.first_row, tile.rows))
 
     def renew(self, name: str, copy: Tensor) -> None:
         pass
@@ -152,7 +146,7 @@ class OfflineTracer:
     Args:
         make_choreography: a fresh one for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
-        tables: parameters that are looked up in. scales: whether the loss is multiplied with a scale.
+        gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
     """
 
     def __init__(
@@ -163,7 +157,7 @@ class OfflineTracer:
         gradients: GradientUse,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
-        tables: Tables = NO_TABLES,
+        gathers_rows: bool = False,
         scales: bool = False,
     ) -> None:
         self._layout = layout
@@ -171,7 +165,7 @@ class OfflineTracer:
         self._gradients = gradients
         self._dtypes = dtypes
         self._copied = copied
-        self._tables = tables
+        self._gathers_rows = gathers_rows
         self._scales = scales
 
     def trace(
@@ -202,7 +196,7 @@ class OfflineTracer:
                     owner,
                     dtypes=self._dtypes,
                     copied=self._copied,
-                    tables=self._tables,
+                    gathers_rows=self._gathers_rows,
                     gradients=self._gradients,
                 )
                 owner.binding.bind()
