@@ -12,7 +12,19 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-BESIDE = ("step", "step_process", "flops", "machine", "speeds", "variants", "worker", "make_tables", "places")
+BESIDE = (
+    "step",
+    "step_process",
+    "flops",
+    "machine",
+    "speeds",
+    "variants",
+    "worker",
+    "make_tables",
+    "places",
+    "calls",
+    "spans",
+)
 
 
 def script(folder, name):
