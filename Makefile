@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Processes that share the tests out; those that measure memory stay together in one.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
 
-.PHONY: train test test-fast test-full check format mutants bench bench-step clean
+.PHONY: train test test-fast test-full coverage limits plans check format mutants bench bench-step clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,13 +18,27 @@ train: $(STAMP)
 	$(BIN)/python examples/train_stdlib.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m 'not campaign'
+	$(PYTEST) -m 'not campaign'
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -q -m 'not campaign and not slow'
+	$(PYTEST) -m 'not campaign and not slow'
 
 test-full: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
+
+# Branches that were taken before and are not any more, by all of `make test-full`.
+coverage: $(STAMP)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/coverage run -m pytest -q -n $(JOBS) --dist loadgroup
+	$(BIN)/coverage combine --quiet
+	$(BIN)/python -m tests.branches build/coverage/data
+
+# The budgets and the plans of the rows of the parity matrix, where a change of them is meant.
+limits: $(STAMP)
+	$(BIN)/python -W ignore -m tests.parity.limits
+
+plans: $(STAMP)
+	$(BIN)/python -W ignore -m tests.parity.plans
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,9 +1,6 @@
 """`benchmarks/overhead.py` from beginning to end on a tiny model, and what it would say of two sides that are not alike."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,14 +8,13 @@ from benchmarks.overhead_sides import alike, kept_by_hand, measure, plain_step, 
 from torch import nn
 
 from tests.docs.pages import ROOT
+from tests.forked import run_script
 
 SIZES = ["--rounds", 2, "--layers", 1, "--tokens", 16, "--width", 48, "--vocabulary", 128]
 
 
 def run(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    return run_script(ROOT / "benchmarks" / "overhead.py", *arguments, environment={"PYTHONPATH": str(ROOT / "src")})
 
 
 @pytest.mark.slow

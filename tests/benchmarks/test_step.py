@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.forked import run_script
 
 BESIDE = (
     "step",
@@ -259,9 +258,7 @@ def test_what_has_no_room_beside_the_others_is_not_started(step, monkeypatch):
 
 
 def run(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    return run_script(ROOT / "benchmarks" / "step.py", *arguments, environment={"PYTHONPATH": str(ROOT / "src")})
 
 
 @pytest.mark.slow

@@ -5,27 +5,21 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import patrickstar
 from tests.docs.pages import ROOT, anchors, links, matches, pages, snippets, split
+from tests.forked import run_script
 
 WITH_SNIPPETS = [page for page in pages() if snippets(page.read_text())]
 GENERATED = ("make_reference.py", "make_numbers.py", "make_tables.py", "make_config_table.py", "make_real_run.py")
 
 
-def run(
-    *command: str, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
-    return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
+    return run_script(*command, cwd=cwd, environment={"PYTHONPATH": path})
 
 
 def name_of(page: Path) -> str:
@@ -35,7 +29,7 @@ def name_of(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name_of)
 def test_snippets_run_as_written(page: Path, tmp_path: Path) -> None:
-    done = run("-m", "tests.docs.run_page", str(page), cwd=tmp_path)
+    done = run("tests.docs.run_page", str(page), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -54,7 +48,7 @@ def test_the_pages_that_teach_have_snippets(page: str) -> None:
 def test_a_page_that_is_wrong_is_found_out(text: str, why: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    done = run("-m", "tests.docs.run_page", str(page), cwd=tmp_path)
+    done = run("tests.docs.run_page", str(page), cwd=tmp_path)
     assert done.returncode == 1
     assert why in done.stderr
 
@@ -79,7 +73,7 @@ def test_every_page_can_be_reached_from_the_first() -> None:
 
 @pytest.mark.parametrize("script", GENERATED)
 def test_generated_pages_are_up_to_date(script: str) -> None:
-    done = run(f"docs/{script}", "--check")
+    done = run(str(ROOT / "docs" / script), "--check")
     assert done.returncode == 0, done.stderr
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,16 @@ import torch
 from torch import Tensor
 
 import patrickstar
+from patrickstar.checkpoint.find import open_step
 from tests.parity.matrix import Row
 from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate
 from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
 
-__all__ = ["LIMITED", "Outcome", "least", "limits_of", "train"]
+__all__ = ["Limits", "Outcome", "train"]
 
 Limits = Mapping[str, int]
 
-LIMITED: Mapping[str, tuple[str, ...]] = {
-    "emulated": ("device",),
-    "cpu+disk": ("host",),
-    "emulated+disk": ("device", "host"),
-}
-"""The tiers that a row's budget binds, by kind of machine."""
-
 ROOMY_BYTES = 512 * 2**20
-ABSURD_BYTES = 4096
-# A refusal names the smallest budget that fits as far as it was known then; data may show a larger need later.
-ATTEMPTS = 12
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
         weights = session.state_dict()
         record.weights = {name: weights[name].clone() for name in names.values()}
         record.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        read_moments(session, row, record, order=order, directory=directory)
+        read_moments(session, record, order=order, directory=directory)
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # where the weights do not fit, closing leaves `meta` ones and says so
@@ -121,34 +110,35 @@ def options_of(row: Row, **given: Any) -> patrickstar.Options:
 def machine(row: Row, limits: Limits, directory: Path) -> dict[str, Any]:
     """The arguments of `manage` that say what memory there is."""
     device, host = limits.get("device", ROOMY_BYTES), limits.get("host", ROOMY_BYTES)
+    disk = {"disk": directory, "disk_memory": ROOMY_BYTES}
     match row.tier:
         case "emulated":
-            return {"device": "emulated", "device_memory": device}
+            return {"device": "emulated", "device_memory": device, "host_memory": host}
         case "cpu+disk":
-            return {"device": "cpu", "host_memory": host, "disk": directory}
+            return {"device": "cpu", "host_memory": host, **disk}
         case "emulated+disk":
-            return {"device": "emulated", "device_memory": device, "host_memory": host, "disk": directory}
+            return {"device": "emulated", "device_memory": device, "host_memory": host, **disk}
     raise AssertionError(f"no such tier: {row.tier}")
 
 
-def read_moments(session: Any, row: Row, record: Record, *, order: list[str], directory: Path) -> None:
+def read_moments(session: Any, record: Record, *, order: list[str], directory: Path) -> None:
     """Both moments and the update counts, from the optimizer's state in torch's format.
 
-    Where that does not fit at once, the session says so, and the state goes by a checkpoint to one that has room.
+    Where that does not fit at once, the session says so, and they are read from a checkpoint.
     """
     try:
         state = session.optimizer.state_dict()
     except patrickstar.BudgetError:
-        case = CASES[row.model]
-        session.save_checkpoint(directory.parent / "checkpoint")
-        model = case.build(row.checkpointing)
-        plain = getattr(torch.optim, case.algorithm)(case.groups(model), lr=1.0)
-        options = options_of(row)
-        with patrickstar.manage(
-            model, plain, device="emulated", precision=row.precision.partition("-")[0], options=options
-        ) as roomy:
-            roomy.load_checkpoint(directory.parent / "checkpoint")
-            state = roomy.optimizer.state_dict()
+        path = directory.parent / "checkpoint"
+        session.save_checkpoint(path)
+        with open_step(path) as reader:
+            kept = reader.state
+            assert isinstance(kept, dict)
+            record.updates |= {name: int(count) for name, count in kept["steps"].items()}
+            for name in record.updates:
+                record.exp_avg[name] = reader.read(f"exp_avg/{name}")
+                record.exp_avg_sq[name] = reader.read(f"exp_avg_sq/{name}")
+        return
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, name in zip(indices, order, strict=True):
         if index in state["state"]:
@@ -156,58 +146,3 @@ def read_moments(session: Any, row: Row, record: Record, *, order: list[str], di
             record.exp_avg[name] = kept["exp_avg"].clone()
             record.exp_avg_sq[name] = kept["exp_avg_sq"].clone()
             record.updates[name] = int(kept["step"])
-
-
-# Budgets
-
-
-def least(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> Outcome:
-    """The run in the smallest budgets at or above the given ones, as the refusals name them."""
-    for attempt in range(ATTEMPTS):
-        folder = directory / str(attempt)
-        folder.mkdir()
-        try:
-            return train(row, limits, folder / "disk", steps=steps)
-        except patrickstar.BudgetError as refusal:
-            tier, smallest = str(refusal.tier), refusal.smallest_bytes
-            if tier not in limits:
-                raise AssertionError(f"{row}: the {tier} tier has room for everything, and yet") from refusal
-            if smallest <= limits[tier]:
-                raise AssertionError(f"{row}: {tier} refused {limits[tier]} and named {smallest} bytes") from refusal
-            limits = {**limits, tier: smallest}
-    raise AssertionError(f"{row}: still refused after {ATTEMPTS} budgets that refusals had named, the last {limits}")
-
-
-def limits_of(row: Row) -> Limits:
-    """Bytes by tier for the row's budget: none, the smallest that run, or halfway from those to where nothing moves."""
-    if row.budget == "fits":
-        return {}
-    # What a second micro-batch needs, a fourth does; a policy changes what moves, not what fits. Where clipping needs
-    # more, the refusal of the row's own run says so.
-    like = replace(row, budget="minimum", clipping=False, eviction="next-use", accumulation=min(row.accumulation, 2))
-    minimum, everything = span(like)
-    if row.budget == "minimum":
-        return minimum
-    for tier in LIMITED[row.tier]:
-        assert everything[tier] > minimum[tier], f"{row}: no budget lies between {minimum[tier]} and {everything[tier]}"
-    return {tier: (minimum[tier] + everything[tier]) // 2 for tier in LIMITED[row.tier]}
-
-
-@lru_cache(maxsize=256)
-def span(row: Row) -> tuple[Limits, Limits]:
-    """The smallest budgets that run, and those in which, one tier at a time, everything fits.
-
-    The second counts from the first by what two runs report as peaks, so that what a budget holds beside them (a
-    reserve, say) cancels.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        top = Path(name)
-        (top / "least").mkdir()
-        smallest = least(row, dict.fromkeys(LIMITED[row.tier], ABSURD_BYTES), top / "least", steps=2)
-        everything = {}
-        for tier in LIMITED[row.tier]:
-            (top / tier).mkdir()
-            others = {other: limit for other, limit in smallest.limits.items() if other != tier}
-            full = least(row, others, top / tier, steps=2)
-            everything[tier] = smallest.limits[tier] + full.stats.peak[tier] - smallest.stats.peak[tier]
-    return smallest.limits, everything

@@ -7,8 +7,23 @@ from itertools import combinations
 
 import pytest
 
-from tests.parity.matrix import BF16_ROWS, DIMENSIONS, FP16_ROWS, ROWS, WIDENED_ROWS, Row, allowed, allowed_rows, cover
+from tests.parity.cover import cover, every, pairs, wide
+from tests.parity.limits import LIMITED, LIMITS
+from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
+from tests.parity.plans import DIGESTS, FORECASTS
 from tests.parity.zoo import CASES
+
+FP32 = {"precision": "fp32", "tile_rows": None, "tables": False}
+
+
+def combinations_of(rows: list[Row] | tuple[Row, ...], names: tuple[str, ...]) -> set[tuple[object, ...]]:
+    return {tuple(getattr(row, name) for name in names) for row in rows}
+
+
+def lacking(rows: tuple[Row, ...], everything: list[Row]) -> list[tuple[str, ...]]:
+    """The pairs of dimensions of which the rows lack a pair of values that some allowed row has."""
+    found = combinations(DIMENSIONS, 2)
+    return [pair for pair in found if combinations_of(rows, pair) != combinations_of(everything, pair)]
 
 
 @pytest.fixture(scope="module")
@@ -16,37 +31,48 @@ def everything() -> list[Row]:
     return list(allowed_rows())
 
 
-def combinations_of(rows: list[Row] | tuple[Row, ...], names: tuple[str, ...]) -> set[tuple[object, ...]]:
-    return {tuple(getattr(row, name) for name in names) for row in rows}
+@pytest.fixture(scope="module")
+def in_fp32() -> list[Row]:
+    return list(allowed_rows(**FP32))
 
 
-@pytest.mark.parametrize("pair", list(combinations(DIMENSIONS, 2)), ids="+".join)
-def test_every_pair_that_can_stand_in_a_row_stands_in_one(pair: tuple[str, str], everything: list[Row]) -> None:
-    assert combinations_of(ROWS, pair) == combinations_of(everything, pair)
+def fp32_rows() -> list[Row]:
+    return [row for row in (*PAIRS, *WIDE) if row == replace(row, **FP32)]
 
 
-def test_every_model_runs_at_every_budget_on_every_kind_of_machine(everything: list[Row]) -> None:
-    names = ("model", "budget", "tier")
-    assert combinations_of(ROWS, names) == combinations_of(everything, names)
-    assert len(combinations_of(ROWS, names)) == len(CASES) * 8  # 3 budgets x 3 tiers, less the one that shows nothing
-
-
-def test_every_way_of_training_is_run_by_some_model(everything: list[Row]) -> None:
-    names = tuple(name for name in DIMENSIONS if name != "model")
-    assert combinations_of(ROWS, names) == combinations_of(everything, names)
+def test_every_pair_that_can_stand_in_a_row_stands_in_one(everything: list[Row]) -> None:
+    assert lacking(PAIRS, everything) == []
 
 
 def test_a_missing_row_is_noticed(everything: list[Row]) -> None:
-    lacking = [row for row in ROWS if not (row.model == "t5" and row.eviction == "lru")]
-    pairs = combinations(DIMENSIONS, 2)
-    assert any(combinations_of(lacking, pair) != combinations_of(everything, pair) for pair in pairs)
+    assert lacking(tuple(row for row in PAIRS if not (row.model == "t5" and row.eviction == "lru")), everything)
+
+
+def test_every_model_runs_at_every_budget_on_every_kind_of_machine(in_fp32: list[Row]) -> None:
+    names = ("model", "budget", "tier")
+    assert combinations_of(fp32_rows(), names) == combinations_of(in_fp32, names)
+    assert (
+        len(combinations_of(in_fp32, names)) == len(CASES) * 8
+    )  # 3 budgets x 3 tiers, less the one that shows nothing
+
+
+def test_every_way_of_training_is_run_by_some_model(in_fp32: list[Row]) -> None:
+    names = tuple(name for name in DIMENSIONS if name != "model")
+    assert combinations_of(fp32_rows(), names) == combinations_of(in_fp32, names)
+
+
+def test_every_model_and_checkpointing_runs_in_every_type() -> None:
+    names = ("model", "checkpointing", "precision")
+    possible = combinations_of(list(allowed_rows(tile_rows=None, tables=False)), names)
+    missing = possible - combinations_of((*PAIRS, *WIDE), names)
+    assert {precision for _, checkpointing, precision in missing if checkpointing == "none"} == set()
+    assert {precision for *_, precision in missing} <= {"fp16-fp32"}
 
 
 def test_no_row_breaks_a_rule_or_stands_twice() -> None:
-    assert [row for row in ROWS if not allowed(row)] == []
-    assert len(set(ROWS)) == len({str(row) for row in ROWS}) == len(ROWS)
-    assert all(row.model in CASES for row in (*BF16_ROWS, *FP16_ROWS, *WIDENED_ROWS))
-    assert [row for row in (*BF16_ROWS, *FP16_ROWS, *WIDENED_ROWS) if not allowed(row)] == []
+    rows = (*PAIRS, *WIDE)
+    assert [row for row in rows if not allowed(row)] == []
+    assert len(set(rows)) == len({str(row) for row in rows}) == len(rows)
 
 
 def test_what_cannot_be_is_not_allowed() -> None:
@@ -54,26 +80,45 @@ def test_what_cannot_be_is_not_allowed() -> None:
     assert allowed(row)
     assert not allowed(replace(row, clipping=True))
     assert not allowed(replace(row, accumulation=4))
+    assert not allowed(replace(row, precision="fp16-fp32"))
     assert not allowed(replace(row, model="lstm", checkpointing="reentrant"))
     assert not allowed(replace(row, tier="emulated+disk", budget="fits"))
+    assert not allowed(replace(row, tables=True))
+    assert not allowed(replace(row, model="conv", tile_rows=24))
 
 
-def test_the_matrix_is_well_over_150_rows_and_far_below_all_of_them(everything: list[Row]) -> None:
-    assert 200 <= len(ROWS) <= 300 < len(everything)
+def test_a_row_prints_and_parses_back() -> None:
+    assert [Row.parse(str(row)) for row in (*PAIRS, *WIDE)] == [*PAIRS, *WIDE]
+    with pytest.raises(ValueError, match="is no row"):
+        Row.parse("gpt2-none-x1-noclip-deferred")
 
 
-def test_the_same_rows_come_out_each_time(everything: list[Row]) -> None:
-    models = {"gpt2", "conv"}
-    some = [row for row in everything if row.model in models]
-    assert cover(some) == cover(list(some))
-    assert {row.model for row in cover(some)} == models
+def test_every_row_has_its_budget_and_its_plans() -> None:
+    rows = {str(row): row for row in (*PAIRS, *WIDE)}
+    assert set(LIMITS) == set(rows)
+    assert set(DIGESTS) == {*rows, *FORECASTS}
+    for name, row in rows.items():
+        assert set(LIMITS[name]) == (set() if row.budget == "fits" else set(LIMITED[row.tier]))
+
+
+@pytest.mark.campaign
+def test_the_rows_that_are_checked_in_are_those_that_cover() -> None:
+    assert pairs() == list(PAIRS)
+    assert wide() == list(WIDE)
 
 
 def test_a_cover_has_every_goal_and_no_row_without_a_new_one() -> None:
-    rows = [replace(ROWS[0], accumulation=n) for n in range(6)]
+    rows = [replace(PAIRS[0], accumulation=n) for n in range(6)]
     goals = {0: "ab", 1: "abc", 2: "d", 3: "cd", 4: "", 5: "e"}
 
     def letters(row: Row):  # type: ignore[no-untyped-def]
         return ((("letter", letter),) for letter in goals[row.accumulation])
 
     assert [row.accumulation for row in cover(rows, letters)] == [1, 2, 5]
+
+
+def test_the_same_rows_come_out_each_time() -> None:
+    some = [row for row in allowed_rows(**FP32) if row.model in {"gpt2", "conv"}]
+    goals = every(*combinations(DIMENSIONS, 2))
+    assert cover(some, goals) == cover(list(some), goals)
+    assert {row.model for row in cover(some, goals)} == {"gpt2", "conv"}

@@ -1,7 +1,8 @@
 """No budget, tier, policy or way of stepping changes a bit: the library against plain PyTorch, row by row.
 
 Each row trains five steps in both, with slots poisoned as they are given back, and compares bit patterns: every loss,
-every gradient, norms, evaluations between steps, then weights, both moments, update counts and buffers.
+every gradient, norms, evaluations between steps, then weights, both moments, update counts and buffers. It runs in the
+budget that is known for it (`limits.py`), at which the plans are those that are known (`plans.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import patrickstar
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.matrix import BF16_ROWS, FP16_ROWS, ROWS, TABLE_ROWS, TILED_ROWS, WIDENED_ROWS, Row
+from tests.parity.limits import LIMITS
+from tests.parity.matrix import PAIRS, WIDE, Row
 from tests.parity.oracle import Record
+from tests.parity.plans import DIGESTS, FORECASTS, digest, forecast_digest, recorded
 from tests.parity.zoo import CASES, STEPS
 
 pytestmark = pytest.mark.slow
@@ -25,6 +29,8 @@ LINKS = {
     "cpu+disk": ("K>H", "H>K"),
     "emulated+disk": ("H>D", "D>H", "K>H", "H>K"),
 }
+# No slot is smaller: they are whole pages.
+PAGE_BYTES = 4096
 
 
 @lru_cache(maxsize=4)  # rows are sorted so that those with one oracle follow each other
@@ -44,7 +50,12 @@ def want(
 def assert_parity(row: Row, directory: Path) -> None:
     """Runs the row and fails with the first differences, in the order in which training meets them."""
     expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision, row.tile_rows)
-    outcome = managed.least(row, managed.limits_of(row), directory)
+    limits = LIMITS[str(row)]
+    try:
+        with recorded() as plans:
+            outcome = managed.train(row, limits, directory / "disk")
+    except patrickstar.BudgetError as refusal:
+        pytest.fail(f"{row} needs more than {limits} now; where that is meant, run `make limits`\n{refusal}")
     unseen = {"gradients"} if row.step == "in_backward" else set()
     if not outcome.record.norms:
         unseen.add("norms")  # `max_grad_norm` clips inside `step()`
@@ -60,33 +71,49 @@ def assert_parity(row: Row, directory: Path) -> None:
         if expected.skipped:  # moments that one update has written may never be read again
             still = still if len(still) == len(LINKS[row.tier]) else []
         assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
+    assert digest(plans) == DIGESTS[str(row)], (
+        f"{row}: plans are other than they were; `make plans` where that is meant"
+    )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+def assert_least(row: Row, directory: Path) -> None:
+    """Less than the smallest budget is refused, on each tier."""
+    for tier, nbytes in LIMITS[str(row)].items():
+        less = {**LIMITS[str(row)], tier: nbytes - PAGE_BYTES}
+        with pytest.raises(patrickstar.BudgetError) as refusal:
+            managed.train(row, less, directory / tier)
+        assert refusal.value.tier == tier, (
+            f"{row}: {tier} was given {less[tier]} bytes, and {refusal.value.tier} refused"
+        )
+
+
+def at_least(rows: tuple[Row, ...]) -> list[Row]:
+    return [row for row in rows if row.budget == "minimum"]
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=str)
 def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path)
 
 
-@pytest.mark.parametrize("row", BF16_ROWS, ids=str)
-def test_no_bit_depends_on_where_bf16_model_data_lives(row: Row, tmp_path: Path) -> None:
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", WIDE, ids=str)
+def test_no_bit_depends_on_where_model_data_lives_in_any_combination(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path)
 
 
-@pytest.mark.parametrize("row", FP16_ROWS, ids=str)
-def test_no_bit_depends_on_where_fp16_model_data_lives(row: Row, tmp_path: Path) -> None:
-    assert_parity(row, tmp_path)
+@pytest.mark.parametrize("row", at_least(PAIRS), ids=str)
+def test_less_than_the_smallest_budget_is_refused(row: Row, tmp_path: Path) -> None:
+    assert_least(row, tmp_path)
 
 
-@pytest.mark.parametrize("row", WIDENED_ROWS, ids=str)
-def test_no_bit_depends_on_where_weights_live_that_are_widened_to_compute(row: Row, tmp_path: Path) -> None:
-    assert_parity(row, tmp_path)
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", at_least(WIDE), ids=str)
+def test_less_than_the_smallest_budget_is_refused_in_any_combination(row: Row, tmp_path: Path) -> None:
+    assert_least(row, tmp_path)
 
 
-@pytest.mark.parametrize("row", TILED_ROWS, ids=str)
-def test_no_bit_depends_on_where_weights_live_that_are_used_in_tiles(row: Row, tmp_path: Path) -> None:
-    assert_parity(row, tmp_path)
-
-
-@pytest.mark.parametrize("row", TABLE_ROWS, ids=str)
-def test_no_bit_depends_on_tables_of_which_only_rows_leave_the_host(row: Row, tmp_path: Path) -> None:
-    assert_parity(row, tmp_path)
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", FORECASTS)
+def test_a_forecast_has_the_plans_that_are_known(name: str) -> None:
+    assert forecast_digest(name) == DIGESTS[name], "plans are other than they were; `make plans` where that is meant"

@@ -1,0 +1,83 @@
+"""Scripts in processes of their own that need not import torch: they are forked from one that has.
+
+For what a script says and does. Where memory is measured, or how an interpreter ends, a new interpreter is started instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Final
+
+__all__ = ["run_script"]
+
+# What nearly every script imports. No thread of torch's has started there, none of its random numbers been drawn.
+_IMPORTED_ONCE: Final = (
+    "torch",
+    "transformers.modeling_utils",
+    "transformers.models.gpt2.modeling_gpt2",
+    "patrickstar.cli.predict",
+    "patrickstar.runtime.forecast",
+    "patrickstar.runtime.manage",
+)
+
+
+def run_script(
+    script: Path | str,
+    *arguments: object,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> CompletedProcess[str]:
+    """As `python SCRIPT ARGUMENTS` (a path, or the name of a module) would be run; what it printed and its exit status.
+
+    Raises:
+        TimeoutError: it has not ended by then, and has been killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    words = [str(script), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as name:
+        out, err = Path(name) / "out", Path(name) / "err"
+        known = {**os.environ, **(environment or {})}
+        process = context.Process(target=_run, args=(words, cwd or Path.cwd(), known, out, err))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{' '.join(words)} has not ended after {timeout:.0f} s")
+        return CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def _run(words: list[str], cwd: Path, environment: Mapping[str, str], out: Path, err: Path) -> None:
+    for stream, file in ((sys.stdout, out), (sys.stderr, err)):
+        stream.flush()
+        with file.open("w") as opened:
+            os.dup2(opened.fileno(), stream.fileno())
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    script = words[0]
+    sys.argv = words
+    try:
+        if script.endswith(".py"):
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

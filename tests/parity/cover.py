@@ -1,0 +1,146 @@
+"""How the two lists of rows are found: covering arrays, always the same. `python -m tests.parity.cover` writes them."""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from itertools import combinations
+
+from tests.parity.matrix import DIMENSIONS, PAIRS_FILE, TABLES, TILED, WIDE_FILE, Row, Value, allowed, allowed_rows
+
+__all__ = ["cover", "pairs", "wide"]
+
+Goal = tuple[tuple[str, Value], ...]
+
+_FP32: dict[str, Value] = {"precision": "fp32", "tile_rows": None, "tables": False}
+_OTHERS = tuple(name for name in DIMENSIONS if name not in _FP32)
+
+
+def cover(rows: Sequence[Row], goals: Callable[[Row], Iterator[Goal]]) -> list[Row]:
+    """Few of the rows that together have every goal any of them has.
+
+    Greedily the row with most new goals, the first of equals. What a row would add only shrinks as others are taken, so
+    a stale gain is an upper bound, and most rows need no second look.
+    """
+    numbers: dict[Goal, int] = {}
+    masks = []
+    for row in rows:
+        mask = 0
+        for goal in goals(row):
+            mask |= 1 << numbers.setdefault(goal, len(numbers))
+        masks.append(mask)
+    covered, everything, chosen = 0, (1 << len(numbers)) - 1, []
+    heap = [(-mask.bit_count(), index) for index, mask in enumerate(masks)]
+    heapq.heapify(heap)
+    while covered != everything:
+        _, index = heapq.heappop(heap)
+        gain = (masks[index] & ~covered).bit_count()
+        if heap and (-gain, index) > heap[0]:
+            heapq.heappush(heap, (-gain, index))
+            continue
+        chosen.append(index)
+        covered |= masks[index]
+    return [rows[index] for index in chosen]
+
+
+def every(*combined: tuple[str, ...]) -> Callable[[Row], Iterator[Goal]]:
+    """The goals of covering all combinations of values of these dimensions."""
+
+    def goals(row: Row) -> Iterator[Goal]:
+        for names in combined:
+            yield tuple((name, getattr(row, name)) for name in names)
+
+    return goals
+
+
+def shuffled(row: Row) -> int:
+    """A fixed order without pattern, so that rows of equal gain come from all models alike."""
+    return zlib.crc32(str(row).encode())
+
+
+def in_order(row: Row) -> tuple[int, ...]:
+    """Sorts rows of one model, and of those the ones that share an oracle, next to each other."""
+    return tuple(list(values).index(value) for values, value in zip(DIMENSIONS.values(), astuple(row), strict=True))
+
+
+def pairs() -> list[Row]:
+    """Every pair of values of two dimensions."""
+    rows = sorted(allowed_rows(), key=shuffled)
+    return sorted(cover(rows, every(*combinations(DIMENSIONS, 2))), key=in_order)
+
+
+def wide() -> list[Row]:
+    """What pairs leave out that has been seen to matter, but for what they have anyway."""
+    fp32 = _in_fp32()
+    rows = [*fp32, *_in_16_bits(fp32), *_in_tiles(fp32), *_with_tables()]
+    assert all(map(allowed, rows))
+    return sorted(set(rows) - set(pairs()), key=in_order)
+
+
+def _in_fp32() -> list[Row]:
+    """Pairs, every triple of model, budget and tier, and every way of training by some model."""
+    rows = sorted(allowed_rows(**_FP32), key=shuffled)
+    goals = every(*combinations(_OTHERS, 2), ("model", "budget", "tier"), _OTHERS[1:])
+    return sorted(cover(rows, goals), key=in_order)
+
+
+def _in_16_bits(fp32: Sequence[Row]) -> list[Row]:
+    """Of every model and checkpointing a row in each 16-bit type, and some of the hardest."""
+    first: dict[tuple[str, str], Row] = {}
+    for row in fp32:
+        first.setdefault((row.model, row.checkpointing), row)
+    unchecked = [row for row in first.values() if row.checkpointing == "none"]
+    hard = Row("gpt2", "reentrant", 4, True, "deferred", "next-use", "minimum", "cpu+disk")
+    at_once = Row("bert", "none", 1, False, "in_backward", "next-use", "minimum", "cpu+disk")
+    return [
+        *(replace(row, precision="bf16") for row in first.values()),
+        replace(hard, precision="bf16"),
+        replace(at_once, precision="bf16"),
+        Row("gpt2", "none", 1, False, "deferred", "next-use", "minimum", "emulated", "bf16"),
+        Row("llama", "non-reentrant", 4, True, "deferred", "lru", "between", "emulated", "bf16"),
+        *(replace(row, precision="fp16", step="deferred") for row in first.values() if row.model != "autocast"),
+        replace(hard, precision="fp16"),
+        Row("llama", "none", 4, True, "deferred", "next-use", "minimum", "cpu+disk", "fp16"),
+        *(replace(row, precision="bf16-fp32") for row in first.values()),
+        *(replace(row, precision="fp16-fp32", step="deferred") for row in unchecked),
+        replace(hard, precision="bf16-fp32"),
+        replace(at_once, precision="bf16-fp32"),
+    ]
+
+
+def _in_tiles(fp32: Sequence[Row]) -> list[Row]:
+    """A row of each model that has weights to cut: of the first its first, of the second its fourth, and so on; and some of the hardest."""
+    of_model = [[row for row in fp32 if row.model == model] for model in TILED]
+    varied = [rows[(3 * number) % len(rows)] for number, rows in enumerate(of_model)]
+    return [
+        *(replace(row, tile_rows=24) for row in varied),
+        Row("gpt2", "reentrant", 4, True, "deferred", "next-use", "minimum", "cpu+disk", tile_rows=24),
+        Row("tied", "none", 1, False, "in_backward", "lru", "minimum", "emulated", tile_rows=24),
+        Row("llama", "non-reentrant", 1, False, "in_backward", "next-use", "minimum", "cpu+disk", tile_rows=7),
+        Row("bert", "none", 4, True, "deferred", "next-use", "minimum", "emulated", "bf16", 24),
+        Row("t5", "reentrant", 1, False, "in_backward", "next-use", "between", "emulated", "bf16", 24),
+        Row("llama", "none", 1, True, "deferred", "next-use", "minimum", "cpu+disk", "fp16", 24),
+        Row("gpt2", "non-reentrant", 4, False, "deferred", "next-use", "minimum", "emulated", "bf16-fp32", 24),
+    ]
+
+
+def _with_tables() -> list[Row]:
+    rows = [
+        Row("llama", "none", 1, False, "deferred", "next-use", "minimum", "emulated", tables=True),
+        Row("llama", "reentrant", 4, True, "deferred", "lru", "between", "emulated", "bf16", tables=True),
+        Row("mixtral", "non-reentrant", 1, False, "in_backward", "next-use", "minimum", "emulated", tables=True),
+        Row("lstm", "none", 4, True, "deferred", "next-use", "minimum", "emulated", tables=True),
+        Row("encoder", "none", 1, True, "deferred", "next-use", "between", "emulated+disk", tables=True),
+        Row("long-embedding", "none", 4, False, "deferred", "next-use", "minimum", "emulated", tables=True),
+        Row("long-embedding", "none", 1, True, "deferred", "lru", "minimum", "emulated", "fp16-fp32", tables=True),
+        Row("adapted", "none", 4, True, "deferred", "next-use", "minimum", "emulated", tables=True),
+    ]
+    assert {row.model for row in rows} == set(TABLES)
+    return rows
+
+
+if __name__ == "__main__":
+    PAIRS_FILE.write_text("".join(f"{row}\n" for row in pairs()))
+    WIDE_FILE.write_text("".join(f"{row}\n" for row in wide()))
