@@ -31,6 +31,7 @@ from patrickstar import Options
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.plan import make
 from patrickstar.plan.plan import Plan
+from patrickstar.runtime import segments
 from patrickstar.runtime.forecast import forecast
 from tests.parity.limits import LIMITS
 from tests.parity.managed import train
@@ -57,6 +58,7 @@ def recorded() -> Iterator[list[Plan]]:
 
     importers = [module for name, module in sorted(sys.modules.items()) if name.startswith("patrickstar.")]
     places = [module for module in importers if getattr(module, "make_plan", None) is real]
+    assert segments in places, "a session would make its plans unseen"
     try:
         for module in places:
             module.make_plan = make_plan  # type: ignore[attr-defined]
