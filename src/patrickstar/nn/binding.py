@@ -269,8 +269,6 @@ class Binding:
                 bound.depth -= 1
                 if not bound.depth:
                     bound.parameter.data = bound.standin
-            if found:
-                self._owner.used([bound.name for bound in found])
 
     # what uses return and autograd saves
 

@@ -25,9 +25,6 @@ class Owner(GradientOwner, RowOwner, Protocol):
         `in_graph`: autograd records the use as one of the parameters themselves.
         """
 
-    def used(self, names: Sequence[str]) -> None:
-        """The use is over."""
-
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident for a backward that needs what a use has saved."""
 

@@ -20,7 +20,6 @@ from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.segments import Segments
-from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.training import Training
 from patrickstar.torch_private import backward_id
@@ -53,14 +52,12 @@ class Keeper:
         model: nn.Module,
         named: Mapping[str, nn.Parameter],
         choreography: Choreography,
-        states: ParameterStates,
         compute: torch.dtype = torch.float32,
     ) -> None:
         self._model = model
         self._named = named
         self._expected = [id(parameter) for parameter in model.parameters()]
         self.choreography = choreography
-        self.states = states
         self._compute = compute
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
@@ -68,7 +65,6 @@ class Keeper:
         self._depth = 0
         self._handled: BaseException | None = None
         self._in_backward = False
-        self._records = False
         self._began_s = 0.0
         self._backward_began_s = 0.0
 
@@ -106,11 +102,6 @@ class Keeper:
         self._conductor.moment(
             Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], tuple(Touch(ref) for ref in refs)
         )
-        self.states.entered(names)
-
-    def used(self, names: Sequence[str]) -> None:
-        """See `nn.binding.Owner`."""
-        self.states.left(names, in_forward=self._depth > 0 and backward_id() == -1 and self._records)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
@@ -153,7 +144,6 @@ class Keeper:
         if not self._backward_began_s:
             self._backward_began_s = now
         assert self._training is not None
-        self.states.gradient_arrived(name)
         self._training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
@@ -165,8 +155,6 @@ class Keeper:
         if not inside:
             self.choreography.used(self.choreography.layout.leaves(name), in_graph=in_graph)
         self._tables.gather(Phase.RECOMPUTE if inside else Phase.FORWARD, name, ids, values)
-        self.states.entered([name])
-        self.used([name])
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
         """See `nn.rows.RowOwner`."""
@@ -179,7 +167,6 @@ class Keeper:
     def bring_rows(self) -> None:
         """The innermost backward ends: gradients of rows that it has brought are complete."""
         for gradients in self._rows.take():
-            self.states.gradient_arrived(gradients.name)
             self._tables.add_gradient(gradients, deliver=self.gradient)
 
     def read_gradient(self, name: str) -> Tensor | None:
@@ -214,9 +201,6 @@ class Keeper:
             self._segments.begin_forward(module, self._named, args, kwargs)
         self.choreography.begin_forward()
         self._rows.clear()
-        self._records = torch.is_grad_enabled()
-        if self._records:
-            self.states.next_step()
         self._depth = 1
         self._in_backward = False
         self._handled = sys.exc_info()[1]

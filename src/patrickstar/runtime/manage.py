@@ -53,7 +53,6 @@ from patrickstar.runtime.resting import gathers_rows, gradient_use, layout_of, r
 from patrickstar.runtime.scaler import LossScaler
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Session
-from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.takeover import take_over
 from patrickstar.runtime.training import Training
@@ -232,8 +231,7 @@ def _build_session(
     def choreography() -> Choreography:
         return Choreography(layout, gradients=gradients, updates=in_a_group, formats=precision.formats)
 
-    states = ParameterStates(layout)
-    keeper = Keeper(model=model, named=named, choreography=choreography(), states=states, compute=precision.compute)
+    keeper = Keeper(model=model, named=named, choreography=choreography(), compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
     by_rows = gathers_rows(machine)
     binding = Binding(
@@ -351,8 +349,6 @@ def _build_session(
         undo.pop_all()
     if source is not None:
         source.finish()
-    for name in named:
-        states.filled(name)
     binding.session_name = repr(session)
     # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
     session.unclosed = weakref.finalize(mover.store, _warn_of_unclosed, repr(session))

@@ -62,9 +62,6 @@ class _Twin:
             self._choreography.used(names, in_graph=in_graph)
         self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], [Touch(ref) for ref in refs])
 
-    def used(self, names: Any) -> None:
-        pass
-
     def unpack(self, ref: PlaneRef, name: str) -> None:
         self._moment(Phase.BACKWARD, name, [Touch(ref)])
 
