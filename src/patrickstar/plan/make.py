@@ -49,7 +49,7 @@ def make_plan(
     state = start.copy()
     freed = tuple(sorted(frees))
     refuse_unless_homes_fit(machine, home=state.home, slots=state.slots, slot_bytes=state.slot_bytes)
-    _refuse_unless_moments_fit(trace, layout=layout, machine=machine, start=state, frees=freed)
+    _refuse_unless_moments_fit(trace, machine=machine, start=state, frees=freed)
     worth = policy_named(policy)(Uses(trace, following))
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
@@ -89,9 +89,9 @@ def _before(state: Residency, moment: Moment, *, capacity_slots: int, order: Ord
 
 
 def _refuse_unless_moments_fit(
-    trace: Trace, *, layout: Layout, machine: Machine, start: Residency, frees: Iterable[tuple[int, PlaneRef]]
+    trace: Trace, *, machine: Machine, start: Residency, frees: Iterable[tuple[int, PlaneRef]]
 ) -> None:
-    worst = worst_moment(trace, layout=layout, start=start, frees=frees)
+    worst = worst_moment(trace, start=start, frees=frees)
     if worst.nbytes > machine.budget[machine.compute]:
         raise refuse_moment(
             tier=machine.compute,

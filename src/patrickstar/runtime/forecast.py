@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patrickstar.config.arguments import check_arguments
-from patrickstar.core.formats import Formats
+from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
@@ -20,7 +20,7 @@ from patrickstar.errors import BudgetError, Error
 from patrickstar.nn.deferred import present_and_absent_bytes
 from patrickstar.plan import residency
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.minimum import minimum_bytes, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
@@ -86,9 +86,10 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, precision)
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
+    formats = SessionFormats(precision.formats)
     tracer = OfflineTracer(
         layout,
-        lambda: Choreography(layout, gradients=gradients, updates=trainable.__contains__, formats=precision.formats),
+        lambda: Choreography(layout, gradients=gradients, updates=trainable.__contains__, formats=formats),
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),
@@ -168,11 +169,11 @@ def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], format
                 residency.apply(start, residency.Create(ref, Tier.HOST, start.slots[ref]))
         needs, contents = [], start
         for trace in traces:
-            needs.append(worst_moment(trace, layout=layout, start=contents).nbytes)
+            needs.append(worst_moment(trace, start=contents).nbytes)
             contents = _touched(contents, trace)
         minimum["host"] = max(needs)
         return minimum
-    minimum[machine.compute.label] = max(worst_moment(trace, layout=layout, formats=formats).nbytes for trace in traces)
+    minimum[machine.compute.label] = minimum_bytes(*traces, layout=layout, formats=formats)
     return minimum
 
 
@@ -199,7 +200,7 @@ def _long_run(
         plans, moved = [], Counter()
         for number, trace in enumerate(traces):
             last = number == len(traces) - 1
-            machine = budgets.machine_for(worst_moment(trace, layout=layout, start=state).nbytes)
+            machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
             frees = _gradients_freed(trace) if last and len(traces) > 1 else ()
             plan = make_plan(
                 trace,

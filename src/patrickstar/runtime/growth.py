@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from patrickstar.core.formats import Formats
+from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
@@ -30,7 +30,7 @@ class Growth:
     def __init__(
         self,
         layout: Layout,
-        formats: Formats,
+        formats: SessionFormats,
         conductor: Conductor,
         *,
         machine: Machine,
@@ -55,21 +55,17 @@ class Growth:
 
     def _thaw_run(self, run: Run, name: str) -> None:
         chunks = range(run.head, run.head + run.length)
-        formats, state = self._formats, self._conductor.mover.state
-        if formats.is_trained(run.head, self._layout):
+        if self._formats.now.is_trained(run.head, self._layout):
             return
         self._conductor.settle()
+        formats, state = self._formats.now.thaw(chunks), self._conductor.mover.state
         weight = PlaneRef(run.head, WEIGHT)
-        formats.thawed.update(chunks)
-        try:
-            units = [ref for ref in formats.units(self._layout, self._planes) if ref.chunk in chunks]
-            slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
-            new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
-            homes = self._prepare(new, slots)
-        finally:
-            formats.thawed.difference_update(chunks)
+        units = [ref for ref in formats.units(self._layout, self._planes) if ref.chunk in chunks]
+        slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
+        new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
+        homes = self._prepare(new, slots)
         # An fp16 weight alone becomes the fp32 master.
-        self._reform(homes, slots, keep=weight if weight in new else None, switch=lambda: formats.thawed.update(chunks))
+        self._reform(homes, slots, formats, keep=weight if weight in new else None)
         self._changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
@@ -78,25 +74,25 @@ class Growth:
         Raises:
             BudgetError: what that takes does not fit.
         """
-        formats, layout, state = self._formats, self._layout, self._conductor.mover.state
+        formats, layout, state = self._formats.now, self._layout, self._conductor.mover.state
         narrow = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
         factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
         slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
         homes = self._prepare(narrow, slots)
         for ref in narrow:
             keep = None if ref in state.free else ref
-            self._reform({ref: homes[ref]}, slots, keep=keep, switch=lambda chunk=ref.chunk: formats.widened.add(chunk))  # type: ignore[misc]
+            self._reform({ref: homes[ref]}, slots, self._formats.now.widen(ref.chunk), keep=keep)
         self._changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(
         self,
         homes: dict[PlaneRef, Tier],
         slots: dict[PlaneRef, int],
+        formats: Formats,
         *,
         keep: PlaneRef | None,
-        switch: Callable[[], object],
     ) -> None:
-        """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type."""
+        """Takes units in, or in another size, as these formats have them. `keep`: the one whose contents stay, in its new type."""
         conductor, state = self._conductor, self._conductor.mover.state
         with conductor.apart():
             values = None
@@ -106,7 +102,7 @@ class Growth:
             for ref in homes:
                 if ref in state.home:
                     conductor.mover.release(ref)
-            switch()
+            self._formats.now = formats
             conductor.mover.grow(homes, slots)
             if keep is not None and values is not None:
                 conductor.moment(Phase.STEP, "", (Touch(keep, True),))

@@ -15,6 +15,7 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.options import Options
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
@@ -47,7 +48,7 @@ from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.pilot import Pilot
-from patrickstar.runtime.precision import Precision, find_precision
+from patrickstar.runtime.precision import Precision, find_precision, torch_type
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.runtime.resting import gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.runtime.scaler import LossScaler
@@ -138,9 +139,10 @@ def manage(
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
-    state = resting_state(layout, budgets, gradients=gradients, formats=types.formats)
+    formats = SessionFormats(types.formats)
+    state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)
     budgets.prepare_allocator()
-    store, ledger = _build_store(state, layout, memory, budgets, lambda ref: types.dtype(ref, layout))
+    store, ledger = _build_store(state, layout, memory, budgets, lambda ref: torch_type(formats.now.of(ref, layout)))
     try:
         return _build_session(
             model,
@@ -151,6 +153,7 @@ def manage(
             budgets=budgets,
             gradients=gradients,
             precision=types,
+            formats=formats,
             mover=Mover(state, store, ledger),
             source=source,
         )
@@ -213,6 +216,7 @@ def _build_session(
     budgets: Budgets,
     gradients: GradientUse,
     precision: Precision,
+    formats: SessionFormats,
     mover: Mover,
     source: Loading | None,
 ) -> Session:
@@ -229,7 +233,7 @@ def _build_session(
         )
 
     def choreography() -> Choreography:
-        return Choreography(layout, gradients=gradients, updates=in_a_group, formats=precision.formats)
+        return Choreography(layout, gradients=gradients, updates=in_a_group, formats=formats)
 
     keeper = Keeper(model=model, named=named, choreography=choreography(), compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
@@ -273,16 +277,14 @@ def _build_session(
     )
     growth = Growth(
         layout,
-        precision.formats,
+        formats,
         conductor,
         machine=machine,
         gradients=gradients.has_plane,
         changed=segments.forget_plans,
     )
     weights = Weights(binding, layout, conductor, growth)
-    in_chunks = Gradients(
-        layout, conductor, lambda ref: precision.dtype(ref, layout), growth, finds_overflow=precision.scales
-    )
+    in_chunks = Gradients(layout, conductor, mover.store.dtype, growth, finds_overflow=precision.scales)
     training = None
     if original is not None:
         training = Training(
@@ -291,8 +293,8 @@ def _build_session(
             conductor=conductor,
             segments=segments,
             gradients=in_chunks,
-            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=precision.formats),
-            formats=precision.formats,
+            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=formats),
+            formats=formats,
             choreography=keeper.choreography,
             growth=growth,
             hypers=hypers,

@@ -102,7 +102,7 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
         traces.append(
             step_trace(layout, layout.slices, writes_gradients=True, with_gradient=in_chunks, formats=formats)
         )
-    worst = max((worst_moment(trace, layout=layout, start=state) for trace in traces), key=lambda need: need.nbytes)
+    worst = max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes)
     if worst.nbytes > machine.budget[machine.compute]:
         raise refuse_moment(
             tier=machine.compute,

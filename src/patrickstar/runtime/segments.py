@@ -172,7 +172,7 @@ class Segments:
 
     def _refuse_unless_it_fits(self, trace: Trace) -> None:
         state = self._conductor.mover.state
-        if worst_moment(trace, layout=self._layout, start=state).nbytes > self._budget_bytes():
+        if worst_moment(trace, start=state).nbytes > self._budget_bytes():
             make_plan(trace, layout=self._layout, machine=self._machine_for(trace), start=state, policy=self._policy)
 
     # any stretch
@@ -291,7 +291,7 @@ class Segments:
         """Whether everything known, and these traces, would still fit if the user took that much of the budget."""
         known = [entry.trace for entry in self._known.values() if entry.trace is not None]
         state = self._conductor.mover.state
-        needs = [worst_moment(trace, layout=self._layout, start=state).nbytes for trace in (*known, *traces)]
+        needs = [worst_moment(trace, start=state).nbytes for trace in (*known, *traces)]
         return max(needs, default=0) + nbytes <= self._budget_bytes()
 
     def _budget_bytes(self) -> int:
@@ -299,7 +299,7 @@ class Segments:
         return machine.budget[machine.compute] - self._taken_bytes()
 
     def _machine_for(self, trace: Trace) -> Machine:
-        need = worst_moment(trace, layout=self._layout, start=self._conductor.mover.state).nbytes
+        need = worst_moment(trace, start=self._conductor.mover.state).nbytes
         return self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
 
 

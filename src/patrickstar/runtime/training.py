@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD
@@ -70,7 +70,7 @@ class Training:
         growth: Growth,
         hypers: Callable[[], Mapping[str, Hyper]],
         max_grad_norm: float | None,
-        formats: Formats = FP32,
+        formats: SessionFormats,
         before_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._binding = binding
@@ -83,7 +83,6 @@ class Training:
         self._growth = growth
         self._hypers = hypers
         self._max_grad_norm = max_grad_norm
-        self._formats = formats
         self._before_end = before_end
 
         self.steps: dict[str, int] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout, aligned
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
@@ -20,6 +20,7 @@ from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.split import SplitKernel
 from patrickstar.optim.widen import WideningKernel, scaled_blocks
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.precision import torch_type
 
 __all__ = ["StepOrder", "Updates", "norm_trace", "step_trace"]
 
@@ -63,8 +64,8 @@ def step_trace(
     names: Iterable[str],
     *,
     writes_gradients: bool,
-    with_gradient: bool = True,
-    formats: Formats = FP32,
+    with_gradient: bool,
+    formats: Formats,
 ) -> Trace:
     """The moments of an update of these parameters: one for each chunk that holds a piece of one.
 
@@ -86,7 +87,7 @@ def step_trace(
     return Trace(tuple(moments))
 
 
-def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats = FP32) -> Trace:
+def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats) -> Trace:
     """The moments of a pass that reads these parameters' gradients, in layout order."""
     wanted = set(names)
     return Trace(
@@ -151,7 +152,7 @@ class Updates:
         kernel: Kernel,
         bump: Callable[[Iterable[str]], None],
         *,
-        formats: Formats = FP32,
+        formats: SessionFormats,
     ) -> None:
         self._layout = layout
         self._conductor = conductor
@@ -164,11 +165,8 @@ class Updates:
 
     def scales_in_place(self, name: str) -> bool:
         """Whether an update leaves a gradient in its plane multiplied with its factors."""
-        ref = PlaneRef(self._layout.slices[name].chunk, GRAD)
-        return (
-            not self._formats.is_split(ref.chunk, self._layout)
-            and self._formats.of(ref, self._layout).dtype == "float32"
-        )
+        ref, formats = PlaneRef(self._layout.slices[name].chunk, GRAD), self._formats.now
+        return not formats.is_split(ref.chunk, self._layout) and formats.of(ref, self._layout).dtype == "float32"
 
     def step(self, order: StepOrder, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
         """Updates every parameter of the order from its accumulated gradient.
@@ -216,15 +214,15 @@ class Updates:
         name = bound.name
         with self._conductor.apart():
             # As it would come out of its plane, whenever the update is done.
-            form = self._formats.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
-            flat = bound.flat(gradient).to(getattr(torch, form.dtype))
+            form = self._formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
+            flat = bound.flat(gradient).to(torch_type(form))
             for part in self._layout.parts(name):
                 touches = [
                     Touch(PlaneRef(part.chunk, EXP_AVG), True),
                     Touch(PlaneRef(part.chunk, EXP_AVG_SQ), True),
                     Touch(self._layout.weight_place(part)[0], True),
                 ]
-                if self._formats.is_split(part.chunk, self._layout):
+                if self._formats.now.is_split(part.chunk, self._layout):
                     touches.append(Touch(PlaneRef(part.chunk, REST), True))
                 self._conductor.moment(Phase.BACKWARD, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
@@ -261,7 +259,7 @@ class Updates:
         head = self._layout.run_of(chunk).head
         numel = self._layout.chunk_numel
         weight = self._conductor.tensor(PlaneRef(head, WEIGHT))[(chunk - head) * numel : (chunk - head + 1) * numel]
-        is_split = self._formats.is_split(chunk, self._layout)
+        is_split = self._formats.now.is_split(chunk, self._layout)
         return _Planes(
             weight,
             self._conductor.tensor(PlaneRef(chunk, REST)) if is_split else None,

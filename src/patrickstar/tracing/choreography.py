@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Part
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, PlaneRef
@@ -35,7 +35,7 @@ class Choreography:
         *,
         gradients: GradientUse,
         updates: Callable[[str], bool],
-        formats: Formats = FP32,
+        formats: SessionFormats,
     ) -> None:
         self.layout = layout
         self.gradients = gradients
@@ -73,7 +73,7 @@ class Choreography:
     def gathered(self, name: str, numel: int) -> Rows:
         """What a lookup of so many elements uses."""
         units = self.layout.weight_units(name)
-        return Rows(units, numel * self._formats.of(units[0], self.layout).itemsize)
+        return Rows(units, numel * self._formats.now.of(units[0], self.layout).itemsize)
 
     def added(self, name: str, nbytes: int) -> Rows | None:
         """What so many bytes of gradients of rows are added to, where it rests; None where they go tile by tile as others do."""
@@ -93,5 +93,5 @@ class Choreography:
 
     def _update(self, part: Part) -> tuple[Touch, ...]:
         weight, _ = self.layout.weight_place(part)
-        planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if self._formats.is_split(part.chunk, self.layout) else ()))
+        planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if self._formats.now.is_split(part.chunk, self.layout) else ()))
         return (Touch(weight, True), *(Touch(PlaneRef(part.chunk, plane), True) for plane in planes))
