@@ -28,8 +28,7 @@ from patrickstar.core.spec import TensorSpec
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.residency import Residency
-from patrickstar.runtime.updates import step_trace
-from patrickstar.tracing.choreography import Choreography
+from patrickstar.plan.touches import Touches, step_trace
 from patrickstar.tracing.offline import OfflineTracer
 
 WANTED_TRACE_S, WANTED_PLAN_S = 10.0, 1.0
@@ -51,7 +50,7 @@ def main() -> int:
     formats = SessionFormats(FP32)
     tracer = OfflineTracer(
         layout,
-        lambda: Choreography(layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats),
+        lambda: Touches(layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats),
         gradients=GradientUse.CHUNK,
     )
     tokens = torch.zeros(1, arguments.tokens, dtype=torch.long)
@@ -60,7 +59,7 @@ def main() -> int:
         began = time.perf_counter()
         forward = tracer.trace(model, named, (), {"input_ids": tokens, "labels": tokens})
         seconds["trace"].append(time.perf_counter() - began)
-        traces = (forward, step_trace(layout, named, writes_gradients=False, with_gradient=True, formats=FP32))
+        traces = (forward, step_trace(layout, named, formats=FP32, in_plane=True, writes_gradients=False))
         home = dict.fromkeys(layout.units(("weight", "grad", "exp_avg", "exp_avg_sq")), Tier.DISK)
         state = Residency.at_rest(
             layout, compute=Tier.HOST, home=home, formats=FP32, free=[ref for ref in home if ref.plane == "grad"]

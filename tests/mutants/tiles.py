@@ -74,8 +74,8 @@ TILES = (
     ),
     Mutant(
         name="a-parameter-is-updated-from-its-tiles-while-a-gradient-of-the-whole-is-still-to-come",
-        file="tracing/choreography.py",
-        old="        return (owner == name or not self._uses[owner]) and (leaves == (name,) or not any(map(self._uses.get, leaves)))",
+        file="plan/touches.py",
+        old="        return not (as_whole or in_tiles)",
         new="        return True",
         tests=(f"{TESTS}::test_other_uses_in_backward_update_each_parameter_once",),
     ),

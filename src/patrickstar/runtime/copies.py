@@ -13,6 +13,7 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.split import split
 from patrickstar.optim.widen import BLOCK_NUMEL
+from patrickstar.plan.touches import master_touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.precision import Precision
 
@@ -56,9 +57,8 @@ class Copies:
             for part in self._layout.parts(name):
                 rest = PlaneRef(part.chunk, REST)
                 is_split = rest in self._conductor.mover.state.home
-                weight, _ = self._layout.weight_place(part)
-                touches = [Touch(weight, True)] + ([Touch(rest, True)] if is_split else [])
-                self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
+                touches = master_touches(part, self._layout, is_split=is_split, writes=True)
+                self._conductor.moment(Phase.STEP, name, touches)
                 kept = self._kept(part)
                 left = self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
                 self._take_changes(copy[_span(part)], kept, left)

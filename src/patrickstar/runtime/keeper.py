@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError
 from patrickstar.nn.leases import Key
 from patrickstar.nn.rows import WaitingRows
 from patrickstar.nn.watch import Watch
+from patrickstar.plan.touches import Touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.growth import Growth
@@ -23,7 +23,6 @@ from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.training import Training
 from patrickstar.torch_private import backward_id
-from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Keeper"]
 
@@ -51,13 +50,13 @@ class Keeper:
         *,
         model: nn.Module,
         named: Mapping[str, nn.Parameter],
-        choreography: Choreography,
+        touches: Touches,
         compute: torch.dtype = torch.float32,
     ) -> None:
         self._model = model
         self._named = named
         self._expected = [id(parameter) for parameter in model.parameters()]
-        self.choreography = choreography
+        self.touches = touches
         self._compute = compute
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
@@ -97,17 +96,15 @@ class Keeper:
         self._check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
-        if not inside:
-            self.choreography.used(names, in_graph=in_graph)
-        self._conductor.moment(
-            Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], tuple(Touch(ref) for ref in refs)
-        )
+        phase, touches = self.touches.use(refs, names, in_graph=in_graph, in_backward=inside)
+        self._conductor.moment(phase, names[0], touches)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
         self._check_watch()
         self._in_backward = True
-        self._conductor.moment(Phase.BACKWARD, name, (Touch(ref),))
+        phase, touches = self.touches.unpack(ref)
+        self._conductor.moment(phase, name, touches)
 
     def wrap(self, key: Key) -> Tensor:
         """See `nn.binding.Owner`."""
@@ -152,9 +149,8 @@ class Keeper:
         self._check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
-        if not inside:
-            self.choreography.used(self.choreography.layout.leaves(name), in_graph=in_graph)
-        self._tables.gather(Phase.RECOMPUTE if inside else Phase.FORWARD, name, ids, values)
+        phase, rows = self.touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=inside)
+        self._tables.gather(phase, name, rows, ids, values)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
         """See `nn.rows.RowOwner`."""
@@ -199,7 +195,7 @@ class Keeper:
         args, kwargs = cast_inputs((args, kwargs), self._compute)
         with self._conductor.lock:
             self._segments.begin_forward(module, self._named, args, kwargs)
-        self.choreography.begin_forward()
+        self.touches.begin_forward()
         self._rows.clear()
         self._depth = 1
         self._in_backward = False

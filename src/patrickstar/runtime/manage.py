@@ -34,6 +34,7 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.take_over import check_optimizer, read_groups
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import Touches
 from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.runtime.checks import check_model
@@ -59,7 +60,6 @@ from patrickstar.runtime.takeover import take_over
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.updates import Updates
 from patrickstar.runtime.weights import Weights
-from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.offline import OfflineTracer
 
 __all__ = ["manage"]
@@ -232,10 +232,10 @@ def _build_session(
             named[name] is parameter for group in original.param_groups for parameter in group["params"]
         )
 
-    def choreography() -> Choreography:
-        return Choreography(layout, gradients=gradients, updates=in_a_group, formats=formats)
+    def touches() -> Touches:
+        return Touches(layout, gradients=gradients, updates=in_a_group, formats=formats)
 
-    keeper = Keeper(model=model, named=named, choreography=choreography(), compute=precision.compute)
+    keeper = Keeper(model=model, named=named, touches=touches(), compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
     by_rows = gathers_rows(machine)
     binding = Binding(
@@ -264,7 +264,7 @@ def _build_session(
         policy=options.eviction,
         tracer=OfflineTracer(
             layout,
-            choreography,
+            touches,
             gradients=gradients,
             dtypes=dtypes,
             copied=precision.copied(layout),
@@ -295,7 +295,7 @@ def _build_session(
             gradients=in_chunks,
             updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=formats),
             formats=formats,
-            choreography=keeper.choreography,
+            touches=keeper.touches,
             growth=growth,
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
@@ -308,7 +308,7 @@ def _build_session(
         watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
         copies=Copies(binding, layout, conductor, precision),
         growth=growth,
-        tables=TableRows(binding, conductor, in_chunks, keeper.choreography, rounding=precision.rounding),
+        tables=TableRows(binding, conductor, in_chunks, keeper.touches, rounding=precision.rounding),
         is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before

@@ -21,10 +21,10 @@ from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.placement import place
 from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import step_trace
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.precision import Precision, lies_in
 from patrickstar.runtime.tiling import find_tables, find_tiles
-from patrickstar.runtime.updates import step_trace
 
 __all__ = ["gathers_rows", "gradient_use", "layout_of", "resting_state"]
 
@@ -99,9 +99,7 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
     traces = [Trace(uses)]
     if gradients is not GradientUse.NONE:
         in_chunks = gradients is GradientUse.CHUNK
-        traces.append(
-            step_trace(layout, layout.slices, writes_gradients=True, with_gradient=in_chunks, formats=formats)
-        )
+        traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, writes_gradients=True))
     worst = max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes)
     if worst.nbytes > machine.budget[machine.compute]:
         raise refuse_moment(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Trace
-from patrickstar.runtime.updates import norm_trace, step_trace
+from patrickstar.plan.touches import norm_trace, step_trace
 
 __all__ = ["StepTraces"]
 
@@ -43,9 +43,9 @@ class StepTraces:
             self._known[key] = step_trace(
                 self._layout,
                 names,
-                writes_gradients=writes,
-                with_gradient=self._in_chunks,
                 formats=self._formats.now,
+                in_plane=self._in_chunks,
+                writes_gradients=writes,
             )
         return self._known[key]
 

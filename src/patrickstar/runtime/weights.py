@@ -15,6 +15,7 @@ from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.deferred_recorder import Recorder
 from patrickstar.optim.split import join, split
+from patrickstar.plan.touches import master_touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
 
@@ -79,12 +80,12 @@ class Weights:
     def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of the weight plane, and of the rest plane where there is one."""
         rest = PlaneRef(part.chunk, REST)
-        has_rest = rest in self._conductor.mover.state.home
+        is_split = rest in self._conductor.mover.state.home
+        touches = master_touches(part, self._layout, is_split=is_split, writes=writes)
+        self._conductor.moment(Phase.STEP, name, touches)
         ref, start = self._layout.weight_place(part)
-        touches = [Touch(ref, writes)] + ([Touch(rest, writes)] if has_rest else [])
-        self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
         weight = self._conductor.tensor(ref)[start : start + part.stop - part.start]
-        return weight, self._conductor.tensor(rest)[part.start : part.stop] if has_rest else None
+        return weight, self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
 
     def write(self, name: str, value: Tensor) -> None:
         """Sets a parameter's value, rounded to fp32. Counts as a change in place.
