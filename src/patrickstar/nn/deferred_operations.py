@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
-from patrickstar.nn.bound import slot_strides
+from patrickstar.core.strides import dense_strides
 
 __all__ = ["Signature", "is_dense", "is_plain"]
 
@@ -95,4 +95,4 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie without gaps or overlaps."""
-    return slot_strides(tensor) == tensor.stride()
+    return dense_strides(tensor.shape, tensor.stride()) == tensor.stride()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.layout import Layout
-from patrickstar.nn.bound import BoundParameter, slot_strides
+from patrickstar.core.strides import contiguous_strides, dense_strides
+from patrickstar.nn.bound import BoundParameter
 
 __all__ = ["make_records", "with_tiles"]
 
@@ -45,7 +46,7 @@ def make_records(
             layout.slices[name].offset,
             torch.empty_strided(
                 parameter.shape,
-                _contiguous(parameter) if tiles else slot_strides(parameter),
+                contiguous_strides(parameter.shape) if tiles else dense_strides(parameter.shape, parameter.stride()),
                 dtype=dtype,
                 device="meta",
             ),
@@ -93,10 +94,6 @@ def _tiles(
         )
         tiles.append(tile)
     return tuple(tiles)
-
-
-def _contiguous(parameter: Tensor) -> tuple[int, ...]:
-    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _itself(parameter: nn.Parameter) -> nn.Parameter:

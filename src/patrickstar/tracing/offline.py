@@ -23,9 +23,9 @@ from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.rows import Rows
+from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.nn.binding import Binding
-from patrickstar.nn.bound import slot_strides
 from patrickstar.nn.leases import Key
 from patrickstar.nn.rows import RowGradients, WaitingRows
 from patrickstar.plan.touches import Touches
@@ -215,7 +215,11 @@ def _twin_of(
     with mode:
         twins = {
             name: nn.Parameter(
-                torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtypes.get(name, torch.float32)),
+                torch.empty_strided(
+                    parameter.shape,
+                    dense_strides(parameter.shape, parameter.stride()),
+                    dtype=dtypes.get(name, torch.float32),
+                ),
                 requires_grad=parameter.requires_grad,
             )
             for name, parameter in named.items()
