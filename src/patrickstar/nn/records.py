@@ -13,7 +13,12 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.strides import contiguous_strides, dense_strides
 from patrickstar.nn.bound import BoundParameter
 
-__all__ = ["make_records", "with_tiles"]
+__all__ = ["make_records", "names_by_id", "with_tiles"]
+
+
+def names_by_id(named: Mapping[str, Tensor]) -> dict[int, str]:
+    """The name of each of these tensors, by its identity: parameters compare by element, and hooks and optimizers know no names."""
+    return {id(tensor): name for name, tensor in named.items()}
 
 
 def make_records(

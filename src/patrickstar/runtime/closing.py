@@ -106,9 +106,8 @@ class Closing:
                 "Call session.save_checkpoint(dir) before close() to keep it"
             )
             return
-        names = {id(parameter): name for name, parameter in parts.named.items()}
         parts.conductor.pilot.segment.reserve_bytes += needed  # chunks make room
-        return_state(self._optimizer.original, names, self._optimizer_state().states())
+        return_state(self._optimizer.original, parts.binding.names, self._optimizer_state().states())
 
     def _return_weights(self) -> None:
         # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.

@@ -14,6 +14,7 @@ from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import WEIGHT
 from patrickstar.nn.deferred import present_and_absent_bytes
+from patrickstar.nn.records import names_by_id
 from patrickstar.plan.residency import Residency
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.buffers import persistent_buffers
@@ -38,7 +39,7 @@ class Loading:
             CheckpointError: they are damaged, or of another model.
         """
         tensors = tensors_of(model)
-        parameters = {id(parameter): name for name, parameter in named.items()}
+        parameters = names_by_id(named)
         self._model = model
         self._naming = naming_of(model)
         self._files = WeightFiles(path)

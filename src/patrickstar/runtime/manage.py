@@ -27,6 +27,7 @@ from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.store import ChunkStore
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.deferred import present_and_absent_bytes
+from patrickstar.nn.records import names_by_id
 from patrickstar.nn.watch import Watch
 from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.choose import choose_kernel
@@ -127,7 +128,7 @@ def manage(
     )
     named = check_model(model)
     if optimizer is not None:
-        check_optimizer(optimizer, {id(parameter): name for name, parameter in named.items()})
+        check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     types = find_precision(memory, model)
     if memory.precision is None and types.mixed:
@@ -222,7 +223,7 @@ def _build_session(
 ) -> Session:
     machine, options = budgets.machine, memory.options
     compute = machine.compute
-    names = {id(parameter): name for name, parameter in named.items()}
+    names = names_by_id(named)
 
     def hypers() -> Mapping[str, Hyper]:
         return {} if original is None else read_groups(original.param_groups, names)

@@ -9,6 +9,7 @@ from torch import nn
 
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import BudgetError
+from patrickstar.nn.records import names_by_id
 from patrickstar.optim.state import State, pack, unpack
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.training import Training
@@ -34,7 +35,7 @@ class OptimizerState:
         groups: list[dict[str, Any]],
     ) -> None:
         self._named = named
-        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._names = names_by_id(named)
         self._weights = weights
         self._training = training
         self._pilot = pilot

@@ -138,7 +138,7 @@ class Saving:
         )
 
     def _group_parameters(self) -> list[list[str]]:
-        names = {id(bound.parameter): bound.name for bound in self._binding}
+        names = self._binding.names
         return [[names[id(parameter)] for parameter in group["params"]] for group in self._live_groups() or ()]
 
     def _check(self, reader: StepReader, state: object, buffers: Mapping[str, Tensor]) -> dict[str, int]:
