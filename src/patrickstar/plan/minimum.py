@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.plan import frees_by_moment
+from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 from patrickstar.plan.snapshot import CopyState
 
@@ -57,6 +59,21 @@ def worst_moment(trace: Trace, *, start: Residency, frees: Iterable[tuple[int, P
     return _worst(
         trace, slots=start.slots, slot_bytes=start.slot_bytes, at_home=at_home, resident=resident, frees=frees
     )
+
+
+def expect_room(need: Need, machine: Machine) -> None:
+    """Raises BudgetError where the compute tier has less than this need, which is the largest there is."""
+    budget_bytes = machine.budget[machine.compute]
+    if need.nbytes > budget_bytes:
+        raise refuse_moment(
+            tier=machine.compute,
+            moment=need.moment,
+            slot_bytes=need.slot_bytes,
+            slots=need.slots,
+            nonmodel_bytes=need.nonmodel_bytes,
+            budget_bytes=budget_bytes,
+            smallest_bytes=need.nbytes,
+        )
 
 
 def _worst(

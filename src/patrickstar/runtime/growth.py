@@ -9,9 +9,10 @@ from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.plan.minimum import Need, expect_room
 from patrickstar.plan.placement import place_more
-from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import slots_of
+from patrickstar.plan.touches import update_touches
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["Growth"]
@@ -63,7 +64,7 @@ class Growth:
         units = [ref for ref in formats.units(self._layout, self._planes) if ref.chunk in chunks]
         slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
         new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
-        homes = self._prepare(new, slots)
+        homes = self._prepare(new, slots, formats)
         # An fp16 weight alone becomes the fp32 master.
         self._reform(homes, slots, formats, keep=weight if weight in new else None)
         self._changed(f"{name} is trained from now on")
@@ -78,7 +79,7 @@ class Growth:
         narrow = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
         factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
         slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
-        homes = self._prepare(narrow, slots)
+        homes = self._prepare(narrow, slots, formats)
         for ref in narrow:
             keep = None if ref in state.free else ref
             self._reform({ref: homes[ref]}, slots, self._formats.now.widen(ref.chunk), keep=keep)
@@ -108,9 +109,9 @@ class Growth:
                 conductor.moment(Phase.STEP, "", (Touch(keep, True),))
                 conductor.tensor(keep).copy_(values)
 
-    def _prepare(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> dict[PlaneRef, Tier]:
+    def _prepare(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int], formats: Formats) -> dict[PlaneRef, Tier]:
         """Where the units will rest. BudgetError where they do not fit there, or the update of a chunk does not fit any more."""
-        self._expect_room_for_updates(new, slots)
+        self._expect_room_for_updates({ref.chunk for ref in new}, slots, formats)
         mover = self._conductor.mover
         homes = place_more(
             self._machine,
@@ -123,22 +124,11 @@ class Growth:
         mover.prepare(homes, slots)
         return homes
 
-    def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> None:
+    def _expect_room_for_updates(self, chunks: Collection[int], slots: dict[PlaneRef, int], formats: Formats) -> None:
         state, layout = self._conductor.mover.state, self._layout
         sizes = {**state.slots, **slots}
-        for chunk in sorted({ref.chunk for ref in new}):
-            touched = [
-                PlaneRef(layout.run_of(chunk).head, WEIGHT),
-                *(PlaneRef(chunk, plane) for plane in self._planes[1:]),
-            ]
-            needed = sum(sizes[ref] for ref in touched if ref in sizes)
-            if needed * state.slot_bytes > self._machine.budget[state.compute]:
-                raise refuse_moment(
-                    tier=state.compute,
-                    moment=f"step {layout.run_of(chunk).tensors[0]}",
-                    slot_bytes=state.slot_bytes,
-                    slots=needed,
-                    nonmodel_bytes=0,
-                    budget_bytes=self._machine.budget[state.compute],
-                    smallest_bytes=needed * state.slot_bytes,
-                )
+        for chunk in sorted(chunks):
+            gradient = [Touch(PlaneRef(chunk, GRAD))] if GRAD in self._planes else []
+            touches = update_touches(chunk, layout, formats, *gradient)
+            needed = sum(sizes[touch.ref] for touch in touches)
+            expect_room(Need(f"step {layout.run_of(chunk).tensors[0]}", needed, state.slot_bytes, 0), self._machine)

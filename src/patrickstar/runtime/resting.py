@@ -17,9 +17,8 @@ from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, Plan
 from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.minimum import expect_room, worst_moment
 from patrickstar.plan.placement import place
-from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import step_trace
 from patrickstar.runtime.budgets import Budgets
@@ -100,17 +99,7 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
     if gradients is not GradientUse.NONE:
         in_chunks = gradients is GradientUse.CHUNK
         traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, writes_gradients=True))
-    worst = max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes)
-    if worst.nbytes > machine.budget[machine.compute]:
-        raise refuse_moment(
-            tier=machine.compute,
-            moment=worst.moment,
-            slot_bytes=worst.slot_bytes,
-            slots=worst.slots,
-            nonmodel_bytes=0,
-            budget_bytes=machine.budget[machine.compute],
-            smallest_bytes=worst.nbytes,
-        )
+    expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
     return state
 
 
