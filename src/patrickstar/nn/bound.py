@@ -46,7 +46,7 @@ class BoundParameter:
     is_table: bool = False
     """Whether tiles are for lookups alone: products see the whole."""
     by_rows: bool = False
-    """Whether lookups gather rows from where the tiles rest (`rows.py`)."""
+    """Whether lookups gather rows from where the tiles rest (`lookups.py`)."""
 
     @property
     def ref(self) -> PlaneRef:

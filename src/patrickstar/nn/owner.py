@@ -11,7 +11,7 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.gradient_access import GradientOwner
 from patrickstar.nn.leases import Key
-from patrickstar.nn.rows import RowOwner
+from patrickstar.nn.lookups import RowOwner
 
 __all__ = ["Owner", "Rewriting"]
 

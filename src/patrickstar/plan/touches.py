@@ -23,8 +23,7 @@ from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Part
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
 
 __all__ = [
     "Touches",

@@ -10,7 +10,7 @@ from torch import Tensor
 from patrickstar.core.plane import WEIGHT, PlaneRef
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.take_over import return_state
+from patrickstar.optim.user_optimizer import return_state
 from patrickstar.runtime.buffers import put_on_meta, restore_buffers
 from patrickstar.runtime.optimizer_state import OptimizerState
 from patrickstar.runtime.parts import Parts

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD, PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Phase, Touch
+from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.rows import RowGradients
+from patrickstar.nn.lookups import RowGradients
 from patrickstar.optim.widen import scaled_blocks
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.runtime.conductor import Conductor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.nn.leases import Key
-from patrickstar.nn.rows import WaitingRows
+from patrickstar.nn.lookups import WaitingRows
 from patrickstar.nn.watch import Watch
 from patrickstar.plan.touches import Touches
 from patrickstar.runtime.conductor import Conductor
@@ -145,7 +145,7 @@ class Keeper:
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:
-        """See `nn.rows.RowOwner`."""
+        """See `nn.lookups.RowOwner`."""
         self._check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
@@ -153,7 +153,7 @@ class Keeper:
         self._tables.gather(phase, name, rows, ids, values)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        """See `nn.rows.RowOwner`."""
+        """See `nn.lookups.RowOwner`."""
         self._check_watch()
         assert self._training is not None
         self._in_backward = True

@@ -33,7 +33,7 @@ from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.take_over import check_optimizer, read_groups
+from patrickstar.optim.user_optimizer import check_optimizer, read_groups
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import Touches
 from patrickstar.runtime.budgets import Budgets, find_budgets

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.core.trace import Phase, Rows, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named

@@ -27,7 +27,7 @@ from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.pilot import Segment
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
-from patrickstar.tracing.recorder import Recorder
+from patrickstar.tracing.recorder import TraceRecorder
 from patrickstar.tracing.signature import Signature, can_be_traced, signature
 
 __all__ = ["Known", "Segments", "with_retention"]
@@ -128,7 +128,7 @@ class Segments:
         if self._always_meter or known.trace is None or known.measure_next:
             restart_peak = self._metering.start()
             if known.trace is not None or can_be_traced((args, kwargs)):
-                self._conductor.recorder = Recorder(restart_peak)
+                self._conductor.recorder = TraceRecorder(restart_peak)
         self._current, self._recorded = known, False
         self._begin(segment)
         self._conductor.open()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patrickstar.checkpoint.mapping import LazyStateDict
+from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, StateError

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Phase
+from patrickstar.core.trace import Phase, Rows
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.rows import RowGradients
+from patrickstar.nn.lookups import RowGradients
 from patrickstar.plan.touches import Touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients

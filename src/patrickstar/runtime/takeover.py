@@ -15,7 +15,7 @@ from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.deferred import deferred_by
 from patrickstar.nn.records import names_by_id
-from patrickstar.optim.take_over import read_state
+from patrickstar.optim.user_optimizer import read_state
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.weights import Weights

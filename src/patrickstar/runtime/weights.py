@@ -13,7 +13,7 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import ConfigError
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.deferred_recorder import Recorder
+from patrickstar.nn.deferred_recorder import DeferredRecorder
 from patrickstar.optim.split import join, split
 from patrickstar.plan.touches import master_touches
 from patrickstar.runtime.conductor import Conductor
@@ -109,7 +109,7 @@ class Weights:
         for part in self._layout.parts(bound.name):
             self.read_into(bound.name, part, lambda master, at: master.copy_(flat[at : at + master.numel()]))
 
-    def fill_made(self, bound: BoundParameter, recorder: Recorder) -> None:
+    def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
         can = not bound.tiles and self._conductor.mover.store.dtype(bound.ref) is torch.float32
         if can and recorder.can_make_in(bound.parameter, torch.float32):

@@ -22,17 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.rows import Rows
 from patrickstar.core.strides import dense_strides
-from patrickstar.core.trace import Phase, Trace
+from patrickstar.core.trace import Phase, Rows, Trace
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.leases import Key
-from patrickstar.nn.rows import RowGradients, WaitingRows
+from patrickstar.nn.lookups import RowGradients, WaitingRows
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import at_end_of_backward, backward_id
 from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
-from patrickstar.tracing.recorder import Recorder
+from patrickstar.tracing.recorder import TraceRecorder
 
 __all__ = ["CannotTrace", "OfflineTracer"]
 
@@ -48,7 +47,7 @@ class _Twin:
         self._touches = touches
         self._dtypes = dtypes
         self.meter = LiveBytes(self._is_slot)
-        self.recorder = Recorder(self.meter.restart_peak)
+        self.recorder = TraceRecorder(self.meter.restart_peak)
         self.binding: Binding | None = None
         self._making_slot = False
         self._rows = WaitingRows()
