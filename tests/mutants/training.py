@@ -171,8 +171,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="a-moment-is-loaded-into-the-other-plane",
         file="runtime/saving.py",
-        old="self._read_moment(reader, name, owner, _PLANES[kind])",
-        new='self._read_moment(reader, name, owner, _PLANES["exp_avg"])',
+        old="self._read_average(reader, name, owner, _PLANES[kind])",
+        new='self._read_average(reader, name, owner, _PLANES["exp_avg"])',
         tests=(f"{RESUME}[emulated-emulated-chunk_sizes0]",),
     ),
     Mutant(

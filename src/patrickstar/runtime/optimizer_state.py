@@ -68,7 +68,7 @@ class OptimizerState:
     def states(self) -> dict[str, State]:
         """Count and moments by parameter name, each a copy."""
         return {
-            name: State(count, self._weights.read_moment(name, EXP_AVG), self._weights.read_moment(name, EXP_AVG_SQ))
+            name: State(count, self._weights.read_average(name, EXP_AVG), self._weights.read_average(name, EXP_AVG_SQ))
             for name, count in self._training.steps.items()
         }
 
@@ -77,9 +77,9 @@ class OptimizerState:
         states = unpack(state_dict, self._groups, self._names)
         steps = self._training.steps
         for name in set(steps) - set(states):
-            self._weights.clear_moments(name)
+            self._weights.clear_averages(name)
         steps.clear()
         for name, entry in states.items():
-            self._weights.write_moment(name, EXP_AVG, entry.exp_avg)
-            self._weights.write_moment(name, EXP_AVG_SQ, entry.exp_avg_sq)
+            self._weights.write_average(name, EXP_AVG, entry.exp_avg)
+            self._weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
             steps[name] = entry.step

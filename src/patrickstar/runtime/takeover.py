@@ -127,6 +127,6 @@ def _take_state(
 ) -> None:
     names = names_by_id(named)
     for name, entry in read_state(optimizer, names).items():
-        weights.write_moment(name, EXP_AVG, entry.exp_avg)
-        weights.write_moment(name, EXP_AVG_SQ, entry.exp_avg_sq)
+        weights.write_average(name, EXP_AVG, entry.exp_avg)
+        weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
         training.steps[name] = entry.step

@@ -124,7 +124,7 @@ class Updates:
         """Updates every parameter of the order from its accumulated gradient.
 
         In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them
-        included: a zero with zero moments and a zero gradient stays zero.
+        included: a zero whose averages and gradient are zero stays zero.
 
         Args:
             trace: `plan.touches.step_trace` of these parameters. frees: units nobody wants after the moment of that number.

@@ -26,7 +26,7 @@ _BLOCK_NUMEL = 1 << 18
 
 
 class Weights:
-    """Values and moments of parameters, one at a time."""
+    """Values of parameters, and the averages that Adam keeps (its moments), one at a time."""
 
     def __init__(self, binding: Binding, layout: Layout, conductor: Conductor, growth: Growth) -> None:
         self._binding = binding
@@ -121,8 +121,8 @@ class Weights:
             self._conductor.open()
             self.fill(bound, recorder.value(bound.parameter))
 
-    def moment_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
-        """A parameter's first or second moment as 1-D pieces in slot order; each valid until the next is asked for."""
+    def average_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
+        """A parameter's `exp_avg` or `exp_avg_sq` as 1-D pieces in slot order; each valid until the next is asked for."""
         assert plane in (EXP_AVG, EXP_AVG_SQ)
         self._growth.thaw(name)
         for part in self._layout.parts(name):
@@ -130,31 +130,31 @@ class Weights:
             self._conductor.moment(Phase.STEP, name, (Touch(ref, writes),))
             yield self._conductor.tensor(ref)[part.start : part.stop]
 
-    def read_moment(self, name: str, plane: str) -> Tensor:
-        """A copy of a parameter's first or second moment, of its shape and strides."""
+    def read_average(self, name: str, plane: str) -> Tensor:
+        """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
             flat, at = bound.flat(whole), 0
             with self._conductor.making(whole.nbytes):
-                for piece in self.moment_pieces(name, plane):
+                for piece in self.average_pieces(name, plane):
                     flat[at : at + piece.numel()].copy_(piece)
                     at += piece.numel()
             return whole
 
-    def clear_moments(self, name: str) -> None:
-        """A parameter's moments are as before its first update: zero."""
+    def clear_averages(self, name: str) -> None:
+        """A parameter's averages are as before its first update: zero."""
         with self._conductor.lock, self._conductor.quiet():
             for plane in (EXP_AVG, EXP_AVG_SQ):
-                for target in self.moment_pieces(name, plane, writes=True):
+                for target in self.average_pieces(name, plane, writes=True):
                     target.zero_()
 
-    def write_moment(self, name: str, plane: str, value: Tensor) -> None:
-        """Sets a parameter's first or second moment, rounded to fp32."""
+    def write_average(self, name: str, plane: str, value: Tensor) -> None:
+        """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.quiet():
             flat, at = bound.flat(value.to(torch.float32)), 0
-            for target in self.moment_pieces(name, plane, writes=True):
+            for target in self.average_pieces(name, plane, writes=True):
                 target.copy_(flat[at : at + target.numel()])
                 at += target.numel()
 
