@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.errors import StateError
+from patrickstar.errors import StateError, some
 from patrickstar.nn.leases import Key
 from patrickstar.nn.lookups import WaitingRows
 from patrickstar.nn.watch import Watch
@@ -236,9 +236,8 @@ class Keeper:
             for name in {**self._named, **now}
             if now.get(name) is not self._named.get(name) or not self._is_managed(now[name])
         ]
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise StateError(
-            f"parameters of the model were replaced, added or removed after manage(): {shown}. Close the session, change the model "
+            f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "
             "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
         )
 

@@ -13,6 +13,7 @@ from patrickstar.checkpoint.naming import naming_of
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import WEIGHT
+from patrickstar.errors import some
 from patrickstar.nn.deferred import present_and_absent_bytes
 from patrickstar.nn.records import names_by_id
 from patrickstar.plan.residency import Residency
@@ -113,5 +114,4 @@ def _fit_twice(named: Mapping[str, nn.Parameter], state: Residency, budgets: Bud
 
 def _tell(path: Path, what: str, names: Sequence[str]) -> None:
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        _log.warning("%s: %d tensors %s: %s%s", path, len(names), what, ", ".join(names[:_SHOWN]), more)
+        _log.warning("%s: %d tensors %s: %s", path, len(names), what, some(names, most=_SHOWN))

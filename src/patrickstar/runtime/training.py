@@ -19,7 +19,7 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Trace
-from patrickstar.errors import StateError
+from patrickstar.errors import StateError, some
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
@@ -191,7 +191,7 @@ class Training:
                 "Call session.load_checkpoint(dir)"
             )
         names = sorted(self._updated & self._binding.by_name.keys())
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        shown = some(names, most=8)
         raise StateError(
             f'an exception ended a backward with step="in_backward" after {len(names)} parameters had been updated ({shown}): '
             "the weights are of no one step. Call session.load_checkpoint(dir)"
