@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from patrickstar.core.formats import Formats, SessionFormats
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.plan.minimum import Need, expect_room
 from patrickstar.plan.placement import place_more
@@ -24,7 +25,7 @@ class Growth:
     """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
 
     Args:
-        gradients: whether gradients lie in chunks.
+        gradients: where they go.
         changed: is told that plans made so far are of units of other sizes.
     """
 
@@ -35,14 +36,14 @@ class Growth:
         conductor: Conductor,
         *,
         machine: Machine,
-        gradients: bool,
+        gradients: GradientUse,
         changed: Callable[[str], None],
     ) -> None:
         self._layout = layout
         self._formats = formats
         self._conductor = conductor
         self._machine = machine
-        self._planes = (WEIGHT, REST, *((GRAD,) if gradients else ()), EXP_AVG, EXP_AVG_SQ)
+        self._gradients = gradients
         self._changed = changed
 
     def thaw(self, name: str) -> None:
@@ -61,7 +62,7 @@ class Growth:
         self._conductor.settle()
         formats, state = self._formats.now.thaw(chunks), self._conductor.mover.state
         weight = PlaneRef(run.head, WEIGHT)
-        units = [ref for ref in formats.units(self._layout, self._planes) if ref.chunk in chunks]
+        units = [ref for ref in formats.units(self._layout, self._gradients.planes) if ref.chunk in chunks]
         slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
         new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
         homes = self._prepare(new, slots, formats)
@@ -128,7 +129,7 @@ class Growth:
         state, layout = self._conductor.mover.state, self._layout
         sizes = {**state.slots, **slots}
         for chunk in sorted(chunks):
-            gradient = [Touch(PlaneRef(chunk, GRAD))] if GRAD in self._planes else []
+            gradient = [Touch(PlaneRef(chunk, GRAD))] if self._gradients.has_plane else []
             touches = update_touches(chunk, layout, formats, *gradient)
             needed = sum(sizes[touch.ref] for touch in touches)
             expect_room(Need(f"step {layout.run_of(chunk).tensors[0]}", needed, state.slot_bytes, 0), self._machine)

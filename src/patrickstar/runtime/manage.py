@@ -281,7 +281,7 @@ def _build_session(
         formats,
         conductor,
         machine=machine,
-        gradients=gradients.has_plane,
+        gradients=gradients,
         changed=segments.forget_plans,
     )
     weights = Weights(binding, layout, conductor, growth)

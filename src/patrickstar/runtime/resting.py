@@ -13,7 +13,7 @@ from patrickstar.core.formats import Formats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
@@ -88,11 +88,8 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
         BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
     """
     machine = budgets.machine
-    planes: tuple[str, ...] = (WEIGHT,)
-    if gradients is not GradientUse.NONE:
-        planes = (WEIGHT, REST, *((GRAD,) if gradients.has_plane else ()), EXP_AVG, EXP_AVG_SQ)
     transient = (GRAD,) if gradients is GradientUse.UPDATE else ()
-    home = _homes(layout, machine, planes, transient=transient, formats=formats)
+    home = _homes(layout, machine, gradients.planes, transient=transient, formats=formats)
     state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]

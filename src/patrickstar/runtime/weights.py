@@ -15,6 +15,7 @@ from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.deferred_recorder import DeferredRecorder
 from patrickstar.optim.split import join, split
+from patrickstar.optim.widen import blocks
 from patrickstar.plan.touches import master_touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
@@ -36,12 +37,15 @@ class Weights:
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter's master, of its shape and strides, fp32."""
+        return self._whole(name, self.master_pieces(name))
+
+    def _whole(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
             flat, at = bound.flat(whole), 0
             with self._conductor.making(whole.nbytes):
-                for piece in self.master_pieces(name):
+                for piece in pieces:
                     flat[at : at + piece.numel()].copy_(piece)
                     at += piece.numel()
             return whole
@@ -54,7 +58,7 @@ class Weights:
             if weight.dtype is torch.float32:
                 yield weight
                 continue
-            for block in _blocks(weight.numel()):
+            for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
                 master = torch.empty(block.stop - block.start)
                 if rest is None:
                     master.copy_(weight[block])
@@ -68,7 +72,7 @@ class Weights:
         if weight.dtype is torch.float32:
             read(weight, part.tensor_start)
             return
-        for block in _blocks(weight.numel()):
+        for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
             master = torch.empty(block.stop - block.start)
             read(master, part.tensor_start + block.start)
             if weight.dtype is torch.bfloat16:
@@ -132,15 +136,7 @@ class Weights:
 
     def read_average(self, name: str, plane: str) -> Tensor:
         """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""
-        bound = self._binding.by_name[name]
-        with self._conductor.lock, self._conductor.apart():
-            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
-            flat, at = bound.flat(whole), 0
-            with self._conductor.making(whole.nbytes):
-                for piece in self.average_pieces(name, plane):
-                    flat[at : at + piece.numel()].copy_(piece)
-                    at += piece.numel()
-            return whole
+        return self._whole(name, self.average_pieces(name, plane))
 
     def clear_averages(self, name: str) -> None:
         """A parameter's averages are as before its first update: zero."""
@@ -157,8 +153,3 @@ class Weights:
             for target in self.average_pieces(name, plane, writes=True):
                 target.copy_(flat[at : at + target.numel()])
                 at += target.numel()
-
-
-def _blocks(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, _BLOCK_NUMEL):
-        yield slice(start, min(start + _BLOCK_NUMEL, numel))
