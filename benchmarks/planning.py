@@ -20,6 +20,7 @@ from machine import describe_machine
 
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.formats import FP32, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import build_layout
 from patrickstar.core.machine import Machine, Tier
@@ -27,8 +28,7 @@ from patrickstar.core.spec import TensorSpec
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.residency import Residency
-from patrickstar.runtime.updates import step_trace
-from patrickstar.tracing.choreography import Choreography
+from patrickstar.plan.touches import Touches, step_trace
 from patrickstar.tracing.offline import OfflineTracer
 
 WANTED_TRACE_S, WANTED_PLAN_S = 10.0, 1.0
@@ -47,9 +47,10 @@ def main() -> int:
     named = dict(model.named_parameters())
     specs = [TensorSpec(name, tuple(p.shape), p.requires_grad) for name, p in named.items()]
     layout = build_layout(specs, chunk_numel=search_chunk_numel(specs))
+    formats = SessionFormats(FP32)
     tracer = OfflineTracer(
         layout,
-        lambda: Choreography(layout, gradients=GradientUse.CHUNK, updates=named.__contains__),
+        lambda: Touches(layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats),
         gradients=GradientUse.CHUNK,
     )
     tokens = torch.zeros(1, arguments.tokens, dtype=torch.long)
@@ -58,12 +59,12 @@ def main() -> int:
         began = time.perf_counter()
         forward = tracer.trace(model, named, (), {"input_ids": tokens, "labels": tokens})
         seconds["trace"].append(time.perf_counter() - began)
-        traces = (forward, step_trace(layout, named, writes_gradients=False))
+        traces = (forward, step_trace(layout, named, formats=FP32, in_plane=True, writes_gradients=False))
         home = dict.fromkeys(layout.units(("weight", "grad", "exp_avg", "exp_avg_sq")), Tier.DISK)
         state = Residency.at_rest(
-            layout, compute=Tier.HOST, home=home, free=[ref for ref in home if ref.plane == "grad"]
+            layout, compute=Tier.HOST, home=home, formats=FP32, free=[ref for ref in home if ref.plane == "grad"]
         )
-        need = max(worst_moment(trace, layout=layout, start=state).nbytes for trace in traces)
+        need = max(worst_moment(trace, start=state).nbytes for trace in traces)
         machine = Machine(Tier.HOST, {Tier.HOST: need * 3 // 2, Tier.DISK: 1 << 50})
         began = time.perf_counter()
         for number, trace in enumerate(traces):

@@ -19,6 +19,7 @@ from pathlib import Path
 from places import fill
 
 from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.formats import FP32
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
@@ -114,7 +115,8 @@ def run(
     layout, step, update = example()
     machine = machine_of(layout, share)
     home = dict.fromkeys(layout.units(PLANES), Tier.DISK)
-    state = Residency.at_rest(layout, compute=Tier.HOST, home=home, free=[ref for ref in home if ref.plane != WEIGHT])
+    free = [ref for ref in home if ref.plane != WEIGHT]
+    state = Residency.at_rest(layout, compute=Tier.HOST, home=home, formats=FP32, free=free)
     frees: Frees = tuple((index, PlaneRef(index, GRAD)) for index in range(layout.n_chunks))
     done: list[tuple[Plan, ...]] = []
     for _ in range(steps):

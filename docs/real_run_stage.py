@@ -27,7 +27,7 @@ from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, digests
 from patrickstar.cli.display import Display
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.resident import ResidentGrowth
-from patrickstar.cli.schedule import Schedule
+from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.cli.text_data import TextData
 from patrickstar.memory.allocator import release_free_memory
 
@@ -60,7 +60,7 @@ class Course:
 
     def factor(self, step: int) -> float:
         """On the learning rate, as the verb `train` has it."""
-        return Schedule("cosine", min(WARMUP, self.steps // 10), self.steps).factor(step)
+        return WarmupSchedule("cosine", min(WARMUP, self.steps // 10), self.steps).factor(step)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 import pytest
 
 from patrickstar import errors
-from patrickstar.errors import BudgetError, ConfigError, Error, nearest
+from patrickstar.errors import BudgetError, ConfigError, Error, nearest, some
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"Error"}))
@@ -27,3 +27,11 @@ def test_a_config_error_always_has_its_problems_apart():
 )
 def test_the_nearest_word_is_offered_where_one_is_near(word, found):
     assert nearest(word, ["bf16", "fp32"]) == found
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"), [([], ""), (["a"], "a"), (["a", "b"], "a, b"), (["a", "b", "c", "d"], "a, b and 2 more")]
+)
+def test_of_many_the_first_are_told_and_the_rest_counted(texts, told):
+    assert some(texts, most=2) == told
+    assert some(texts, most=2, separator="; ") == told.replace(",", ";")

@@ -79,6 +79,12 @@ class DeviceError(Error):
     """A device or a disk directory that does not do its work: file, offset and bytes where there are such."""
 
 
+def some(texts: Sequence[str], *, most: int, separator: str = ", ") -> str:
+    """The first of these texts, and how many there are besides: `a, b and 7 more`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean "bf16"?` for the closest of the known words, whatever their case, or an empty string."""
     by_lower = {one.lower(): one for one in known}

@@ -1,5 +1,6 @@
 import ast
 import re
+from collections import Counter
 
 import pytest
 
@@ -54,6 +55,18 @@ def test_nothing_is_left_to_be_done(path):
 @pytest.mark.parametrize("path", [path for path in paths() if name_of(path).split("/")[0] in PURE], ids=name_of)
 def test_the_pure_layers_import_the_standard_library_only(path):
     assert foreign_imports(tree(path)) == []
+
+
+def test_no_file_and_no_class_has_the_name_of_another():
+    files = [name_of(path) for path in paths() if not path.name.startswith("__")]
+    classes = [node.name for path in paths() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    files.remove("cli/plan.py")  # called as its verb is
+    assert twice(file.rpartition("/")[2] for file in files) == []
+    assert twice(classes) == []
+
+
+def twice(names):
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def test_every_public_name_can_be_imported():

@@ -21,7 +21,7 @@ from patrickstar.cli.compare import (
     update_,
 )
 from patrickstar.cli.losses import accumulate_gradients
-from patrickstar.cli.schedule import Schedule
+from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.config.engine.settings import OptimizerSettings
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
@@ -55,14 +55,14 @@ def build():
 
 def plain_run(*, clip=None, accumulate=1):
     batches = Batches(TOKENS, batch_size=2, seq_len=8, seed=0)
-    return PlainRun(build(), batches, lr=LR, schedule=Schedule("cosine", 2, 6), clip=clip, accumulate=accumulate)
+    return PlainRun(build(), batches, lr=LR, schedule=WarmupSchedule("cosine", 2, 6), clip=clip, accumulate=accumulate)
 
 
 def ordinary_run(*, clip, accumulate):
     """The same steps written independently: torch's own loop parts and a torch optimizer with the defined update."""
     from patrickstar.optim.adamw import AdamW
 
-    model, batches, schedule = build(), Batches(TOKENS, batch_size=2, seq_len=8, seed=0), Schedule("cosine", 2, 6)
+    model, batches, schedule = build(), Batches(TOKENS, batch_size=2, seq_len=8, seed=0), WarmupSchedule("cosine", 2, 6)
     optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
     state, losses = RandomState.now(), []

@@ -13,12 +13,12 @@ from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, PlainRun, RandomSt
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision, narrow
 from patrickstar.cli.plain_scale import PlainScale, Scaling
-from patrickstar.cli.schedule import Schedule
+from patrickstar.cli.schedule import WarmupSchedule
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2
 STEPS = 8
-SCHEDULE = Schedule("cosine", 2, STEPS)
+SCHEDULE = WarmupSchedule("cosine", 2, STEPS)
 KINDS = ("bf16", "bf16-fp32", "fp16", "fp16-fp32")
 """What weights are kept in, and what they compute in where that is another type."""
 A_TIE = 1 + 2**-8

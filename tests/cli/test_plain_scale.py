@@ -5,7 +5,7 @@ import torch
 
 from patrickstar import LossScale
 from patrickstar.cli.plain_scale import PlainScale, Scaling
-from patrickstar.optim.loss_scale import ScaleRule
+from patrickstar.optim.scale_rule import ScaleRule
 
 FINE, OVERFLOW = 1.0, float("inf")
 

@@ -24,6 +24,17 @@ def test_fp32_has_four_planes_of_four_bytes_and_cannot_be_changed() -> None:
         FP32.planes[REST] = FP32.planes[GRAD]  # type: ignore[index]
 
 
+def test_formats_are_values_of_which_others_are_made() -> None:
+    specs = [TensorSpec("a", (2048,)), TensorSpec("frozen", (2048,), trainable=False)]
+    layout, formats = build_layout(specs, chunk_numel=2048), bf16_formats()
+    assert [formats.is_trained(chunk, layout) for chunk in (0, 1)] == [True, False]
+    grown = formats.thaw([1]).widen(0)
+    assert [grown.is_trained(chunk, layout) for chunk in (0, 1)] == [True, True]
+    assert [grown.of(PlaneRef(chunk, GRAD), layout).dtype for chunk in (0, 1)] == ["float32", "bfloat16"]
+    assert (grown.planes, grown.narrowest) == (formats.planes, formats.narrowest)
+    assert formats == bf16_formats() != grown
+
+
 @pytest.mark.parametrize(("gradient", "nbytes"), [("bfloat16", 14), ("float32", 16)])
 def test_a_parameter_of_the_split_master_takes_as_many_bytes_as_planned(gradient: str, nbytes: int) -> None:
     formats = bf16_formats(gradient=gradient)

@@ -19,7 +19,7 @@ KEYS_PAGE = (ROOT / "docs" / "deepspeed.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
 PYTHON = """
-initialize_engine PatrickStarEngine FP16Adam PatrickStarClient PSPreProcessCtx torch_scope RuntimeMemTracer
+initialize_engine PatrickStarEngine FP16Adam PatrickStarClient TensorState ChunkState PSPreProcessCtx torch_scope RuntimeMemTracer
 register_torch_profiler_hook profiler global_timer my_timer data_move_cnter see_memory_usage get_ps_model_size estimate_bert_mac
 logger log_dist print_rank get_rank get_world_size get_local_world_size
 """

@@ -25,7 +25,7 @@ from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import default_disk_bytes
 from patrickstar.memory.mapping import reserve
 from patrickstar.testing.faults import Fails, FaultyIO, Short
-from patrickstar.testing.lanes import ManualLane
+from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
 from tests.memory.light import PRELUDE, run
 

@@ -1,11 +1,11 @@
-"""memory/lanes.py and testing/lanes.py: one contract for every lane."""
+"""memory/lanes.py and testing/manual_lane.py: one contract for every lane."""
 
 from __future__ import annotations
 
 import pytest
 
 from patrickstar.memory.lanes import CompletedTicket, InlineLane
-from patrickstar.testing.lanes import ManualLane
+from patrickstar.testing.manual_lane import ManualLane
 
 LANES = pytest.mark.parametrize("lane_type", [InlineLane, ManualLane])
 

@@ -59,7 +59,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="moments-outlive-a-checkpoint-that-has-none",
         file="runtime/saving.py",
-        old="                    self._weights.clear_moments(name)",
+        old="                    self._weights.clear_averages(name)",
         new="                    pass",
         tests=("tests/runtime/test_checkpoints.py::test_a_checkpoint_before_the_first_step",),
     ),

@@ -39,7 +39,7 @@ TABLES = (
     ),
     Mutant(
         name="padding-gets-a-gradient-in-every-tile-but-the-first",
-        file="nn/rows.py",
+        file="nn/lookups.py",
         old="        padding = self.padding - first if",
         new="        padding = self.padding if",
         tests=(f"{TESTS}::test_padding_in_a_later_tile_gets_no_gradient",),

@@ -46,7 +46,7 @@ TILES = (
     ),
     Mutant(
         name="an-id-beyond-the-table-gets-its-last-row",
-        file="nn/rows.py",
+        file="nn/lookups.py",
         old="is_outside = ((ids < 0) | (ids >= rows)).any()",
         new="is_outside = (ids < 0).any()",
         tests=(f"{TESTS}::test_an_id_outside_of_the_table_is_an_index_error_as_in_torch",),
@@ -74,8 +74,8 @@ TILES = (
     ),
     Mutant(
         name="a-parameter-is-updated-from-its-tiles-while-a-gradient-of-the-whole-is-still-to-come",
-        file="tracing/choreography.py",
-        old="        return (owner == name or not self._uses[owner]) and (leaves == (name,) or not any(map(self._uses.get, leaves)))",
+        file="plan/touches.py",
+        old="        return not (as_whole or in_tiles)",
         new="        return True",
         tests=(f"{TESTS}::test_other_uses_in_backward_update_each_parameter_once",),
     ),

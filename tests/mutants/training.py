@@ -11,7 +11,8 @@ GRADIENTS = "tests/runtime/test_gradients.py"
 CHECKPOINTS = "tests/runtime/test_checkpoints.py"
 TRAINING_ON = "tests/runtime/test_disk_tier.py::test_no_bit_depends_on_the_machine"
 RESUME = f"{CHECKPOINTS}::test_stopping_and_resuming_gives_the_bits_of_not_stopping"
-MOMENTS = "touches = [Touch(PlaneRef(chunk, EXP_AVG), True), Touch(PlaneRef(chunk, EXP_AVG_SQ), True), weight]"
+MOMENTS = "planes = (EXP_AVG, EXP_AVG_SQ, *("
+WRITTEN = "Touch(PlaneRef(chunk, plane), True) for plane in planes"
 
 TRAINING: tuple[Mutant, ...] = (
     Mutant(
@@ -23,16 +24,16 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="one-plane-of-a-moment-is-forgotten",
-        file="runtime/updates.py",
+        file="plan/touches.py",
         old=MOMENTS,
-        new="touches = [Touch(PlaneRef(chunk, EXP_AVG), True), weight]",
+        new="planes = (EXP_AVG, *(",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
         name="one-plane-of-a-moment-is-taken-for-unwritten",
-        file="runtime/updates.py",
-        old=MOMENTS,
-        new=MOMENTS.replace("EXP_AVG_SQ), True", "EXP_AVG_SQ), False"),
+        file="plan/touches.py",
+        old=WRITTEN,
+        new=WRITTEN.replace("True", "plane != EXP_AVG_SQ"),
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
@@ -148,8 +149,8 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="in-backward-updates-at-once-what-is-recomputed",
-        file="tracing/choreography.py",
-        old="        if self._uses_apart[name] and self._uses[name] != 1:",
+        file="plan/touches.py",
+        old="        if self._uses_apart[label] and self._uses[label] != 1:",
         new="        if False:",
         tests=(f"{FAULTS}::test_an_update_in_backward_waits_for_the_last_recomputation[with a head]",),
     ),
@@ -170,8 +171,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="a-moment-is-loaded-into-the-other-plane",
         file="runtime/saving.py",
-        old="self._read_moment(reader, name, owner, _PLANES[kind])",
-        new='self._read_moment(reader, name, owner, _PLANES["exp_avg"])',
+        old="self._read_average(reader, name, owner, _PLANES[kind])",
+        new='self._read_average(reader, name, owner, _PLANES["exp_avg"])',
         tests=(f"{RESUME}[emulated-emulated-chunk_sizes0]",),
     ),
     Mutant(

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import patrickstar
 from patrickstar import LayoutError, StateError
 from patrickstar.nn.deferred import deferred_by, initial_value
-from patrickstar.nn.deferred_recorder import Recorder
+from patrickstar.nn.deferred_recorder import DeferredRecorder
 from tests.parity.compare import same_bits
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -189,13 +189,13 @@ def test_tied_parameters_stay_one() -> None:
 
 
 def test_the_generator_would_be_left_elsewhere_if_nothing_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Recorder._write
+    write = DeferredRecorder._write
 
     def without_drawing(self: Any, signature: Any, *args: Any, **keywords: Any) -> None:
         signature.draws = False
         write(self, signature, *args, **keywords)
 
-    monkeypatch.setattr(Recorder, "_write", without_drawing)
+    monkeypatch.setattr(DeferredRecorder, "_write", without_drawing)
     with pytest.raises(AssertionError):
         expect_as_ordinary(lambda: nn.Linear(4, 4))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from patrickstar.core.formats import FP32
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
@@ -64,7 +65,8 @@ def resting(
     free: Iterable[PlaneRef] = (),
 ) -> Residency:
     """Every unit at one home below, with contents."""
-    return Residency.at_rest(layout, compute=compute, home=dict.fromkeys(layout.units(planes), home), free=set(free))
+    homes = dict.fromkeys(layout.units(planes), home)
+    return Residency.at_rest(layout, compute=compute, home=homes, formats=FP32, free=set(free))
 
 
 def state_of(
@@ -146,8 +148,8 @@ def starts(draw: st.DrawFn, layout: Layout, refs: Sequence[PlaneRef], compute: T
             resident[ref] = CopyState.DIRTY
         elif condition == "clean":
             resident[ref] = CopyState.CLEAN
-    slots = {ref: slots_of(ref, layout) for ref in refs}
-    return Residency.of(Snapshot(compute, bytes_of_slot(layout), home, slots, resident, frozenset(free)))
+    slots = {ref: slots_of(ref, layout, FP32) for ref in refs}
+    return Residency.of(Snapshot(compute, bytes_of_slot(layout, FP32), home, slots, resident, frozenset(free)))
 
 
 @st.composite
@@ -172,7 +174,7 @@ def instances(draw: st.DrawFn, *, lower_tiers: bool = False) -> Instance:
 def tight_instances(draw: st.DrawFn) -> Instance:
     """Instances whose budget is the smallest that fits, or a slot or two more."""
     instance = draw(instances())
-    least = worst_moment(instance.trace, layout=instance.layout, start=instance.start, frees=instance.frees).nbytes
+    least = worst_moment(instance.trace, start=instance.start, frees=instance.frees).nbytes
     budget = {**instance.machine.budget, instance.start.compute: least + draw(st.integers(0, 2 * SLOT_BYTES))}
     return replace(instance, machine=Machine(instance.start.compute, budget))
 

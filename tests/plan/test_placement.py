@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patrickstar.core.formats import FP32
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
@@ -34,34 +35,38 @@ def on_disk(home: dict[PlaneRef, Tier]) -> list[str]:
     "machine", [host(WHOLE + 7), host(WHOLE + 7, WHOLE), device(WHOLE + 7, 0), device(WHOLE + 7, 0, 0)]
 )
 def test_what_fits_whole_beside_the_activations_is_at_home_where_it_is_used(machine: Machine) -> None:
-    home = place(LAYOUT, machine, planes=PLANES, nonmodel_bytes=7)
+    home = place(LAYOUT, machine, planes=PLANES, formats=FP32, nonmodel_bytes=7)
     assert home == dict.fromkeys(LAYOUT.units(PLANES), machine.compute)
 
 
 def test_one_byte_less_and_everything_rests_one_tier_below() -> None:
     units = list(LAYOUT.units(PLANES))
-    assert place(LAYOUT, host(WHOLE + 6, WHOLE), planes=PLANES, nonmodel_bytes=7) == dict.fromkeys(units, Tier.DISK)
-    assert place(LAYOUT, device(WHOLE + 6, WHOLE), planes=PLANES, nonmodel_bytes=7) == dict.fromkeys(units, Tier.HOST)
+    assert place(LAYOUT, host(WHOLE + 6, WHOLE), planes=PLANES, formats=FP32, nonmodel_bytes=7) == dict.fromkeys(
+        units, Tier.DISK
+    )
+    assert place(LAYOUT, device(WHOLE + 6, WHOLE), planes=PLANES, formats=FP32, nonmodel_bytes=7) == dict.fromkeys(
+        units, Tier.HOST
+    )
 
 
 def test_without_a_disk_everything_rests_on_the_host_or_is_refused() -> None:
     with pytest.raises(BudgetError, match="a disk below it") as refused:
-        place(LAYOUT, host(WHOLE + 6), planes=PLANES, nonmodel_bytes=7)
+        place(LAYOUT, host(WHOLE + 6), planes=PLANES, formats=FP32, nonmodel_bytes=7)
     assert (refused.value.tier, refused.value.needed_bytes, refused.value.smallest_bytes) == (
         "host",
         WHOLE + 7,
         WHOLE + 7,
     )
     with pytest.raises(BudgetError):
-        place(LAYOUT, host(WHOLE - 1, 2 * WHOLE), planes=PLANES, disk=False)
+        place(LAYOUT, host(WHOLE - 1, 2 * WHOLE), planes=PLANES, formats=FP32, disk=False)
 
 
 def test_transient_planes_do_not_count_where_nothing_lies_below() -> None:
     lasting = WHOLE * 3 // 4
-    home = place(LAYOUT, host(lasting), planes=PLANES, transient=[GRAD])
+    home = place(LAYOUT, host(lasting), planes=PLANES, formats=FP32, transient=[GRAD])
     assert set(home.values()) == {Tier.HOST}
     with pytest.raises(BudgetError):
-        place(LAYOUT, host(lasting - 1), planes=PLANES, transient=[GRAD])
+        place(LAYOUT, host(lasting - 1), planes=PLANES, formats=FP32, transient=[GRAD])
 
 
 @pytest.mark.parametrize(
@@ -77,12 +82,12 @@ def test_transient_planes_do_not_count_where_nothing_lies_below() -> None:
 def test_what_is_used_once_a_step_goes_to_disk_first_and_the_last_chunks_first(
     slots_on_host: int, spilled: str
 ) -> None:
-    home = place(LAYOUT, device(0, slots_on_host * SLOT_BYTES, WHOLE), planes=PLANES)
+    home = place(LAYOUT, device(0, slots_on_host * SLOT_BYTES, WHOLE), planes=PLANES, formats=FP32)
     assert sorted(on_disk(home)) == sorted(spilled.split())
 
 
 def test_weights_go_to_disk_last() -> None:
-    home = place(LAYOUT, device(0, 3 * SLOT_BYTES, WHOLE), planes=PLANES)
+    home = place(LAYOUT, device(0, 3 * SLOT_BYTES, WHOLE), planes=PLANES, formats=FP32)
     assert [str(ref) for ref, tier in home.items() if tier is Tier.HOST] == ["c0.weight"]
 
 
@@ -97,14 +102,14 @@ def test_weights_go_to_disk_last() -> None:
 )
 def test_what_fits_nowhere_is_refused_by_tier(machine: Machine, tier: str) -> None:
     with pytest.raises(BudgetError) as refused:
-        place(LAYOUT, machine, planes=PLANES)
+        place(LAYOUT, machine, planes=PLANES, formats=FP32)
     assert refused.value.tier == tier
     assert refused.value.needed_bytes > refused.value.available_bytes
 
 
 def refusing_tier(machine: Machine) -> Tier | None:
     try:
-        place(LAYOUT, machine, planes=PLANES)
+        place(LAYOUT, machine, planes=PLANES, formats=FP32)
     except BudgetError as error:
         return Tier[error.tier.upper()]
     return None
@@ -122,12 +127,12 @@ def test_a_placement_fits_the_tiers_below_and_the_smallest_budget_it_names_is_en
     machine = host(top, disk) if compute is Tier.HOST else device(top, middle, disk)
     tier = refusing_tier(machine)
     if tier is None:
-        home = place(LAYOUT, machine, planes=PLANES)
-        slots = {ref: slots_of(ref, LAYOUT) for ref in home}
+        home = place(LAYOUT, machine, planes=PLANES, formats=FP32)
+        slots = {ref: slots_of(ref, LAYOUT, FP32) for ref in home}
         held = bytes_below(home=home, slots=slots, slot_bytes=SLOT_BYTES, compute=compute)
         assert all(nbytes <= machine.budget.get(tier, 0) for tier, nbytes in held.items())
     else:
         with pytest.raises(BudgetError) as refused:
-            place(LAYOUT, machine, planes=PLANES)
+            place(LAYOUT, machine, planes=PLANES, formats=FP32)
         enough = Machine(compute, {**machine.budget, tier: refused.value.smallest_bytes})
         assert refusing_tier(enough) is not tier  # another one may be too small as well

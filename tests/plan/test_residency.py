@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.formats import FP32, Formats, PlaneFormat
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import WEIGHT, PlaneRef
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait, parse_action
 from patrickstar.plan.check import check
@@ -26,7 +26,7 @@ from patrickstar.plan.residency import (
     slots_of,
 )
 from patrickstar.plan.snapshot import CopyState
-from tests.plan.builders import PLENTY, Instance, few, instances, layout_of, state_of, unit, units
+from tests.plan.builders import PLENTY, Instance, few, instances, layout_of, resting, state_of, unit, units
 
 
 def room_for(state: Residency, needed: str, *, slots: int, pinned: str = "") -> list[str]:
@@ -58,7 +58,7 @@ def test_a_free_unit_is_created_not_fetched() -> None:
 
 
 def test_a_created_unit_whose_home_is_here_is_at_home() -> None:
-    state = Residency.at_rest(layout_of(1), compute=Tier.HOST, home={unit("c0.grad"): Tier.HOST}, free=units("c0.grad"))
+    state = resting(layout_of(1), home=Tier.HOST, planes=[GRAD], free=units("c0.grad"))
     assert room_for(state, "c0.grad", slots=1) == ["c0.grad 0>H"]
     assert state.resident[unit("c0.grad")] is CopyState.HERE
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Moment, Trace
+from patrickstar.core.trace import Moment, Rows, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.check import check
 from patrickstar.plan.make import make_plan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar import BudgetError, LayoutError, StateError
 from patrickstar.nn.deferred import deferred_by, initial_value
-from patrickstar.nn.deferred_recorder import Recorder
+from patrickstar.nn.deferred_recorder import DeferredRecorder
 from patrickstar.runtime.weights import Weights
 from tests.parity.compare import same_bits
 from tests.runtime.builders import Pair, adamw, expect_bits, is_ordinary, mlp, options, train, values
@@ -136,7 +136,7 @@ def test_values_from_files_are_not_made(
             parameter.add_(1)
     save_file(values(other), tmp_path / "model.safetensors")
     for making in ("value", "make_in"):
-        monkeypatch.setattr(Recorder, making, lambda *_: pytest.fail("a value was made"))
+        monkeypatch.setattr(DeferredRecorder, making, lambda *_: pytest.fail("a value was made"))
     with patrickstar.manage(
         deferred(), options=options(), weights=tmp_path / "model.safetensors", **on_disk
     ) as session:
@@ -160,7 +160,7 @@ def test_a_step_before_manage_is_refused() -> None:
 def test_a_parameter_that_takes_nearly_all_the_memory_is_made_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Recorder, "value", lambda *_: pytest.fail("it was made elsewhere first"))
+    monkeypatch.setattr(DeferredRecorder, "value", lambda *_: pytest.fail("it was made elsewhere first"))
 
     def build() -> nn.Module:
         torch.manual_seed(1)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from patrickstar.core.machine import Tier
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create
-from patrickstar.testing.lanes import ManualLane
+from patrickstar.testing.manual_lane import ManualLane
 from tests.parity.compare import same_bits
 from tests.runtime.builders import MACHINES, SLOT, TIGHT, WIDTH, Pair, mlp, mover_of, train_step
 

@@ -274,7 +274,7 @@ def test_a_failure_late_in_manage_leaves_everything_as_it_was(monkeypatch: pytes
         raise OSError("no")
 
     # The last thing that can fail before parameters change their class, after all has been taken over.
-    monkeypatch.setattr("patrickstar.runtime.weights.Weights.write_moment", broken)
+    monkeypatch.setattr("patrickstar.runtime.weights.Weights.write_average", broken)
     with pytest.raises(OSError, match="no"):
         patrickstar.manage(model, optimizer, options=options(), **EMULATED)
     assert is_ordinary(model)

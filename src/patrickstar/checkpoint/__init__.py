@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from patrickstar.checkpoint.find import newest_intact, open_step
 from patrickstar.checkpoint.format import fingerprint
-from patrickstar.checkpoint.mapping import LazyStateDict
+from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry

@@ -23,7 +23,7 @@ from torch import Tensor
 from patrickstar.checkpoint.naming import Naming
 from patrickstar.checkpoint.tensors import DTYPES
 from patrickstar.checkpoint.weight_files import WeightFiles
-from patrickstar.errors import CheckpointError
+from patrickstar.errors import CheckpointError, some
 
 __all__ = ["Match", "Origin", "Wanted", "match"]
 
@@ -89,11 +89,13 @@ def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match
             problems += _misfit(key, origin, shape, dtype, one)
         origins[one.keys[0]] = given[0][1][0]
     if problems:
-        raise CheckpointError(f"{files.path}: weights of another model, nothing was loaded: {_some(problems, '; ')}")
+        raise CheckpointError(
+            f"{files.path}: weights of another model, nothing was loaded: {some(problems, most=_SHOWN, separator='; ')}"
+        )
     if not origins:
         raise CheckpointError(
-            f"{files.path}: none of its {len(files.spans)} tensors is one of the model's: it has {_some(list(files.spans))}, "
-            f"the model {_some(list(by_key))}"
+            f"{files.path}: none of its {len(files.spans)} tensors is one of the model's: it has {some(list(files.spans), most=_SHOWN)}, "
+            f"the model {some(list(by_key), most=_SHOWN)}"
         )
     for one in wanted:
         for key in [key for key in one.keys if key in found][1:]:
@@ -139,7 +141,7 @@ def _sketch(files: WeightFiles, key: str, parts: Sequence[tuple[str, str]], nami
         return naming.convert(key, [(name, pattern, bare[name]) for name, pattern in parts])
     except Exception as problem:  # the library's own code, over shapes that a file has: anything
         raise CheckpointError(
-            f"{files.path}: {_some(list(spans))} do not make {key}, as the model's library would: {problem}"
+            f"{files.path}: {some(list(spans), most=_SHOWN)} do not make {key}, as the model's library would: {problem}"
         ) from problem
 
 
@@ -151,7 +153,7 @@ def _add(found: _Found, files: WeightFiles, key: str, given: _Given) -> None:
 
 
 def _misfit(key: str, origin: Origin, shape: tuple[int, ...], dtype: torch.dtype, one: Wanted) -> list[str]:
-    name = key if origin.parts == (key,) else f"{key} (from {_some(origin.parts)})"
+    name = key if origin.parts == (key,) else f"{key} (from {some(origin.parts, most=_SHOWN)})"
     if shape != one.shape:
         return [f"{name} has shape {list(shape)} in the files, {list(one.shape)} in the model"]
     if dtype == one.dtype or (dtype in _FLOATS and one.dtype in _FLOATS):
@@ -172,15 +174,10 @@ def _expect_same(files: WeightFiles, naming: Naming, one: Origin, other: Origin)
     for left, right in zip(pieces(one), pieces(other), strict=True):
         if not torch.equal(_bits(left), _bits(right)):
             raise CheckpointError(
-                f"{files.path}: {_some(one.parts)} and {_some(other.parts)} differ, but are one tied tensor in the model: "
+                f"{files.path}: {some(one.parts, most=_SHOWN)} and {some(other.parts, most=_SHOWN)} differ, but are one tied tensor in the model: "
                 "build the model without tying them, or give weights that have it once"
             )
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32).view(torch.int32) if tensor.is_floating_point() else tensor
-
-
-def _some(texts: Sequence[str], separator: str = ", ") -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return separator.join(texts[:_SHOWN]) + more

@@ -8,7 +8,6 @@ on the word of a file, and no link is followed. Files are read, not mapped: a ma
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +15,13 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from patrickstar.checkpoint.blocks import ALIGNMENT, BLOCK_BYTES, Blocks
-from patrickstar.checkpoint.contents import check_files, identity, read_index
+from patrickstar.checkpoint.contents import check_files, read_index
 from patrickstar.checkpoint.decode import decode_tree
-from patrickstar.checkpoint.files import Files, reading
+from patrickstar.checkpoint.files import Files
 from patrickstar.checkpoint.format import INDEX_NAME, Stored, checksum_of, fingerprint, new_checksum
-from patrickstar.checkpoint.source import Source
+from patrickstar.checkpoint.source import OneSource, Source
 from patrickstar.checkpoint.tensors import DTYPES, TensorEntry, bytes_of, empty
-from patrickstar.errors import CheckpointError
+from patrickstar.errors import CheckpointError, some
 
 __all__ = ["StepReader"]
 
@@ -45,16 +43,17 @@ class StepReader:
         self.path = path
         self._files = files or Files()
         self._advice = advice
-        self._index = read_index(path, self._files)
+        self._index = index = read_index(path, self._files)
         self._identities = check_files(path, self._index, self._files)
 
         self._verified = False
-        # Of the files only one is open at a time: there may be hundreds, and they are read one after the other.
-        self._open: list[Source] = []
-        self._blocks: list[Blocks] = []
+        self._sources = OneSource(
+            self._files,
+            largest_bytes=lambda: max(record.nbytes for record in index.files.values()),
+            changed="changed while the checkpoint was open",
+        )
         self._state: list[object] = []
         self._extra: list[object] = []
-        weakref.finalize(self, _close_all, self._open)
 
     @property
     def step(self) -> int:
@@ -117,7 +116,7 @@ class StepReader:
                 ],
             ),
         ]
-        said = "; ".join(f"{what}: {_some(names)}" for what, names in differences if names)
+        said = "; ".join(f"{what}: {some(names, most=3)}" for what, names in differences if names)
         raise CheckpointError(f"{self.path}: a checkpoint of another model: {said}")
 
     def verify(self) -> None:
@@ -171,8 +170,7 @@ class StepReader:
 
     def close(self) -> None:
         """Close the file that is open, if one is, and let go of the blocks. Reading again takes them again."""
-        _close_all(self._open)
-        self._blocks.clear()
+        self._sources.close()
 
     def __enter__(self) -> StepReader:
         return self
@@ -230,33 +228,9 @@ class StepReader:
             )
 
     def _source(self, file: str) -> Source:
-        """The file, opened if it is not, and still the one that was checked when the checkpoint was opened."""
-        path = self.path / file
-        if not self._open or self._open[0].path != path:
-            _close_all(self._open)
-            with reading(f"{path}: cannot open the file"):
-                descriptor, status = self._files.open(path, direct=True)
-            if identity(status) != self._identities[file]:
-                self._files.close(descriptor)
-                raise CheckpointError(f"{path}: changed while the checkpoint was open")
-            if not self._blocks:
-                # No larger than the largest file: most checkpoints in tests, and extra data, are small.
-                largest = max(record.nbytes for record in self._index.files.values())
-                self._blocks.append(Blocks(min(BLOCK_BYTES, largest + -largest % ALIGNMENT)))
-            self._open.append(Source(path, descriptor, files=self._files, blocks=self._blocks[0]))
-        return self._open[0]
-
-
-def _close_all(sources: list[Source]) -> None:
-    while sources:
-        sources.pop().close()
+        return self._sources.at(self.path / file, self._identities[file])
 
 
 def _entry(name: str, stored: Stored) -> TensorEntry:
     stem = re.sub(r"(-\d+-of-\d+)?\.safetensors$", "", stored.file)
     return TensorEntry(name, DTYPES[stored.span.dtype], stored.span.shape, stem)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -1,4 +1,4 @@
-"""An open file of a checkpoint, read past the page cache where the file system can.
+"""Open files of a checkpoint, read past the page cache where the file system can.
 
 Reading a gigabyte through the page cache took up to 2.5 s of processor time where that memory was not yet the machine's,
 against 0.06 s directly, and would push out what others need. Direct transfers begin and end at multiples of 4096 bytes
@@ -8,15 +8,19 @@ and tensors do not: hence the blocks.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import os
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from itertools import pairwise
 from pathlib import Path
 
-from patrickstar.checkpoint.blocks import ALIGNMENT, Blocks
+from patrickstar.checkpoint.blocks import ALIGNMENT, BLOCK_BYTES, Blocks
+from patrickstar.checkpoint.contents import Identity, identity
 from patrickstar.checkpoint.files import Files, reading
+from patrickstar.errors import CheckpointError
 
-__all__ = ["Source"]
+__all__ = ["OneSource", "Source"]
 
 
 class Source:
@@ -87,3 +91,54 @@ class Source:
                     raise OSError(errno.ENODATA, "the file ends before that")
             at += taken
         return block[start - first : stop - first]
+
+
+class OneSource:
+    """The one of several files that is open: there may be hundreds, and they are read mostly one after the other.
+
+    Args:
+        largest_bytes: of any of them. follows_links: whether a path may be a link. changed: what the error says where a file is another one by now.
+    """
+
+    def __init__(
+        self, files: Files, *, largest_bytes: Callable[[], int], changed: str, follows_links: bool = False
+    ) -> None:
+        self._files = files
+        self._largest_bytes = largest_bytes
+        self._changed = changed
+        self._follows_links = follows_links
+
+        self._open: list[Source] = []
+        self._blocks: list[Blocks] = []
+        weakref.finalize(self, _close_all, self._open)
+
+    def at(self, path: Path, wanted: Identity) -> Source:
+        """The file, opened if it is not.
+
+        Raises:
+            CheckpointError: it cannot be opened, or is not the one that was looked at before.
+        """
+        if not self._open or self._open[0].path != path:
+            _close_all(self._open)
+            with reading(f"{path}: cannot open the file"):
+                real = Path(os.path.realpath(path)) if self._follows_links else path
+                descriptor, status = self._files.open(real, direct=True)
+            if identity(status) != wanted:
+                self._files.close(descriptor)
+                raise CheckpointError(f"{path}: {self._changed}")
+            if not self._blocks:
+                # No larger than the largest file: most checkpoints in tests, and extra data, are small.
+                largest = self._largest_bytes()
+                self._blocks.append(Blocks(min(BLOCK_BYTES, largest + -largest % ALIGNMENT)))
+            self._open.append(Source(path, descriptor, files=self._files, blocks=self._blocks[0]))
+        return self._open[0]
+
+    def close(self) -> None:
+        """Close the file that is open, if one is, and let go of the blocks. Reading again takes them again."""
+        _close_all(self._open)
+        self._blocks.clear()
+
+
+def _close_all(sources: list[Source]) -> None:
+    while sources:
+        sources.pop().close()

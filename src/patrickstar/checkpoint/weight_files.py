@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,12 @@ from types import TracebackType
 
 import torch
 
-from patrickstar.checkpoint.blocks import ALIGNMENT, BLOCK_BYTES, Blocks
 from patrickstar.checkpoint.contents import Identity, identity, read_small
 from patrickstar.checkpoint.fields import as_object, as_str, parse_object
 from patrickstar.checkpoint.files import Files, reading
 from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES
 from patrickstar.checkpoint.header import LENGTH_BYTES, Span, decode_header, header_length
-from patrickstar.checkpoint.source import Source
+from patrickstar.checkpoint.source import OneSource, Source
 from patrickstar.checkpoint.tensors import DTYPES, bytes_of, empty
 from patrickstar.errors import CheckpointError
 
@@ -73,10 +71,13 @@ class WeightFiles:
                     f"{path}: the index has tensor {name!r} in {shard}, which does not hold it: files of different models"
                 )
 
-        # Of the files only one is open at a time: there may be hundreds, and they are read mostly one after the other.
-        self._open: list[Source] = []
-        self._blocks: list[Blocks] = []
-        weakref.finalize(self, _close_all, self._open)
+        files_of = self._file_of
+        self._sources = OneSource(
+            self._disk,
+            largest_bytes=lambda: max(file.nbytes for file in files_of.values()),
+            changed="changed while weights were read from it",
+            follows_links=True,
+        )
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, of the type it has in its file."""
@@ -95,8 +96,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Close the file that is open, if one is, and let go of the blocks. Reading again takes them again."""
-        _close_all(self._open)
-        self._blocks.clear()
+        self._sources.close()
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -134,19 +134,7 @@ class WeightFiles:
         return bytes(data)
 
     def _source(self, opened: _Opened) -> Source:
-        """The file, opened if it is not, and still the one whose header was read."""
-        if not self._open or self._open[0].path != opened.path:
-            _close_all(self._open)
-            with reading(f"{opened.path}: cannot open the file"):
-                descriptor, status = self._disk.open(_real(opened.path), direct=True)
-            if identity(status) != opened.identity:
-                self._disk.close(descriptor)
-                raise CheckpointError(f"{opened.path}: changed while weights were read from it")
-            if not self._blocks:
-                largest = max(file.nbytes for file in self._file_of.values())
-                self._blocks.append(Blocks(min(BLOCK_BYTES, largest + -largest % ALIGNMENT)))
-            self._open.append(Source(opened.path, descriptor, files=self._disk, blocks=self._blocks[0]))
-        return self._open[0]
+        return self._sources.at(opened.path, opened.identity)
 
 
 def _find(path: Path, disk: Files) -> tuple[Mapping[str, str], list[Path]]:
@@ -201,8 +189,3 @@ def _nothing_there(path: Path, names: list[str]) -> str:
 
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _close_all(sources: list[Source]) -> None:
-    while sources:
-        sources.pop().close()

@@ -51,7 +51,7 @@ class RandomState:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """What differs between a managed run and the plain one."""
 
     losses: tuple[int, ...]
@@ -218,7 +218,7 @@ def compare_plain(
     random_state: RandomState,
     scaling: Scaling | None = None,
     advance: Callable[[int], None],
-) -> Verdict:
+) -> Comparison:
     """Runs as many steps as there are `losses`, from the same random numbers, and says what differs.
 
     Args:
@@ -235,4 +235,4 @@ def compare_plain(
     plain = digests(run.state_dict())
     names = plain.keys() | final.keys()
     tensors = sorted(name for name in names if plain.get(name) != final.get(name))
-    return Verdict(tuple(different), tuple(tensors), len(names), (scaling, run.scaling))
+    return Comparison(tuple(different), tuple(tensors), len(names), (scaling, run.scaling))

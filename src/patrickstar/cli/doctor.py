@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import click
 
-from patrickstar.cli.options import debug_option
+from patrickstar.cli.flags import debug_option
 from patrickstar.errors import ConfigError
 from patrickstar.units import format_bytes
 

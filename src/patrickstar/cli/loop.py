@@ -62,7 +62,7 @@ _REMEMBERED: Final = ("step", "first_loss", "last_loss", "first_validation_loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingRun:
     """All that a run works on."""
 
     model: nn.Module

@@ -20,7 +20,7 @@ from typing import Final
 
 import click
 
-from patrickstar.cli.options import Invocation, debug_option
+from patrickstar.cli.flags import Invocation, debug_option
 from patrickstar.cli.stop import Stopped
 from patrickstar.errors import BudgetError, ConfigError, Error, nearest
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.config.loss_scale import LossScale
+from patrickstar.nn.records import names_by_id
 
 __all__ = ["PlainMasters", "PlainPrecision"]
 
@@ -94,7 +95,7 @@ class PlainMasters:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's, with masters for parameters."""
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        names = names_by_id(dict(self._model.named_parameters()))
         state = self._model.state_dict(keep_vars=True)
         return {key: self._masters[names[id(value)]] if id(value) in names else value for key, value in state.items()}
 

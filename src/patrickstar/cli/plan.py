@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from patrickstar.cli.flags import batch_options, debug_option, memory_flags, memory_options, model_option
 from patrickstar.cli.model_source import ModelSource, check_length
-from patrickstar.cli.options import batch_options, debug_option, memory_flags, memory_options, model_option
 from patrickstar.cli.predict import budgets, predict, predicted
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.options import Options

@@ -18,26 +18,26 @@ from torch import nn
 import patrickstar
 from patrickstar.cli.batches import Batch
 from patrickstar.cli.checkpoints import CheckpointFolder
-from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, PlainRun, RandomState, Verdict, compare_plain, digests
+from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, Comparison, PlainRun, RandomState, compare_plain, digests
 from patrickstar.cli.configuration import Configuration
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler, TrainingView
 from patrickstar.cli.events import EventLog, Summary
-from patrickstar.cli.loop import Course, Progress, Training
+from patrickstar.cli.loop import Course, Progress, TrainingRun
 from patrickstar.cli.losses import validation_loss
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.cli.plain_scale import Scaling
 from patrickstar.cli.predict import budgets, manage_arguments, predict, predicted, refuse, start_row
 from patrickstar.cli.resident import ResidentGrowth
-from patrickstar.cli.schedule import Schedule
+from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.schedules import Rates
 from patrickstar.config.engine.settings import OptimizerSettings
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.configured import build_optimizer
-from patrickstar.optim.schedules import Scheduler
+from patrickstar.optim.scheduler import Scheduler
 from patrickstar.runtime.initialize import memory_for
 from patrickstar.runtime.precision import default_precision, find_precision
 
@@ -56,7 +56,7 @@ class Request:
     accumulate: int
     steps: int
     lr: float
-    schedule: Schedule
+    schedule: WarmupSchedule
     clip: float | None
     seed: int
     arguments: MemoryOptions
@@ -151,7 +151,7 @@ def _train(
         end.callback(session.close, keep_weights=False)  # nobody wants them as tensors any more, and they may not fit
         growth.managed()
         assert session.optimizer is not None
-        training = Training(
+        training = TrainingRun(
             model=model,
             session=session,
             scheduler=Scheduler(session.optimizer, request.rates),
@@ -184,7 +184,7 @@ def _train(
         return _Managed(progress.losses, final, random_state, _scaling(training))
 
 
-def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Verdict:
+def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Comparison:
     model = _build(request)
     run = PlainRun(
         model,
@@ -222,7 +222,7 @@ def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: 
     )
 
 
-def _scaling(training: Training) -> Scaling | None:
+def _scaling(training: TrainingRun) -> Scaling | None:
     """How its losses were scaled, in this process's steps."""
     scaler = training.session.scaler
     if not scaler.is_enabled():
@@ -276,7 +276,7 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
     }
 
 
-def _summary(training: Training, forecast: Forecast) -> Summary:
+def _summary(training: TrainingRun, forecast: Forecast) -> Summary:
     progress, stats = training.progress, training.session.stats()
     return Summary(
         steps=progress.step,

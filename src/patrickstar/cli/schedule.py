@@ -12,7 +12,7 @@ LOWEST: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class WarmupSchedule:
     """The factor on `--lr` of each step; steps count from 0, as `torch.optim.lr_scheduler.LambdaLR` counts them."""
 
     kind: str

@@ -11,8 +11,7 @@ from click.core import ParameterSource
 from patrickstar.cli import reexec
 from patrickstar.cli.checkpoints import CheckpointFolder
 from patrickstar.cli.configuration import Configuration, configure
-from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.options import (
+from patrickstar.cli.flags import (
     Invocation,
     Positive,
     Spelling,
@@ -23,7 +22,8 @@ from patrickstar.cli.options import (
     memory_options,
     model_option,
 )
-from patrickstar.cli.schedule import SCHEDULES, Schedule
+from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.schedule import SCHEDULES, WarmupSchedule
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.options import Options
 from patrickstar.errors import ConfigError
@@ -117,7 +117,7 @@ def train(invocation: Invocation, **given: Any) -> int:
         arguments = configuration.memory
         given |= configuration.flags
     steps, warmup = given["steps"], given["warmup"]
-    schedule = Schedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps)
+    schedule = WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps)
     _check_together(given)
     source = ModelSource.find(given["model"])
     folder = CheckpointFolder(given["checkpoint_dir"], keep=given["keep"]) if given["checkpoint_dir"] else None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 
-__all__ = ["FP32", "Formats", "PlaneFormat", "bf16_formats", "fp16_formats", "fp32_formats"]
+__all__ = ["FP32", "Formats", "PlaneFormat", "SessionFormats", "bf16_formats", "fp16_formats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,33 +24,45 @@ class PlaneFormat:
 _FP32: Final = PlaneFormat("float32", 4)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """Which planes chunks have, and of which type each is. One session's own: a session that needs more changes it.
-
-    Args:
-        planes: of chunks in general. whole: of those whose tensors stay fp32 whole (`Layout.is_whole`).
-        frozen: of the weights of chunks that are not trained (`Layout.is_frozen`), which have no other plane, unless they stay whole.
+    """Which planes chunks have, and of which type each is.
 
     Attributes:
+        planes: of chunks in general. whole: of those whose tensors stay fp32 whole (`Layout.is_whole`).
+        frozen: of the weights of chunks that are not trained (`Layout.is_frozen`), which have no other plane, unless they stay whole.
         thawed: frozen chunks that are trained all the same, and have all planes. widened: chunks whose gradients are fp32 by now.
     """
 
-    def __init__(
-        self, *, planes: Mapping[str, PlaneFormat], whole: Mapping[str, PlaneFormat], frozen: PlaneFormat = _FP32
-    ) -> None:
-        self.planes = MappingProxyType(dict(planes))
-        self._widened = MappingProxyType({**planes, GRAD: _FP32})
-        self._whole = MappingProxyType(dict(whole))
-        self._frozen = MappingProxyType({WEIGHT: frozen})
-        self._frozen_whole = MappingProxyType({WEIGHT: whole[WEIGHT]})
+    planes: Mapping[str, PlaneFormat]
+    whole: Mapping[str, PlaneFormat]
+    frozen: PlaneFormat = _FP32
+    thawed: frozenset[int] = frozenset()
+    widened: frozenset[int] = frozenset()
 
-        self.thawed: set[int] = set()
-        self.widened: set[int] = set()
+    _widened: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
+    _frozen: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
+    _frozen_whole: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "planes", MappingProxyType(dict(self.planes)))
+        object.__setattr__(self, "whole", MappingProxyType(dict(self.whole)))
+        object.__setattr__(self, "_widened", MappingProxyType({**self.planes, GRAD: _FP32}))
+        object.__setattr__(self, "_frozen", MappingProxyType({WEIGHT: self.frozen}))
+        object.__setattr__(self, "_frozen_whole", MappingProxyType({WEIGHT: self.whole[WEIGHT]}))
+
+    def thaw(self, chunks: Iterable[int]) -> Formats:
+        """The formats with these chunks trained."""
+        return replace(self, thawed=self.thawed.union(chunks))
+
+    def widen(self, chunk: int) -> Formats:
+        """The formats with this chunk's gradients in fp32."""
+        return replace(self, widened=self.widened.union([chunk]))
 
     @property
     def narrowest(self) -> int:
         """Bytes of an element of the narrowest plane there may be: slots have room for a chunk of it."""
-        return min(form.itemsize for form in (*self.planes.values(), *self._whole.values(), *self._frozen.values()))
+        return min(form.itemsize for form in (*self.planes.values(), *self.whole.values(), self.frozen))
 
     def at(self, chunk: int, layout: Layout) -> Mapping[str, PlaneFormat]:
         """The planes of one chunk."""
@@ -58,7 +70,7 @@ class Formats:
         if layout.is_frozen(chunk) and chunk not in self.thawed:
             return self._frozen_whole if whole else self._frozen
         if whole:
-            return self._whole
+            return self.whole
         return self._widened if chunk in self.widened else self.planes
 
     def of(self, ref: PlaneRef, layout: Layout) -> PlaneFormat:
@@ -84,13 +96,19 @@ def _fp32_planes() -> dict[str, PlaneFormat]:
     return dict.fromkeys((WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), _FP32)
 
 
-def fp32_formats() -> Formats:
-    """All of it in fp32."""
-    return Formats(planes=_fp32_planes(), whole=_fp32_planes())
+class SessionFormats:
+    """The formats of one session, which has others once it turns out to need more.
+
+    Attributes:
+        now: those that hold now.
+    """
+
+    def __init__(self, formats: Formats) -> None:
+        self.now = formats
 
 
-FP32: Final = fp32_formats()
-"""For plans and layouts on paper; a session has its own."""
+FP32: Final = Formats(planes=_fp32_planes(), whole=_fp32_planes())
+"""All of it in fp32."""
 
 
 def bf16_formats(*, gradient: str = "bfloat16") -> Formats:

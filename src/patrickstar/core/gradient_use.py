@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT
+
 __all__ = ["GradientUse"]
 
 
@@ -19,3 +21,10 @@ class GradientUse(Enum):
     def has_plane(self) -> bool:
         """Whether gradients may lie in chunks: also those that cannot be used at once."""
         return self in {GradientUse.CHUNK, GradientUse.UPDATE}
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The planes of chunks that are trained, as far as their formats have them; where nothing is trained, weights."""
+        if self is GradientUse.NONE:
+            return (WEIGHT,)
+        return (WEIGHT, REST, *((GRAD,) if self.has_plane else ()), EXP_AVG, EXP_AVG_SQ)

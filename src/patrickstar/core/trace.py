@@ -20,7 +20,6 @@ from enum import Enum
 from urllib.parse import quote, unquote
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.rows import Rows
 
 
 class Phase(str, Enum):
@@ -49,6 +48,27 @@ class Touch:
     def parse(cls, text: str) -> Touch:
         """The touch that prints as `text`."""
         return cls(PlaneRef.parse(text.removesuffix("*")), writes=text.endswith("*"))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of these units, `nbytes` of them. Prints as `rows 4096 c0.weight c1.weight`, `rows* 4096 c0.grad` where they are added to.
+
+    The units rest on the host while a device computes: it must have their last contents, and where rows are added nobody else may.
+    """
+
+    refs: tuple[PlaneRef, ...]
+    nbytes: int
+    writes: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(["rows*" if self.writes else "rows", str(self.nbytes), *map(str, self.refs)])
+
+    @classmethod
+    def parse(cls, words: list[str]) -> Rows:
+        """The rows that print as these words."""
+        kind, nbytes, *refs = words
+        return cls(tuple(map(PlaneRef.parse, refs)), int(nbytes), writes=kind == "rows*")
 
 
 @dataclass(frozen=True, slots=True)

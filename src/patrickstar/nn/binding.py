@@ -38,7 +38,7 @@ from patrickstar.nn.leases import Key, Leases
 from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
 from patrickstar.nn.places import Places
-from patrickstar.nn.records import make_records, with_tiles
+from patrickstar.nn.records import make_records, names_by_id, with_tiles
 from patrickstar.nn.tiles import NOT_ONE_TENSOR, tile_by_tile
 from patrickstar.torch_private import Plain, backward_id
 
@@ -55,7 +55,8 @@ class Binding:
         gathers_rows: whether lookups in tables bring rows from where these rest.
 
     Attributes:
-        by_name: the parameters' records. records: these, and those of tiles. leases: of the slots in use. places: whose they are.
+        by_name: the parameters' records. records: these, and those of tiles. names: of the parameters, by `id()`.
+        leases: of the slots in use. places: whose they are.
         gradients: what `.grad` of a parameter is.
         rewriting: is told of parameters before and after they may be written in place, where somebody wants to know.
         session_name: how messages call the session that this binding is part of.
@@ -88,6 +89,7 @@ class Binding:
         self.rewriting: Rewriting | None = None
         self.records = make_records(named, layout, dtypes=dtypes, copied=copied, gathers_rows=gathers_rows)
         self.by_name = {name: self.records[name] for name in named}
+        self.names = names_by_id(named)
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self.places = Places(self.records)
@@ -269,8 +271,6 @@ class Binding:
                 bound.depth -= 1
                 if not bound.depth:
                     bound.parameter.data = bound.standin
-            if found:
-                self._owner.used([bound.name for bound in found])
 
     # what uses return and autograd saves
 

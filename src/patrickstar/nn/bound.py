@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from patrickstar.core.plane import PlaneRef
 from patrickstar.nn.leases import Key
 
-__all__ = ["BoundParameter", "slot_strides"]
+__all__ = ["BoundParameter"]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class BoundParameter:
     is_table: bool = False
     """Whether tiles are for lookups alone: products see the whole."""
     by_rows: bool = False
-    """Whether lookups gather rows from where the tiles rest (`rows.py`)."""
+    """Whether lookups gather rows from where the tiles rest (`lookups.py`)."""
 
     @property
     def ref(self) -> PlaneRef:
@@ -83,16 +83,3 @@ class BoundParameter:
         if tensor.stride() != stride:
             tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def slot_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where it fills its memory without gaps or overlaps, else those of a contiguous tensor."""
-    expected = 1
-    for size, stride in sorted(
-        zip(parameter.shape, parameter.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
-    ):
-        if size != 1:
-            if stride != expected:
-                return torch.empty(parameter.shape, device="meta").stride()
-            expected *= size
-    return parameter.stride()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from patrickstar.errors import StateError
 from patrickstar.hooks import watch_parameters
-from patrickstar.nn.deferred_recorder import Recorder
+from patrickstar.nn.deferred_recorder import DeferredRecorder
 from patrickstar.nn.deferred_refusal import unrecordable
 from patrickstar.nn.functions import ESCAPES, accessor
 from patrickstar.torch_private import Plain
@@ -39,7 +39,7 @@ def deferred_init() -> Iterator[None]:
     """
     if is_building():
         raise StateError("deferred_init() inside of deferred_init(): one is enough")
-    recorder = Recorder()
+    recorder = DeferredRecorder()
     thread = threading.get_ident()
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -60,9 +60,9 @@ def is_building() -> bool:
     return any(isinstance(mode, _Operations) for mode in _get_current_dispatch_mode_stack())
 
 
-def deferred_by(parameter: Tensor) -> Recorder | None:
+def deferred_by(parameter: Tensor) -> DeferredRecorder | None:
     """The record of the values of a parameter that was built under `deferred_init()`; None: it has them."""
-    recorder: Recorder | None = getattr(type(parameter), "deferred_by", None)
+    recorder: DeferredRecorder | None = getattr(type(parameter), "deferred_by", None)
     return recorder
 
 
@@ -86,7 +86,7 @@ def present_and_absent_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
 class _Operations(TorchDispatchMode):
     """Sees every operation on tensors."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: DeferredRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -97,7 +97,7 @@ class _Operations(TorchDispatchMode):
 class _Functions(TorchFunctionMode):
     """Sees what is called in Python: also what hands out memory, and what no operation tells of."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: DeferredRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
-from patrickstar.nn.bound import slot_strides
+from patrickstar.core.strides import dense_strides
 
-__all__ = ["Signature", "is_dense", "is_plain"]
+__all__ = ["OperationSignature", "is_dense", "is_plain"]
 
 _OVERWRITES = frozenset(
     [
@@ -48,8 +48,8 @@ _SHAPE_ONLY = frozenset(
 _COPIES = frozenset({"clone", "_to_copy"})
 
 
-class Signature:
-    """An operation's.
+class OperationSignature:
+    """What an operation does to the tensors that it is given, by its schema and its name.
 
     Attributes:
         is_view: gives tensors over the storages that it is given, and writes to none. draws: random numbers.
@@ -95,4 +95,4 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie without gaps or overlaps."""
-    return slot_strides(tensor) == tensor.stride()
+    return dense_strides(tensor.shape, tensor.stride()) == tensor.stride()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.nn.deferred_classes import alias_class, parameter_class
-from patrickstar.nn.deferred_operations import Signature, is_dense, is_plain
+from patrickstar.nn.deferred_operations import OperationSignature, is_dense, is_plain
 from patrickstar.nn.deferred_recipe import (
     Call,
     Cell,
@@ -39,14 +39,14 @@ from patrickstar.nn.deferred_storages import Storages, operand
 from patrickstar.torch_private import Unseen
 from patrickstar.units import MIB
 
-__all__ = ["Recorder"]
+__all__ = ["DeferredRecorder"]
 
 _RELEASE_BYTES = 32 * MIB
 _COPY = "a copy of a parameter"
 Known = Mapping[int, Cell]
 
 
-class Recorder:
+class DeferredRecorder:
     """What happens to tensors from the beginning to the end of one `deferred_init()`, and afterwards the values of its parameters."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Recorder:
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Carries out one operation of torch, or writes it down."""
         with _apart():
-            signature = Signature(func)
+            signature = OperationSignature(func)
             if signature.is_view:
                 result = func(*args, **kwargs)
                 if signature.name == "lift_fresh":
@@ -175,7 +175,9 @@ class Recorder:
                 cell.last = call
             return result
 
-    def _call(self, signature: Signature, leaves: list[Any], spec: Any, known: Known, *, blank: list[Tensor]) -> Call:
+    def _call(
+        self, signature: OperationSignature, leaves: list[Any], spec: Any, known: Known, *, blank: list[Tensor]
+    ) -> Call:
         """The record of an operation that is about to be carried out. `blank`: whose contents it does not look at."""
         self._number += 1
         call = Call(self._number, signature.func, (), spec)
@@ -204,7 +206,7 @@ class Recorder:
         return call
 
     def _write(
-        self, signature: Signature, call: Call, leaves: list[Any], known: Known, changed: Any, *, whole: bool
+        self, signature: OperationSignature, call: Call, leaves: list[Any], known: Known, changed: Any, *, whole: bool
     ) -> None:
         """An operation that changes a parameter in place: written down, and carried out only where something depends on that."""
         cell, *others = changed
@@ -262,7 +264,7 @@ class Recorder:
         """`torch.tensor(2.65)`: the numbers stand in the program, and are kept."""
         if is_plain(tensor) and self._storages.cell(tensor) is None and tensor.untyped_storage().resizable():
             leaves, spec = _pytree.tree_flatten(((tensor.detach(),), {}))
-            self._made(self._call(Signature(torch.ops.aten.clone.default), leaves, spec, {}, blank=[]), tensor)
+            self._made(self._call(OperationSignature(torch.ops.aten.clone.default), leaves, spec, {}, blank=[]), tensor)
 
 
 def _covers(written: list[Tensor], known: Known) -> bool:

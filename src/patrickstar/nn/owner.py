@@ -11,7 +11,7 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.gradient_access import GradientOwner
 from patrickstar.nn.leases import Key
-from patrickstar.nn.rows import RowOwner
+from patrickstar.nn.lookups import RowOwner
 
 __all__ = ["Owner", "Rewriting"]
 
@@ -24,9 +24,6 @@ class Owner(GradientOwner, RowOwner, Protocol):
 
         `in_graph`: autograd records the use as one of the parameters themselves.
         """
-
-    def used(self, names: Sequence[str]) -> None:
-        """The use is over."""
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident for a backward that needs what a use has saved."""

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.layout import Layout
-from patrickstar.nn.bound import BoundParameter, slot_strides
+from patrickstar.core.strides import contiguous_strides, dense_strides
+from patrickstar.nn.bound import BoundParameter
 
-__all__ = ["make_records", "with_tiles"]
+__all__ = ["make_records", "names_by_id", "with_tiles"]
+
+
+def names_by_id(named: Mapping[str, Tensor]) -> dict[int, str]:
+    """The name of each of these tensors, by its identity: parameters compare by element, and hooks and optimizers know no names."""
+    return {id(tensor): name for name, tensor in named.items()}
 
 
 def make_records(
@@ -45,7 +51,7 @@ def make_records(
             layout.slices[name].offset,
             torch.empty_strided(
                 parameter.shape,
-                _contiguous(parameter) if tiles else slot_strides(parameter),
+                contiguous_strides(parameter.shape) if tiles else dense_strides(parameter.shape, parameter.stride()),
                 dtype=dtype,
                 device="meta",
             ),
@@ -93,10 +99,6 @@ def _tiles(
         )
         tiles.append(tile)
     return tuple(tiles)
-
-
-def _contiguous(parameter: Tensor) -> tuple[int, ...]:
-    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _itself(parameter: nn.Parameter) -> nn.Parameter:

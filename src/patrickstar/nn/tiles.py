@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.rows import RowOwner, expect_inside, look_up
+from patrickstar.nn.lookups import RowOwner, expect_inside, look_up
 
 __all__ = ["NOT_ONE_TENSOR", "tile_by_tile"]
 

@@ -8,9 +8,10 @@ from typing import Any, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
+from patrickstar.core.strides import dense_strides
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.optim.choose import choose_kernel
-from patrickstar.optim.flat import dense_stride, flat_or_copy, put_back
+from patrickstar.optim.flat import flat_or_copy, put_back
 from patrickstar.optim.hyper import Hyper, refuse_unsupported
 from patrickstar.optim.kernel import Kernel
 
@@ -63,7 +64,7 @@ class _DefinedUpdate(torch.optim.Optimizer):
         state["step"] += 1
         grad = parameter.grad
         assert grad is not None, "only parameters with a gradient are updated"
-        stride = dense_stride(parameter)
+        stride = dense_strides(parameter.shape, parameter.stride())
         written = (parameter, state["exp_avg"], state["exp_avg_sq"])
         weight, exp_avg, exp_avg_sq = (flat_or_copy(tensor, stride) for tensor in written)
         kernel.update(

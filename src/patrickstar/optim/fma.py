@@ -94,10 +94,10 @@ def _agrees_with_emulation(operations: Operations) -> bool:
     grad, weight, exp_avg, exp_avg_sq = torch.randn(4, 4095, generator=generator, device="cpu", dtype=torch.float32)
     seen = []
     for candidate in (operations, Emulated()):
-        moment, square = exp_avg.clone(), exp_avg_sq.abs()
-        candidate.lerp_(moment, grad, 0.10000000149011612)
+        average, square = exp_avg.clone(), exp_avg_sq.abs()
+        candidate.lerp_(average, grad, 0.10000000149011612)
         candidate.decay_square_(square, grad, 0.9990000128746033, 0.0010000000474974513)
-        seen.append((candidate.plus_scaled(grad, weight, 0.009999999776482582), moment, square))
+        seen.append((candidate.plus_scaled(grad, weight, 0.009999999776482582), average, square))
     return all(torch.equal(got, want) for got, want in zip(*seen, strict=True))
 
 

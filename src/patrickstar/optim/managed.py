@@ -10,7 +10,7 @@ import torch
 from patrickstar.errors import StateError
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.state import restore_groups, unpack
-from patrickstar.optim.take_over import check_parameters, read_groups
+from patrickstar.optim.user_optimizer import check_parameters, read_groups
 
 __all__ = ["ManagedOptimizer", "StepTarget"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.widen import BLOCK_NUMEL
+from patrickstar.optim.widen import BLOCK_NUMEL, blocks
 
 __all__ = ["SplitKernel", "join", "split"]
 
@@ -78,8 +78,7 @@ class SplitKernel:
             exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        for start in range(0, weight.numel(), BLOCK_NUMEL):
-            block = slice(start, min(start + BLOCK_NUMEL, weight.numel()))
+        for block in blocks(weight.numel()):
             numel = block.stop - block.start
             master, gradient = self._master[:numel], self._gradient[:numel]
             join(weight[block], rest[block], master, scratch=self._bits[:numel])

@@ -10,10 +10,16 @@ from torch import Tensor
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 
-__all__ = ["BLOCK_NUMEL", "WideningKernel", "scaled_blocks"]
+__all__ = ["BLOCK_NUMEL", "WideningKernel", "blocks", "scaled_blocks"]
 
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
+
+
+def blocks(numel: int, *, of: int = BLOCK_NUMEL) -> Iterator[slice]:
+    """Slices of so many elements at a time, the last one shorter."""
+    for start in range(0, numel, of):
+        yield slice(start, min(start + of, numel))
 
 
 def scaled_blocks(piece: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -21,8 +27,8 @@ def scaled_blocks(piece: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
     if not factors:
         yield piece
         return
-    for start in range(0, piece.numel(), BLOCK_NUMEL):
-        block = piece[start : start + BLOCK_NUMEL].to(torch.float32, copy=True)
+    for span in blocks(piece.numel()):
+        block = piece[span].to(torch.float32, copy=True)
         for factor in factors:
             block.mul_(factor)
         yield block
@@ -57,8 +63,7 @@ class WideningKernel:
             weight, exp_avg, exp_avg_sq: fp32. grad: of any floating type, widened before anything else. All flat, contiguous, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        for start in range(0, weight.numel(), BLOCK_NUMEL):
-            block = slice(start, min(start + BLOCK_NUMEL, weight.numel()))
+        for block in blocks(weight.numel()):
             gradient = self._gradient[: block.stop - block.start]
             gradient.copy_(grad[block])
             for factor in factors:

@@ -34,8 +34,7 @@ from types import MappingProxyType
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import GRAD, PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Moment, Trace
+from patrickstar.core.trace import Moment, Rows, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.snapshot import Condition, Snapshot

@@ -17,10 +17,9 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
-from patrickstar.plan.minimum import pinned_at, worst_moment
+from patrickstar.plan.minimum import expect_room, pinned_at, worst_moment
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
-from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Order, Residency, apply, make_room, mark_free, mark_written
 from patrickstar.plan.rows import prepare_rows, state_after
 
@@ -49,7 +48,7 @@ def make_plan(
     state = start.copy()
     freed = tuple(sorted(frees))
     refuse_unless_homes_fit(machine, home=state.home, slots=state.slots, slot_bytes=state.slot_bytes)
-    _refuse_unless_moments_fit(trace, layout=layout, machine=machine, start=state, frees=freed)
+    expect_room(worst_moment(trace, start=state, frees=freed), machine)
     worth = policy_named(policy)(Uses(trace, following))
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
@@ -86,19 +85,3 @@ def _before(state: Residency, moment: Moment, *, capacity_slots: int, order: Ord
     if moment.rows is not None:
         actions += prepare_rows(state_after(state, actions), moment.rows)
     return actions
-
-
-def _refuse_unless_moments_fit(
-    trace: Trace, *, layout: Layout, machine: Machine, start: Residency, frees: Iterable[tuple[int, PlaneRef]]
-) -> None:
-    worst = worst_moment(trace, layout=layout, start=start, frees=frees)
-    if worst.nbytes > machine.budget[machine.compute]:
-        raise refuse_moment(
-            tier=machine.compute,
-            moment=worst.moment,
-            slot_bytes=worst.slot_bytes,
-            slots=worst.slots,
-            nonmodel_bytes=worst.nonmodel_bytes,
-            budget_bytes=machine.budget[machine.compute],
-            smallest_bytes=worst.nbytes,
-        )

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.plan import frees_by_moment
+from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 from patrickstar.plan.snapshot import CopyState
 
@@ -34,34 +36,55 @@ class Need:
         return self.slots * self.slot_bytes + self.nonmodel_bytes
 
 
-def minimum_bytes(*traces: Trace, layout: Layout, formats: Formats = FP32) -> int:
+def minimum_bytes(*traces: Trace, layout: Layout, formats: Formats) -> int:
     """The smallest budget of the compute tier with which all traces fit, when every unit's home is below it."""
-    return max((worst_moment(trace, layout=layout, formats=formats).nbytes for trace in traces), default=0)
+    pinned = {ref for trace in traces for moment in trace.moments for ref in pinned_at(moment)}
+    slots = {ref: slots_of(ref, layout, formats) for ref in pinned}
+    slot_bytes = bytes_of_slot(layout, formats)
+    needs = (
+        _worst(trace, slots=slots, slot_bytes=slot_bytes, at_home=(), resident=set(), frees=()) for trace in traces
+    )
+    return max((need.nbytes for need in needs), default=0)
 
 
-def worst_moment(
-    trace: Trace,
-    *,
-    layout: Layout,
-    start: Residency | None = None,
-    frees: Iterable[tuple[int, PlaneRef]] = (),
-    formats: Formats = FP32,
-) -> Need:
+def worst_moment(trace: Trace, *, start: Residency, frees: Iterable[tuple[int, PlaneRef]] = ()) -> Need:
     """The moment that needs the largest budget; the earliest of equals.
 
     Args:
-        start: where units are before the trace, for what is at home on the compute tier; None: nothing is.
+        start: where units are before the trace; what is at home on the compute tier stays there.
         frees: as for `make_plan`.
     """
-    if start is None:
-        slot_bytes = bytes_of_slot(layout, formats)
-        slots = {ref: slots_of(ref, layout, formats) for moment in trace.moments for ref in pinned_at(moment)}
-        at_home: Collection[PlaneRef] = ()
-        resident: set[PlaneRef] = set()
-    else:
-        slot_bytes, slots = start.slot_bytes, dict(start.slots)
-        at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
-        resident = {ref for ref, copy in start.resident.items() if copy is CopyState.HERE and ref not in start.void}
+    at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
+    resident = {ref for ref, copy in start.resident.items() if copy is CopyState.HERE and ref not in start.void}
+    return _worst(
+        trace, slots=start.slots, slot_bytes=start.slot_bytes, at_home=at_home, resident=resident, frees=frees
+    )
+
+
+def expect_room(need: Need, machine: Machine) -> None:
+    """Raises BudgetError where the compute tier has less than this need, which is the largest there is."""
+    budget_bytes = machine.budget[machine.compute]
+    if need.nbytes > budget_bytes:
+        raise refuse_moment(
+            tier=machine.compute,
+            moment=need.moment,
+            slot_bytes=need.slot_bytes,
+            slots=need.slots,
+            nonmodel_bytes=need.nonmodel_bytes,
+            budget_bytes=budget_bytes,
+            smallest_bytes=need.nbytes,
+        )
+
+
+def _worst(
+    trace: Trace,
+    *,
+    slots: Mapping[PlaneRef, int],
+    slot_bytes: int,
+    at_home: Collection[PlaneRef],
+    resident: set[PlaneRef],
+    frees: Iterable[tuple[int, PlaneRef]],
+) -> Need:
     worst = Need("", 0, slot_bytes, 0)
     counts = _slots_needed(trace, slots=slots, at_home=at_home, resident=resident, frees=frees)
     for index, needed in enumerate(counts):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
@@ -27,10 +27,10 @@ def place(
     machine: Machine,
     *,
     planes: Iterable[str],
+    formats: Formats,
     disk: bool = True,
     nonmodel_bytes: int = 0,
     transient: Collection[str] = (),
-    formats: Formats = FP32,
 ) -> dict[PlaneRef, Tier]:
     """The home of every unit of these planes.
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
@@ -88,8 +88,8 @@ class Residency:
         *,
         compute: Tier,
         home: Mapping[PlaneRef, Tier],
+        formats: Formats,
         free: Collection[PlaneRef] = (),
-        formats: Formats = FP32,
     ) -> Residency:
         """Every unit of `home` lies there and nowhere else; those in `free` have no contents yet."""
         slot_bytes = bytes_of_slot(layout, formats)
@@ -152,12 +152,12 @@ class Residency:
         return self.slots[ref] * self.slot_bytes
 
 
-def bytes_of_slot(layout: Layout, formats: Formats = FP32) -> int:
+def bytes_of_slot(layout: Layout, formats: Formats) -> int:
     """Bytes of one slot: a chunk of the narrowest plane."""
     return layout.chunk_numel * formats.narrowest
 
 
-def slots_of(ref: PlaneRef, layout: Layout, formats: Formats = FP32) -> int:
+def slots_of(ref: PlaneRef, layout: Layout, formats: Formats) -> int:
     """Slots a unit takes: those of its chunks, times how much wider its plane is than the narrowest."""
     return layout.slots(ref) * (formats.of(ref, layout).itemsize // formats.narrowest)
 

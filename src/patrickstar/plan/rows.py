@@ -1,11 +1,11 @@
-"""What must happen before rows of units are read or added to where the units rest (`core/rows.py`)."""
+"""What must happen before rows of units are read or added to where the units rest (`Rows` of `core/trace.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.rows import Rows
+from patrickstar.core.trace import Rows
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.residency import CLEAN, DIRTY, InvariantError, Residency, apply
 

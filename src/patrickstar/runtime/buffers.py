@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from patrickstar.nn.records import names_by_id
 from patrickstar.runtime.precision import Precision, lies_in
 
 __all__ = ["cast_buffers", "persistent_buffers", "put_back", "put_on_meta", "restore_buffers"]
@@ -51,7 +52,7 @@ def restore_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None
 def put_on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Puts parameters without bytes in the place of the model's; tied ones stay tied. (A tensor cannot go to meta in place.)"""
     made: dict[int, nn.Parameter] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = names_by_id(dict(model.named_parameters()))
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None or id(parameter) not in names:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from patrickstar.errors import ConfigError, LayoutError, StateError
-from patrickstar.nn.bound import slot_strides
 from patrickstar.nn.deferred import deferred_by, is_building
+from patrickstar.nn.deferred_operations import is_dense
 
 __all__ = ["check_model"]
 
@@ -76,7 +76,7 @@ def _check_memory(named: Mapping[str, nn.Parameter]) -> None:
     spans = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
         for name, parameter in named.items()
-        if parameter.numel() and slot_strides(parameter) == parameter.stride() and deferred_by(parameter) is None
+        if parameter.numel() and is_dense(parameter) and deferred_by(parameter) is None
     )
     pairs = itertools.chain(itertools.pairwise(spans), itertools.pairwise(_deferred_spans(named)))
     for (_, end, name), (start, _, other) in pairs:

@@ -10,7 +10,7 @@ from torch import Tensor
 from patrickstar.core.plane import WEIGHT, PlaneRef
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.take_over import return_state
+from patrickstar.optim.user_optimizer import return_state
 from patrickstar.runtime.buffers import put_on_meta, restore_buffers
 from patrickstar.runtime.optimizer_state import OptimizerState
 from patrickstar.runtime.parts import Parts
@@ -106,9 +106,8 @@ class Closing:
                 "Call session.save_checkpoint(dir) before close() to keep it"
             )
             return
-        names = {id(parameter): name for name, parameter in parts.named.items()}
         parts.conductor.pilot.segment.reserve_bytes += needed  # chunks make room
-        return_state(self._optimizer.original, names, self._optimizer_state().states())
+        return_state(self._optimizer.original, parts.binding.names, self._optimizer_state().states())
 
     def _return_weights(self) -> None:
         # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Phase, Touch
+from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.plan.actions import Action, Copy, Create, Drop
 from patrickstar.plan.rows import link_of
 from patrickstar.runtime.mover import Mover
@@ -25,7 +24,7 @@ from patrickstar.runtime.pilot import Pilot, Segment
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.torch_private import Plain
 from patrickstar.tracing.meter import LiveBytes
-from patrickstar.tracing.recorder import Recorder
+from patrickstar.tracing.recorder import TraceRecorder
 
 __all__ = ["Conductor"]
 
@@ -68,7 +67,7 @@ class Conductor:
         self._held = held
         self._pressure = pressure
 
-        self.recorder: Recorder | None = None
+        self.recorder: TraceRecorder | None = None
         self.pending: Callable[..., None] | None = None
         self.meter: LiveBytes | None = None
         self.arena: ArenaBound | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,8 @@ from patrickstar.core.plane import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.split import split
-from patrickstar.optim.widen import BLOCK_NUMEL
+from patrickstar.optim.widen import BLOCK_NUMEL, blocks
+from patrickstar.plan.touches import master_touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.precision import Precision
 
@@ -56,9 +55,8 @@ class Copies:
             for part in self._layout.parts(name):
                 rest = PlaneRef(part.chunk, REST)
                 is_split = rest in self._conductor.mover.state.home
-                weight, _ = self._layout.weight_place(part)
-                touches = [Touch(weight, True)] + ([Touch(rest, True)] if is_split else [])
-                self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
+                touches = master_touches(part, self._layout, is_split=is_split, writes=True)
+                self._conductor.moment(Phase.STEP, name, touches)
                 kept = self._kept(part)
                 left = self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
                 self._take_changes(copy[_span(part)], kept, left)
@@ -66,7 +64,7 @@ class Copies:
 
     def _take_changes(self, copy: Tensor, kept: Tensor, rest: Tensor | None) -> None:
         bits = torch.int16 if copy.dtype.itemsize == 2 else torch.int32
-        for block in _blocks(copy.numel()):
+        for block in blocks(copy.numel()):
             before = torch.empty_like(copy[block])
             self._convert(kept[block], before)
             changed = before.view(bits) != copy[block].view(bits)
@@ -90,7 +88,7 @@ class Copies:
         if self._rounded is None or copy.dtype is self._rounded.dtype:
             copy.copy_(kept)
             return
-        for block in _blocks(copy.numel()):
+        for block in blocks(copy.numel()):
             rounded = self._rounded[: block.stop - block.start].copy_(kept[block])
             copy[block].copy_(rounded)
 
@@ -98,8 +96,3 @@ class Copies:
 def _span(part: Part) -> slice:
     """The part's elements of its parameter or tile."""
     return slice(part.tensor_start, part.tensor_start + part.stop - part.start)
-
-
-def _blocks(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, BLOCK_NUMEL):
-        yield slice(start, min(start + BLOCK_NUMEL, numel))

@@ -35,13 +35,12 @@ def export_model(
     """
     tensors = tensors_of(model)
     kept = own_keys(model, tensors)
-    names = {id(bound.parameter): bound.name for bound in binding}
     entries: list[TensorEntry] = []
     pieces: dict[str, Callable[[], Iterator[Tensor]]] = {}
     for keys, tensor in tensors.items():
         if keys not in kept:
             continue
-        name = names.get(id(tensor))
+        name = binding.names.get(id(tensor))
         dtype = tensor.dtype if name is None else torch.float32
         entries.append(TensorEntry(kept[keys], dtype, tuple(tensor.shape)))
         pieces[kept[keys]] = _of_buffer(tensor) if name is None else _of_parameter(binding, weights, name)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patrickstar.config.arguments import check_arguments
-from patrickstar.core.formats import Formats
+from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
@@ -20,18 +20,17 @@ from patrickstar.errors import BudgetError, Error
 from patrickstar.nn.deferred import present_and_absent_bytes
 from patrickstar.plan import residency
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.minimum import minimum_bytes, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
+from patrickstar.plan.touches import Touches, gradients_freed, norm_trace, step_trace
 from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.keeper import cast_inputs
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.precision import find_precision
 from patrickstar.runtime.resting import gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.runtime.segments import with_retention
-from patrickstar.runtime.updates import norm_trace, step_trace
-from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 
 __all__ = ["Forecast", "forecast"]
@@ -86,9 +85,10 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, precision)
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
+    formats = SessionFormats(precision.formats)
     tracer = OfflineTracer(
         layout,
-        lambda: Choreography(layout, gradients=gradients, updates=trainable.__contains__, formats=precision.formats),
+        lambda: Touches(layout, gradients=gradients, updates=trainable.__contains__, formats=formats),
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),
@@ -143,7 +143,7 @@ def _update(
     clips: bool,
     in_chunks: bool,
 ) -> Trace:
-    trace = step_trace(layout, trainable, writes_gradients=clips, with_gradient=in_chunks, formats=formats)
+    trace = step_trace(layout, trainable, formats=formats, in_plane=in_chunks, writes_gradients=clips)
     if in_chunks:
         return trace
     beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
@@ -168,11 +168,11 @@ def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], format
                 residency.apply(start, residency.Create(ref, Tier.HOST, start.slots[ref]))
         needs, contents = [], start
         for trace in traces:
-            needs.append(worst_moment(trace, layout=layout, start=contents).nbytes)
+            needs.append(worst_moment(trace, start=contents).nbytes)
             contents = _touched(contents, trace)
         minimum["host"] = max(needs)
         return minimum
-    minimum[machine.compute.label] = max(worst_moment(trace, layout=layout, formats=formats).nbytes for trace in traces)
+    minimum[machine.compute.label] = minimum_bytes(*traces, layout=layout, formats=formats)
     return minimum
 
 
@@ -199,8 +199,8 @@ def _long_run(
         plans, moved = [], Counter()
         for number, trace in enumerate(traces):
             last = number == len(traces) - 1
-            machine = budgets.machine_for(worst_moment(trace, layout=layout, start=state).nbytes)
-            frees = _gradients_freed(trace) if last and len(traces) > 1 else ()
+            machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
+            frees = gradients_freed(trace) if last and len(traces) > 1 else ()
             plan = make_plan(
                 trace,
                 layout=layout,
@@ -234,12 +234,3 @@ def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> No
         for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
             residency.apply(state, action)
         residency.mark_written(state, ref)
-
-
-def _gradients_freed(trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
-    return tuple(
-        (index, touch.ref)
-        for index, moment in enumerate(trace.moments)
-        for touch in moment.touches
-        if touch.ref.plane == GRAD
-    )

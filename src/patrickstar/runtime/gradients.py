@@ -13,11 +13,11 @@ from torch import Tensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD, PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Phase, Touch
+from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.rows import RowGradients
+from patrickstar.nn.lookups import RowGradients
 from patrickstar.optim.widen import scaled_blocks
+from patrickstar.plan.touches import gradient_parts
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
 
@@ -67,10 +67,9 @@ class Gradients:
         is_there = name in self.names or bound.name in self.incomplete.get(name, ())
         with self._conductor.quiet():
             flat = bound.flat(gradient)
-            for part in self._layout.parts(bound.name):
-                ref = PlaneRef(part.chunk, GRAD)
-                self._conductor.moment(Phase.BACKWARD, bound.name, (Touch(ref, True),))
-                target = self._conductor.tensor(ref)[part.start : part.stop]
+            for part, touches in gradient_parts(self._layout, bound.name, writes=True):
+                self._conductor.moment(Phase.BACKWARD, bound.name, touches)
+                target = self._conductor.tensor(touches[0].ref)[part.start : part.stop]
                 self._put(name, target, flat[part.tensor_start : part.tensor_start + target.numel()], is_there=is_there)
         if name not in self.names:
             self.incomplete.setdefault(name, set()).add(bound.name)
@@ -124,10 +123,9 @@ class Gradients:
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
-        for part in self._layout.parts(name):
-            ref = PlaneRef(part.chunk, GRAD)
-            self._conductor.moment(Phase.STEP, name, (Touch(ref),))
-            yield self._conductor.tensor(ref)[part.start : part.stop]
+        for part, touches in gradient_parts(self._layout, name, writes=False):
+            self._conductor.moment(Phase.STEP, name, touches)
+            yield self._conductor.tensor(touches[0].ref)[part.start : part.stop]
 
     def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of the gradient, of the parameter's shape and strides."""
@@ -188,11 +186,10 @@ class Gradients:
         factors = self.factors.pop(name, ())
         if factors:
             with self._conductor.quiet():
-                for part in self._layout.parts(name):
-                    ref = PlaneRef(part.chunk, GRAD)
-                    self._conductor.moment(Phase.STEP, name, (Touch(ref, True),))
+                for part, touches in gradient_parts(self._layout, name, writes=True):
+                    self._conductor.moment(Phase.STEP, name, touches)
                     for factor in factors:
-                        self._conductor.tensor(ref)[part.start : part.stop].mul_(factor)
+                        self._conductor.tensor(touches[0].ref)[part.start : part.stop].mul_(factor)
 
     def _forget(self, name: str) -> None:
         self.names.discard(name)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from patrickstar.core.formats import Formats
+from patrickstar.core.formats import Formats, SessionFormats
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.plan.minimum import Need, expect_room
 from patrickstar.plan.placement import place_more
-from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import slots_of
+from patrickstar.plan.touches import update_touches
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["Growth"]
@@ -23,25 +25,25 @@ class Growth:
     """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
 
     Args:
-        gradients: whether gradients lie in chunks.
+        gradients: where they go.
         changed: is told that plans made so far are of units of other sizes.
     """
 
     def __init__(
         self,
         layout: Layout,
-        formats: Formats,
+        formats: SessionFormats,
         conductor: Conductor,
         *,
         machine: Machine,
-        gradients: bool,
+        gradients: GradientUse,
         changed: Callable[[str], None],
     ) -> None:
         self._layout = layout
         self._formats = formats
         self._conductor = conductor
         self._machine = machine
-        self._planes = (WEIGHT, REST, *((GRAD,) if gradients else ()), EXP_AVG, EXP_AVG_SQ)
+        self._gradients = gradients
         self._changed = changed
 
     def thaw(self, name: str) -> None:
@@ -55,21 +57,17 @@ class Growth:
 
     def _thaw_run(self, run: Run, name: str) -> None:
         chunks = range(run.head, run.head + run.length)
-        formats, state = self._formats, self._conductor.mover.state
-        if formats.is_trained(run.head, self._layout):
+        if self._formats.now.is_trained(run.head, self._layout):
             return
         self._conductor.settle()
+        formats, state = self._formats.now.thaw(chunks), self._conductor.mover.state
         weight = PlaneRef(run.head, WEIGHT)
-        formats.thawed.update(chunks)
-        try:
-            units = [ref for ref in formats.units(self._layout, self._planes) if ref.chunk in chunks]
-            slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
-            new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
-            homes = self._prepare(new, slots)
-        finally:
-            formats.thawed.difference_update(chunks)
+        units = [ref for ref in formats.units(self._layout, self._gradients.planes) if ref.chunk in chunks]
+        slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
+        new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
+        homes = self._prepare(new, slots, formats)
         # An fp16 weight alone becomes the fp32 master.
-        self._reform(homes, slots, keep=weight if weight in new else None, switch=lambda: formats.thawed.update(chunks))
+        self._reform(homes, slots, formats, keep=weight if weight in new else None)
         self._changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
@@ -78,25 +76,25 @@ class Growth:
         Raises:
             BudgetError: what that takes does not fit.
         """
-        formats, layout, state = self._formats, self._layout, self._conductor.mover.state
+        formats, layout, state = self._formats.now, self._layout, self._conductor.mover.state
         narrow = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
         factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
         slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
-        homes = self._prepare(narrow, slots)
+        homes = self._prepare(narrow, slots, formats)
         for ref in narrow:
             keep = None if ref in state.free else ref
-            self._reform({ref: homes[ref]}, slots, keep=keep, switch=lambda chunk=ref.chunk: formats.widened.add(chunk))  # type: ignore[misc]
+            self._reform({ref: homes[ref]}, slots, self._formats.now.widen(ref.chunk), keep=keep)
         self._changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(
         self,
         homes: dict[PlaneRef, Tier],
         slots: dict[PlaneRef, int],
+        formats: Formats,
         *,
         keep: PlaneRef | None,
-        switch: Callable[[], object],
     ) -> None:
-        """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type."""
+        """Takes units in, or in another size, as these formats have them. `keep`: the one whose contents stay, in its new type."""
         conductor, state = self._conductor, self._conductor.mover.state
         with conductor.apart():
             values = None
@@ -106,15 +104,15 @@ class Growth:
             for ref in homes:
                 if ref in state.home:
                     conductor.mover.release(ref)
-            switch()
+            self._formats.now = formats
             conductor.mover.grow(homes, slots)
             if keep is not None and values is not None:
                 conductor.moment(Phase.STEP, "", (Touch(keep, True),))
                 conductor.tensor(keep).copy_(values)
 
-    def _prepare(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> dict[PlaneRef, Tier]:
+    def _prepare(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int], formats: Formats) -> dict[PlaneRef, Tier]:
         """Where the units will rest. BudgetError where they do not fit there, or the update of a chunk does not fit any more."""
-        self._expect_room_for_updates(new, slots)
+        self._expect_room_for_updates({ref.chunk for ref in new}, slots, formats)
         mover = self._conductor.mover
         homes = place_more(
             self._machine,
@@ -127,22 +125,11 @@ class Growth:
         mover.prepare(homes, slots)
         return homes
 
-    def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> None:
+    def _expect_room_for_updates(self, chunks: Collection[int], slots: dict[PlaneRef, int], formats: Formats) -> None:
         state, layout = self._conductor.mover.state, self._layout
         sizes = {**state.slots, **slots}
-        for chunk in sorted({ref.chunk for ref in new}):
-            touched = [
-                PlaneRef(layout.run_of(chunk).head, WEIGHT),
-                *(PlaneRef(chunk, plane) for plane in self._planes[1:]),
-            ]
-            needed = sum(sizes[ref] for ref in touched if ref in sizes)
-            if needed * state.slot_bytes > self._machine.budget[state.compute]:
-                raise refuse_moment(
-                    tier=state.compute,
-                    moment=f"step {layout.run_of(chunk).tensors[0]}",
-                    slot_bytes=state.slot_bytes,
-                    slots=needed,
-                    nonmodel_bytes=0,
-                    budget_bytes=self._machine.budget[state.compute],
-                    smallest_bytes=needed * state.slot_bytes,
-                )
+        for chunk in sorted(chunks):
+            gradient = [Touch(PlaneRef(chunk, GRAD))] if self._gradients.has_plane else []
+            touches = update_touches(chunk, layout, formats, *gradient)
+            needed = sum(sizes[touch.ref] for touch in touches)
+            expect_room(Need(f"step {layout.run_of(chunk).tensors[0]}", needed, state.slot_bytes, 0), self._machine)

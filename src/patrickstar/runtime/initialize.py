@@ -18,7 +18,7 @@ from patrickstar.core.chunk_size import GRAIN, target_numel
 from patrickstar.errors import ConfigError, LayoutError
 from patrickstar.nn.deferred import deferred_init
 from patrickstar.optim.configured import build_optimizer
-from patrickstar.optim.schedules import Scheduler
+from patrickstar.optim.scheduler import Scheduler
 from patrickstar.runtime.engine import Engine
 from patrickstar.runtime.engine_optimizer import EngineOptimizer
 from patrickstar.runtime.manage import manage

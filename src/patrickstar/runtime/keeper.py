@@ -11,20 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import StateError
+from patrickstar.errors import StateError, some
 from patrickstar.nn.leases import Key
-from patrickstar.nn.rows import WaitingRows
+from patrickstar.nn.lookups import WaitingRows
 from patrickstar.nn.watch import Watch
+from patrickstar.plan.touches import Touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.segments import Segments
-from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.training import Training
 from patrickstar.torch_private import backward_id
-from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Keeper"]
 
@@ -52,15 +50,13 @@ class Keeper:
         *,
         model: nn.Module,
         named: Mapping[str, nn.Parameter],
-        choreography: Choreography,
-        states: ParameterStates,
+        touches: Touches,
         compute: torch.dtype = torch.float32,
     ) -> None:
         self._model = model
         self._named = named
         self._expected = [id(parameter) for parameter in model.parameters()]
-        self.choreography = choreography
-        self.states = states
+        self.touches = touches
         self._compute = compute
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
@@ -68,7 +64,6 @@ class Keeper:
         self._depth = 0
         self._handled: BaseException | None = None
         self._in_backward = False
-        self._records = False
         self._began_s = 0.0
         self._backward_began_s = 0.0
 
@@ -101,22 +96,15 @@ class Keeper:
         self._check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
-        if not inside:
-            self.choreography.used(names, in_graph=in_graph)
-        self._conductor.moment(
-            Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], tuple(Touch(ref) for ref in refs)
-        )
-        self.states.entered(names)
-
-    def used(self, names: Sequence[str]) -> None:
-        """See `nn.binding.Owner`."""
-        self.states.left(names, in_forward=self._depth > 0 and backward_id() == -1 and self._records)
+        phase, touches = self.touches.use(refs, names, in_graph=in_graph, in_backward=inside)
+        self._conductor.moment(phase, names[0], touches)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
         self._check_watch()
         self._in_backward = True
-        self._conductor.moment(Phase.BACKWARD, name, (Touch(ref),))
+        phase, touches = self.touches.unpack(ref)
+        self._conductor.moment(phase, name, touches)
 
     def wrap(self, key: Key) -> Tensor:
         """See `nn.binding.Owner`."""
@@ -153,23 +141,19 @@ class Keeper:
         if not self._backward_began_s:
             self._backward_began_s = now
         assert self._training is not None
-        self.states.gradient_arrived(name)
         self._training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:
-        """See `nn.rows.RowOwner`."""
+        """See `nn.lookups.RowOwner`."""
         self._check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
-        if not inside:
-            self.choreography.used(self.choreography.layout.leaves(name), in_graph=in_graph)
-        self._tables.gather(Phase.RECOMPUTE if inside else Phase.FORWARD, name, ids, values)
-        self.states.entered([name])
-        self.used([name])
+        phase, rows = self.touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=inside)
+        self._tables.gather(phase, name, rows, ids, values)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        """See `nn.rows.RowOwner`."""
+        """See `nn.lookups.RowOwner`."""
         self._check_watch()
         assert self._training is not None
         self._in_backward = True
@@ -179,7 +163,6 @@ class Keeper:
     def bring_rows(self) -> None:
         """The innermost backward ends: gradients of rows that it has brought are complete."""
         for gradients in self._rows.take():
-            self.states.gradient_arrived(gradients.name)
             self._tables.add_gradient(gradients, deliver=self.gradient)
 
     def read_gradient(self, name: str) -> Tensor | None:
@@ -212,11 +195,8 @@ class Keeper:
         args, kwargs = cast_inputs((args, kwargs), self._compute)
         with self._conductor.lock:
             self._segments.begin_forward(module, self._named, args, kwargs)
-        self.choreography.begin_forward()
+        self.touches.begin_forward()
         self._rows.clear()
-        self._records = torch.is_grad_enabled()
-        if self._records:
-            self.states.next_step()
         self._depth = 1
         self._in_backward = False
         self._handled = sys.exc_info()[1]
@@ -256,9 +236,8 @@ class Keeper:
             for name in {**self._named, **now}
             if now.get(name) is not self._named.get(name) or not self._is_managed(now[name])
         ]
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise StateError(
-            f"parameters of the model were replaced, added or removed after manage(): {shown}. Close the session, change the model "
+            f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "
             "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
         )
 

@@ -13,7 +13,9 @@ from patrickstar.checkpoint.naming import naming_of
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import WEIGHT
+from patrickstar.errors import some
 from patrickstar.nn.deferred import present_and_absent_bytes
+from patrickstar.nn.records import names_by_id
 from patrickstar.plan.residency import Residency
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.buffers import persistent_buffers
@@ -38,7 +40,7 @@ class Loading:
             CheckpointError: they are damaged, or of another model.
         """
         tensors = tensors_of(model)
-        parameters = {id(parameter): name for name, parameter in named.items()}
+        parameters = names_by_id(named)
         self._model = model
         self._naming = naming_of(model)
         self._files = WeightFiles(path)
@@ -112,5 +114,4 @@ def _fit_twice(named: Mapping[str, nn.Parameter], state: Residency, budgets: Bud
 
 def _tell(path: Path, what: str, names: Sequence[str]) -> None:
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        _log.warning("%s: %d tensors %s: %s%s", path, len(names), what, ", ".join(names[:_SHOWN]), more)
+        _log.warning("%s: %d tensors %s: %s", path, len(names), what, some(names, most=_SHOWN))

@@ -15,6 +15,7 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.options import Options
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
@@ -26,13 +27,15 @@ from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.store import ChunkStore
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.deferred import present_and_absent_bytes
+from patrickstar.nn.records import names_by_id
 from patrickstar.nn.watch import Watch
 from patrickstar.nn.whole_calls import WholeCalls
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.take_over import check_optimizer, read_groups
+from patrickstar.optim.user_optimizer import check_optimizer, read_groups
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import Touches
 from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.runtime.checks import check_model
@@ -47,19 +50,17 @@ from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.pilot import Pilot
-from patrickstar.runtime.precision import Precision, find_precision
+from patrickstar.runtime.precision import Precision, find_precision, torch_type
 from patrickstar.runtime.pressure import Pressure
 from patrickstar.runtime.resting import gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.runtime.scaler import LossScaler
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.session import Session
-from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.takeover import take_over
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.updates import Updates
 from patrickstar.runtime.weights import Weights
-from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.offline import OfflineTracer
 
 __all__ = ["manage"]
@@ -127,7 +128,7 @@ def manage(
     )
     named = check_model(model)
     if optimizer is not None:
-        check_optimizer(optimizer, {id(parameter): name for name, parameter in named.items()})
+        check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     types = find_precision(memory, model)
     if memory.precision is None and types.mixed:
@@ -139,9 +140,10 @@ def manage(
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
-    state = resting_state(layout, budgets, gradients=gradients, formats=types.formats)
+    formats = SessionFormats(types.formats)
+    state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)
     budgets.prepare_allocator()
-    store, ledger = _build_store(state, layout, memory, budgets, lambda ref: types.dtype(ref, layout))
+    store, ledger = _build_store(state, layout, memory, budgets, lambda ref: torch_type(formats.now.of(ref, layout)))
     try:
         return _build_session(
             model,
@@ -152,6 +154,7 @@ def manage(
             budgets=budgets,
             gradients=gradients,
             precision=types,
+            formats=formats,
             mover=Mover(state, store, ledger),
             source=source,
         )
@@ -214,12 +217,13 @@ def _build_session(
     budgets: Budgets,
     gradients: GradientUse,
     precision: Precision,
+    formats: SessionFormats,
     mover: Mover,
     source: Loading | None,
 ) -> Session:
     machine, options = budgets.machine, memory.options
     compute = machine.compute
-    names = {id(parameter): name for name, parameter in named.items()}
+    names = names_by_id(named)
 
     def hypers() -> Mapping[str, Hyper]:
         return {} if original is None else read_groups(original.param_groups, names)
@@ -229,11 +233,10 @@ def _build_session(
             named[name] is parameter for group in original.param_groups for parameter in group["params"]
         )
 
-    def choreography() -> Choreography:
-        return Choreography(layout, gradients=gradients, updates=in_a_group, formats=precision.formats)
+    def touches() -> Touches:
+        return Touches(layout, gradients=gradients, updates=in_a_group, formats=formats)
 
-    states = ParameterStates(layout)
-    keeper = Keeper(model=model, named=named, choreography=choreography(), states=states, compute=precision.compute)
+    keeper = Keeper(model=model, named=named, touches=touches(), compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
     by_rows = gathers_rows(machine)
     binding = Binding(
@@ -262,7 +265,7 @@ def _build_session(
         policy=options.eviction,
         tracer=OfflineTracer(
             layout,
-            choreography,
+            touches,
             gradients=gradients,
             dtypes=dtypes,
             copied=precision.copied(layout),
@@ -275,16 +278,14 @@ def _build_session(
     )
     growth = Growth(
         layout,
-        precision.formats,
+        formats,
         conductor,
         machine=machine,
-        gradients=gradients.has_plane,
+        gradients=gradients,
         changed=segments.forget_plans,
     )
     weights = Weights(binding, layout, conductor, growth)
-    in_chunks = Gradients(
-        layout, conductor, lambda ref: precision.dtype(ref, layout), growth, finds_overflow=precision.scales
-    )
+    in_chunks = Gradients(layout, conductor, mover.store.dtype, growth, finds_overflow=precision.scales)
     training = None
     if original is not None:
         training = Training(
@@ -293,9 +294,9 @@ def _build_session(
             conductor=conductor,
             segments=segments,
             gradients=in_chunks,
-            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=precision.formats),
-            formats=precision.formats,
-            choreography=keeper.choreography,
+            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=formats),
+            formats=formats,
+            touches=keeper.touches,
             growth=growth,
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
@@ -308,7 +309,7 @@ def _build_session(
         watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
         copies=Copies(binding, layout, conductor, precision),
         growth=growth,
-        tables=TableRows(binding, conductor, in_chunks, keeper.choreography, rounding=precision.rounding),
+        tables=TableRows(binding, conductor, in_chunks, keeper.touches, rounding=precision.rounding),
         is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
@@ -351,8 +352,6 @@ def _build_session(
         undo.pop_all()
     if source is not None:
         source.finish()
-    for name in named:
-        states.filled(name)
     binding.session_name = repr(session)
     # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
     session.unclosed = weakref.finalize(mover.store, _warn_of_unclosed, repr(session))

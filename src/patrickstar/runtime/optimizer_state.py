@@ -9,6 +9,7 @@ from torch import nn
 
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import BudgetError
+from patrickstar.nn.records import names_by_id
 from patrickstar.optim.state import State, pack, unpack
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.training import Training
@@ -34,7 +35,7 @@ class OptimizerState:
         groups: list[dict[str, Any]],
     ) -> None:
         self._named = named
-        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._names = names_by_id(named)
         self._weights = weights
         self._training = training
         self._pilot = pilot
@@ -67,7 +68,7 @@ class OptimizerState:
     def states(self) -> dict[str, State]:
         """Count and moments by parameter name, each a copy."""
         return {
-            name: State(count, self._weights.read_moment(name, EXP_AVG), self._weights.read_moment(name, EXP_AVG_SQ))
+            name: State(count, self._weights.read_average(name, EXP_AVG), self._weights.read_average(name, EXP_AVG_SQ))
             for name, count in self._training.steps.items()
         }
 
@@ -76,9 +77,9 @@ class OptimizerState:
         states = unpack(state_dict, self._groups, self._names)
         steps = self._training.steps
         for name in set(steps) - set(states):
-            self._weights.clear_moments(name)
+            self._weights.clear_averages(name)
         steps.clear()
         for name, entry in states.items():
-            self._weights.write_moment(name, EXP_AVG, entry.exp_avg)
-            self._weights.write_moment(name, EXP_AVG_SQ, entry.exp_avg_sq)
+            self._weights.write_average(name, EXP_AVG, entry.exp_avg)
+            self._weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
             steps[name] = entry.step

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.core.trace import Phase, Rows, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
@@ -59,7 +58,7 @@ class Pilot:
     Args:
         state: where every unit is now; the mover changes it.
         budget_bytes: what the compute tier may hold now, slots and non-model data together.
-        policy: "next-use" or "lru". is_spent: whether the step needs a unit no more, for moments without a forecast.
+        policy: "next-use" or "lru".
         spare_bytes: of the budget, to be left free where that can be.
 
     Attributes:
@@ -72,13 +71,11 @@ class Pilot:
         *,
         budget_bytes: Callable[[], int],
         policy: str,
-        is_spent: Callable[[PlaneRef], bool] = lambda _: False,
         spare_bytes: int = 0,
     ) -> None:
         self._state = state
         self._budget_bytes = budget_bytes
         self._policy = policy
-        self._is_spent = is_spent
         self._spare_bytes = spare_bytes
 
         self.segment = Segment("outside")
@@ -233,4 +230,4 @@ class Pilot:
                 segment.worth = policy_named(self._policy)(Uses(segment.trace))
             worth, now = segment.worth, segment.position
             return lambda held: eviction_order(held, state=self._state, worth=worth, now=now)
-        return lambda held: sorted(held, key=lambda ref: (not self._is_spent(ref), self._last_use.get(ref, -1), ref))
+        return lambda held: sorted(held, key=lambda ref: (self._last_use.get(ref, -1), ref))

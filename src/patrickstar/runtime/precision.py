@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.core.formats import Formats, bf16_formats, fp16_formats, fp32_formats
+from patrickstar.core.formats import FP32, Formats, PlaneFormat, bf16_formats, fp16_formats
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import PlaneRef
 from patrickstar.torch_private import computes_bf16, computes_fp16
 
-__all__ = ["Precision", "default_precision", "find_precision", "lies_in"]
+__all__ = ["Precision", "default_precision", "find_precision", "lies_in", "torch_type"]
 
 _TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -27,7 +26,7 @@ class Precision:
     """The types of a session.
 
     Attributes:
-        formats: of planes. compute: what parameters, inputs and buffers are of.
+        formats: of planes, to begin with. compute: what parameters, inputs and buffers are of.
         whole: the paths of modules that stay fp32 whole, and all modules inside of them.
         copies: whether uses of other parameters see copies, converted from what is kept. rounding: the type a master is rounded to for that,
             where its plane is fp32. mixed: whether there are 16-bit types.
@@ -44,11 +43,6 @@ class Precision:
     def scales(self) -> bool:
         """Whether gradients may overflow, so that the loss is scaled."""
         return self.rounding is torch.float16
-
-    def dtype(self, ref: PlaneRef, layout: Layout) -> torch.dtype:
-        """torch's type of a unit's elements."""
-        found: torch.dtype = getattr(torch, self.formats.of(ref, layout).dtype)
-        return found
 
     def parameter_dtypes(self, layout: Layout) -> Mapping[str, torch.dtype]:
         """What parameters are of while they are managed, by name."""
@@ -71,7 +65,7 @@ def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
     """
     kept, options = memory.precision or default_precision(), memory.options
     if kept == "fp32":
-        return Precision(fp32_formats(), torch.float32)
+        return Precision(FP32, torch.float32)
     compute = options.compute or (kept if _is_fast(kept) else "fp32")
     whole = _whole_modules(model, options.keep_fp32)
     accumulates = (options.accumulate or 1) > 1
@@ -80,6 +74,12 @@ def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
         return Precision(formats, _TYPES[compute], whole, mixed=True, copies=compute == "fp32")
     formats = fp16_formats(gradient="float32" if accumulates else "float16")
     return Precision(formats, _TYPES[compute], whole, mixed=True, copies=True, rounding=torch.float16)
+
+
+def torch_type(form: PlaneFormat) -> torch.dtype:
+    """torch's own name for the type of a plane's elements."""
+    found: torch.dtype = getattr(torch, form.dtype)
+    return found
 
 
 def default_precision() -> str:

@@ -13,18 +13,17 @@ from patrickstar.core.formats import Formats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.minimum import expect_room, worst_moment
 from patrickstar.plan.placement import place
-from patrickstar.plan.refusal import refuse_moment
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import step_trace
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.precision import Precision, lies_in
 from patrickstar.runtime.tiling import find_tables, find_tiles
-from patrickstar.runtime.updates import step_trace
 
 __all__ = ["gathers_rows", "gradient_use", "layout_of", "resting_state"]
 
@@ -89,30 +88,15 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
         BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
     """
     machine = budgets.machine
-    planes: tuple[str, ...] = (WEIGHT,)
-    if gradients is not GradientUse.NONE:
-        planes = (WEIGHT, REST, *((GRAD,) if gradients.has_plane else ()), EXP_AVG, EXP_AVG_SQ)
     transient = (GRAD,) if gradients is GradientUse.UPDATE else ()
-    home = _homes(layout, machine, planes, transient=transient, formats=formats)
+    home = _homes(layout, machine, gradients.planes, transient=transient, formats=formats)
     state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]
     if gradients is not GradientUse.NONE:
         in_chunks = gradients is GradientUse.CHUNK
-        traces.append(
-            step_trace(layout, layout.slices, writes_gradients=True, with_gradient=in_chunks, formats=formats)
-        )
-    worst = max((worst_moment(trace, layout=layout, start=state) for trace in traces), key=lambda need: need.nbytes)
-    if worst.nbytes > machine.budget[machine.compute]:
-        raise refuse_moment(
-            tier=machine.compute,
-            moment=worst.moment,
-            slot_bytes=worst.slot_bytes,
-            slots=worst.slots,
-            nonmodel_bytes=0,
-            budget_bytes=machine.budget[machine.compute],
-            smallest_bytes=worst.nbytes,
-        )
+        traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, writes_gradients=True))
+    expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
     return state
 
 

@@ -112,9 +112,9 @@ class Saving:
                     elif kind == "weight":
                         self._read_weight(reader, name, owner)
                     else:
-                        self._read_moment(reader, name, owner, _PLANES[kind])
+                        self._read_average(reader, name, owner, _PLANES[kind])
                 for name in set(self._steps) - set(steps):
-                    self._weights.clear_moments(name)
+                    self._weights.clear_averages(name)
             self._binding.changed_by_update(self._binding.by_name)
             self._steps.clear()
             self._steps.update(steps)
@@ -138,7 +138,7 @@ class Saving:
         )
 
     def _group_parameters(self) -> list[list[str]]:
-        names = {id(bound.parameter): bound.name for bound in self._binding}
+        names = self._binding.names
         return [[names[id(parameter)] for parameter in group["params"]] for group in self._live_groups() or ()]
 
     def _check(self, reader: StepReader, state: object, buffers: Mapping[str, Tensor]) -> dict[str, int]:
@@ -193,12 +193,12 @@ class Saving:
             return
         bound = self._binding.by_name[owner]
         if not bound.shape_only.is_contiguous():
-            whole = self._weights.read(owner) if kind == "weight" else self._weights.read_moment(owner, _PLANES[kind])
+            whole = self._weights.read(owner) if kind == "weight" else self._weights.read_average(owner, _PLANES[kind])
             yield whole.contiguous().reshape(-1)
         elif kind == "weight":
             yield from self._weights.master_pieces(owner)
         else:
-            yield from self._weights.moment_pieces(owner, _PLANES[kind])
+            yield from self._weights.average_pieces(owner, _PLANES[kind])
 
     def _read_weight(self, reader: StepReader, name: str, owner: str) -> None:
         bound = self._binding.by_name[owner]
@@ -208,11 +208,11 @@ class Saving:
         for part in self._layout.parts(owner):
             self._weights.read_into(owner, part, lambda master, at: reader.read_into(name, master, start=at))
 
-    def _read_moment(self, reader: StepReader, name: str, owner: str, plane: str) -> None:
+    def _read_average(self, reader: StepReader, name: str, owner: str, plane: str) -> None:
         if not self._binding.by_name[owner].shape_only.is_contiguous():
-            self._weights.write_moment(owner, plane, reader.read(name))
+            self._weights.write_average(owner, plane, reader.read(name))
             return
         at = 0
-        for target in self._weights.moment_pieces(owner, plane, writes=True):
+        for target in self._weights.average_pieces(owner, plane, writes=True):
             reader.read_into(name, target, start=at)
             at += target.numel()

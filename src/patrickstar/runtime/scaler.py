@@ -10,7 +10,7 @@ import torch
 
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.errors import StateError
-from patrickstar.optim.loss_scale import ScaleRule
+from patrickstar.optim.scale_rule import ScaleRule
 from patrickstar.runtime.training import Training
 
 __all__ = ["LossScaler"]

@@ -20,14 +20,14 @@ from patrickstar.core.machine import Machine
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.minimum import Need, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.pilot import Segment
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
-from patrickstar.tracing.recorder import Recorder
+from patrickstar.tracing.recorder import TraceRecorder
 from patrickstar.tracing.signature import Signature, can_be_traced, signature
 
 __all__ = ["Known", "Segments", "with_retention"]
@@ -128,7 +128,7 @@ class Segments:
         if self._always_meter or known.trace is None or known.measure_next:
             restart_peak = self._metering.start()
             if known.trace is not None or can_be_traced((args, kwargs)):
-                self._conductor.recorder = Recorder(restart_peak)
+                self._conductor.recorder = TraceRecorder(restart_peak)
         self._current, self._recorded = known, False
         self._begin(segment)
         self._conductor.open()
@@ -154,7 +154,7 @@ class Segments:
                 _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
             else:
                 # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
-                self._refuse_unless_it_fits(known.trace)
+                expect_room(self._need(known.trace), self._machine_for(known.trace))
         self._known[key] = known
         self._known.move_to_end(key)
         if len(self._known) > _KEPT_KINDS:
@@ -169,11 +169,6 @@ class Segments:
             entry.trace for other, entry in self._known.items() if entry.trace is not None and other.dominates(key)
         ]
         return min(traces, key=lambda trace: trace.peak, default=None)
-
-    def _refuse_unless_it_fits(self, trace: Trace) -> None:
-        state = self._conductor.mover.state
-        if worst_moment(trace, layout=self._layout, start=state).nbytes > self._budget_bytes():
-            make_plan(trace, layout=self._layout, machine=self._machine_for(trace), start=state, policy=self._policy)
 
     # any stretch
 
@@ -290,8 +285,7 @@ class Segments:
     def has_room_for(self, nbytes: int, traces: Iterable[Trace]) -> bool:
         """Whether everything known, and these traces, would still fit if the user took that much of the budget."""
         known = [entry.trace for entry in self._known.values() if entry.trace is not None]
-        state = self._conductor.mover.state
-        needs = [worst_moment(trace, layout=self._layout, start=state).nbytes for trace in (*known, *traces)]
+        needs = [self._need(trace).nbytes for trace in (*known, *traces)]
         return max(needs, default=0) + nbytes <= self._budget_bytes()
 
     def _budget_bytes(self) -> int:
@@ -299,8 +293,10 @@ class Segments:
         return machine.budget[machine.compute] - self._taken_bytes()
 
     def _machine_for(self, trace: Trace) -> Machine:
-        need = worst_moment(trace, layout=self._layout, start=self._conductor.mover.state).nbytes
-        return self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
+        return self._budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
+
+    def _need(self, trace: Trace) -> Need:
+        return worst_moment(trace, start=self._conductor.mover.state)
 
 
 def with_retention(trace: Trace, budgets: Budgets) -> Trace:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patrickstar.checkpoint.mapping import LazyStateDict
+from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, StateError
@@ -124,7 +124,7 @@ class Session:
         self._expect_open()
         parts = self._parts
         entries = parts.model.state_dict(keep_vars=True)
-        names = {id(bound.parameter): bound.name for bound in parts.binding}
+        names = parts.binding.names
 
         def read(key: str) -> Tensor:
             self._begin_access()
@@ -153,7 +153,7 @@ class Session:
             raise ConfigError(
                 f"load_state_dict: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}; nothing was loaded"
             )
-        names = {id(bound.parameter): bound.name for bound in parts.binding}
+        names = parts.binding.names
         tensors = {key: entry for key, entry in entries.items() if isinstance(entry, Tensor)}
         for key, entry in tensors.items():
             value = mapping[key]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from patrickstar.core.formats import Formats
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Trace
-from patrickstar.runtime.updates import norm_trace, step_trace
+from patrickstar.plan.touches import norm_trace, step_trace
 
 __all__ = ["StepTraces"]
 
 _KEPT = 64
+_Key = tuple[str, frozenset[str], bool, frozenset[int]]
 
 
 class StepTraces:
@@ -21,18 +22,18 @@ class StepTraces:
         in_chunks: whether gradients lie in chunks.
     """
 
-    def __init__(self, layout: Layout, formats: Formats, *, in_chunks: bool) -> None:
+    def __init__(self, layout: Layout, formats: SessionFormats, *, in_chunks: bool) -> None:
         self._layout = layout
         self._formats = formats
         self._in_chunks = in_chunks
 
-        self._known: dict[tuple[str, frozenset[str], bool, int], Trace] = {}
+        self._known: dict[_Key, Trace] = {}
 
     def norm(self, names: Iterable[str]) -> Trace:
         """Of the norm of these parameters' gradients."""
         key = self._key("norm", names)
         if key not in self._known:
-            self._known[key] = norm_trace(self._layout, names, formats=self._formats)
+            self._known[key] = norm_trace(self._layout, names, formats=self._formats.now)
         return self._known[key]
 
     def step(self, names: Iterable[str], *, writes: bool = False) -> Trace:
@@ -40,11 +41,15 @@ class StepTraces:
         key = self._key("step", names, writes=writes)
         if key not in self._known:
             self._known[key] = step_trace(
-                self._layout, names, writes_gradients=writes, with_gradient=self._in_chunks, formats=self._formats
+                self._layout,
+                names,
+                formats=self._formats.now,
+                in_plane=self._in_chunks,
+                writes_gradients=writes,
             )
         return self._known[key]
 
-    def _key(self, kind: str, names: Iterable[str], *, writes: bool = False) -> tuple[str, frozenset[str], bool, int]:
+    def _key(self, kind: str, names: Iterable[str], *, writes: bool = False) -> _Key:
         if len(self._known) > _KEPT:
             self._known.clear()
-        return kind, frozenset(names), writes, len(self._formats.thawed)
+        return kind, frozenset(names), writes, self._formats.now.thawed

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from patrickstar.core.trace import Phase
+from patrickstar.core.trace import Phase, Rows
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.rows import RowGradients
+from patrickstar.nn.lookups import RowGradients
+from patrickstar.plan.touches import Touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
-from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["TableRows"]
 
@@ -30,19 +30,19 @@ class TableRows:
         binding: Binding,
         conductor: Conductor,
         gradients: Gradients,
-        choreography: Choreography,
+        touches: Touches,
         *,
         rounding: torch.dtype | None,
     ) -> None:
         self._binding = binding
         self._conductor = conductor
         self._gradients = gradients
-        self._choreography = choreography
+        self._touches = touches
         self._rounding = rounding
 
-    def gather(self, phase: Phase, name: str, ids: Tensor, values: Tensor) -> None:
+    def gather(self, phase: Phase, name: str, rows: Rows, ids: Tensor, values: Tensor) -> None:
         """Writes rows into `values` (ids x width); of values kept in another type, what computes."""
-        self._conductor.moment(phase, name, (), self._choreography.gathered(name, values.numel()))
+        self._conductor.moment(phase, name, (), rows)
         with self._conductor.lock, self._conductor.apart():
             for tile in self._binding.by_name[name].tiles:
                 wanted, local = _inside(ids, tile)
@@ -59,7 +59,7 @@ class TableRows:
         """Takes what one backward has brought for rows. Where that is not added to where it rests, it is delivered tile by tile, or is the user's."""
         bound = self._binding.by_name[gradients.name]
         own = self._binding.gradients.own_of(bound.name)
-        rows = self._choreography.added(bound.name, gradients.nbytes)
+        rows = self._touches.row_gradients(bound.name, gradients.nbytes)
         if own is not None:
             with self._conductor.quiet():
                 own.add_(gradients.sums(0, bound.rows))

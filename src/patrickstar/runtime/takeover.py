@@ -14,7 +14,8 @@ from patrickstar.memory.allocator import release_free_memory
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.deferred import deferred_by
-from patrickstar.optim.take_over import read_state
+from patrickstar.nn.records import names_by_id
+from patrickstar.optim.user_optimizer import read_state
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.training import Training
 from patrickstar.runtime.weights import Weights
@@ -124,8 +125,8 @@ def _fill(bound: BoundParameter, source: ValueSource | None, weights: Weights) -
 def _take_state(
     named: Mapping[str, nn.Parameter], weights: Weights, training: Training, optimizer: torch.optim.Optimizer
 ) -> None:
-    names = {id(parameter): name for name, parameter in named.items()}
+    names = names_by_id(named)
     for name, entry in read_state(optimizer, names).items():
-        weights.write_moment(name, EXP_AVG, entry.exp_avg)
-        weights.write_moment(name, EXP_AVG_SQ, entry.exp_avg_sq)
+        weights.write_average(name, EXP_AVG, entry.exp_avg)
+        weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
         training.steps[name] = entry.step

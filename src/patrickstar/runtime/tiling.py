@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from patrickstar.errors import LayoutError
+from patrickstar.nn.records import names_by_id
 from patrickstar.nn.tiles import NOT_ONE_TENSOR
 
 __all__ = ["find_tables", "find_tiles"]
@@ -18,7 +19,7 @@ def find_tables(model: nn.Module, named: Mapping[str, nn.Parameter]) -> frozense
     Raises:
         LayoutError: one has hooks, which a gradient of rows would not call.
     """
-    names = {id(parameter): name for name, parameter in named.items()}
+    names = names_by_id(named)
     linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
     tables = set()
     for module in model.modules():
@@ -45,7 +46,7 @@ def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | 
     """
     if rows is None:
         return {}
-    names = {id(parameter): name for name, parameter in named.items()}
+    names = names_by_id(named)
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     not_called = {part for attention in attentions for part in attention.modules()}
     tiles = {}

@@ -15,15 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import GRAD
 from patrickstar.core.trace import Trace
-from patrickstar.errors import StateError
+from patrickstar.errors import StateError, some
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
+from patrickstar.plan.touches import Touches, gradients_freed
 from patrickstar.runtime.backward_sums import BackwardSums
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
@@ -34,7 +34,6 @@ from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.step_traces import StepTraces
 from patrickstar.runtime.updates import StepOrder, Updates
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
-from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Training"]
 
@@ -66,11 +65,11 @@ class Training:
         segments: Segments,
         gradients: Gradients,
         updates: Updates,
-        choreography: Choreography,
+        touches: Touches,
         growth: Growth,
         hypers: Callable[[], Mapping[str, Hyper]],
         max_grad_norm: float | None,
-        formats: Formats = FP32,
+        formats: SessionFormats,
         before_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._binding = binding
@@ -79,11 +78,10 @@ class Training:
         self._segments = segments
         self._gradients = gradients
         self._updates = updates
-        self._choreography = choreography
+        self._touches = touches
         self._growth = growth
         self._hypers = hypers
         self._max_grad_norm = max_grad_norm
-        self._formats = formats
         self._before_end = before_end
 
         self.steps: dict[str, int] = {}
@@ -102,7 +100,7 @@ class Training:
     @property
     def in_backward(self) -> bool:
         """Whether parameters are updated as gradients arrive."""
-        return self._choreography.gradients is GradientUse.UPDATE
+        return self._touches.gradients is GradientUse.UPDATE
 
     # gradients arriving
 
@@ -110,10 +108,10 @@ class Training:
         """A gradient has arrived."""
         bound = self._binding.records[name]
         self.arrives()
-        if self._choreography.gradients is GradientUse.TENSOR:
+        if self._touches.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
-            if self._gradients.dtype(bound) != gradient.dtype and not self._choreography.comes_whole(name):
+            if self._gradients.dtype(bound) != gradient.dtype and not self._touches.comes_whole(name):
                 with self._conductor.quiet():
                     self._sums.add(name, gradient)
             else:
@@ -123,7 +121,7 @@ class Training:
         hyper = self._backward_hypers.get(owner)
         # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
         alone = owner not in self._gradients.names
-        if hyper is not None and alone and self._choreography.updates_at_once(name):
+        if hyper is not None and alone and self._touches.updates_at_once(name):
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
             self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
@@ -193,7 +191,7 @@ class Training:
                 "Call session.load_checkpoint(dir)"
             )
         names = sorted(self._updated & self._binding.by_name.keys())
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        shown = some(names, most=8)
         raise StateError(
             f'an exception ended a backward with step="in_backward" after {len(names)} parameters had been updated ({shown}): '
             "the weights are of no one step. Call session.load_checkpoint(dir)"
@@ -370,14 +368,9 @@ class Training:
         with self._own_gradients_in_plane():
             if order.hypers:
                 trace = self._traces.step(order.hypers, writes=bool(order.factors))
-                frees = tuple(
-                    (index, touch.ref)
-                    for index, moment in enumerate(trace.moments)
-                    for touch in moment.touches
-                    if touch.ref.plane == GRAD
-                )
-                self._segments.begin("step", trace, following="training step", frees=frees if free else ())
-                self._updates.step(order, trace, frees=dict(frees) if free else {})
+                frees = gradients_freed(trace) if free else ()
+                self._segments.begin("step", trace, following="training step", frees=frees)
+                self._updates.step(order, trace, frees=dict(frees))
 
     def finish(self) -> None:
         """The session ends: what is pending is done, unless an update was left half done, which is said."""

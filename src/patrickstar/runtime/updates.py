@@ -9,19 +9,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from patrickstar.core.formats import FP32, Formats
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, aligned
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.split import SplitKernel
 from patrickstar.optim.widen import WideningKernel, scaled_blocks
+from patrickstar.plan.touches import gradient_parts, update_parts, updated_chunks
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.precision import torch_type
 
-__all__ = ["StepOrder", "Updates", "norm_trace", "step_trace"]
+__all__ = ["StepOrder", "Updates"]
 
 
 Factors = Mapping[str, tuple[Tensor, ...]]
@@ -56,55 +58,6 @@ class _Range:
         """Whether elements from here on are updated alike."""
         alike = len(factors) == len(self.factors) and all(map(operator.is_, factors, self.factors))
         return alike and (self.stop, self.hyper, self.step) == (start, hyper, step)
-
-
-def step_trace(
-    layout: Layout,
-    names: Iterable[str],
-    *,
-    writes_gradients: bool,
-    with_gradient: bool = True,
-    formats: Formats = FP32,
-) -> Trace:
-    """The moments of an update of these parameters: one for each chunk that holds a piece of one.
-
-    Args:
-        writes_gradients: whether they are scaled in place first. with_gradient: False where gradients never come to their plane.
-        formats: which chunks are trained, and have a split master.
-    """
-    moments = []
-    for chunk, label in _chunks_of(layout, set(names)):
-        if not formats.is_trained(chunk, layout):
-            continue
-        weight = Touch(PlaneRef(layout.run_of(chunk).head, WEIGHT), True)
-        touches = [Touch(PlaneRef(chunk, EXP_AVG), True), Touch(PlaneRef(chunk, EXP_AVG_SQ), True), weight]
-        if formats.is_split(chunk, layout):
-            touches.append(Touch(PlaneRef(chunk, REST), True))
-        if with_gradient:
-            touches.append(Touch(PlaneRef(chunk, GRAD), writes_gradients))
-        moments.append(Moment(Phase.STEP, label, tuple(sorted(touches, key=lambda touch: touch.ref))))
-    return Trace(tuple(moments))
-
-
-def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats = FP32) -> Trace:
-    """The moments of a pass that reads these parameters' gradients, in layout order."""
-    wanted = set(names)
-    return Trace(
-        tuple(
-            Moment(Phase.STEP, name, (Touch(PlaneRef(part.chunk, GRAD)),))
-            for name in layout.slices
-            if name in wanted
-            for part in layout.parts(name)
-            if formats.is_trained(part.chunk, layout)
-        )
-    )
-
-
-def _chunks_of(layout: Layout, names: set[str]) -> Iterable[tuple[int, str]]:
-    for chunk in range(layout.n_chunks):
-        label = next((piece.name for piece in layout.tensors_in(chunk) if piece.name in names), None)
-        if label is not None:
-            yield chunk, label
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +104,7 @@ class Updates:
         kernel: Kernel,
         bump: Callable[[Iterable[str]], None],
         *,
-        formats: Formats = FP32,
+        formats: SessionFormats,
     ) -> None:
         self._layout = layout
         self._conductor = conductor
@@ -164,20 +117,17 @@ class Updates:
 
     def scales_in_place(self, name: str) -> bool:
         """Whether an update leaves a gradient in its plane multiplied with its factors."""
-        ref = PlaneRef(self._layout.slices[name].chunk, GRAD)
-        return (
-            not self._formats.is_split(ref.chunk, self._layout)
-            and self._formats.of(ref, self._layout).dtype == "float32"
-        )
+        ref, formats = PlaneRef(self._layout.slices[name].chunk, GRAD), self._formats.now
+        return not formats.is_split(ref.chunk, self._layout) and formats.of(ref, self._layout).dtype == "float32"
 
     def step(self, order: StepOrder, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
         """Updates every parameter of the order from its accumulated gradient.
 
         In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them
-        included: a zero with zero moments and a zero gradient stays zero.
+        included: a zero whose averages and gradient are zero stays zero.
 
         Args:
-            trace: `step_trace` of these parameters. frees: units nobody wants after the moment of that number.
+            trace: `plan.touches.step_trace` of these parameters. frees: units nobody wants after the moment of that number.
         """
         with self._conductor.apart():
             for index, (chunk, moment) in enumerate(self._moments(order, trace)):
@@ -208,25 +158,18 @@ class Updates:
         self._bump(order.hypers)
 
     def _moments(self, order: StepOrder, trace: Trace) -> Iterator[tuple[int, Moment]]:
-        chunks = (chunk for chunk, _ in _chunks_of(self._layout, set(order.hypers)))
-        return zip(chunks, trace.moments, strict=True)
+        chunks = updated_chunks(self._layout, order.hypers, formats=self._formats.now)
+        return zip((chunk for chunk, _ in chunks), trace.moments, strict=True)
 
     def update_now(self, bound: BoundParameter, gradient: Tensor, *, hyper: Hyper, step: int) -> None:
         """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient."""
         name = bound.name
         with self._conductor.apart():
             # As it would come out of its plane, whenever the update is done.
-            form = self._formats.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
-            flat = bound.flat(gradient).to(getattr(torch, form.dtype))
-            for part in self._layout.parts(name):
-                touches = [
-                    Touch(PlaneRef(part.chunk, EXP_AVG), True),
-                    Touch(PlaneRef(part.chunk, EXP_AVG_SQ), True),
-                    Touch(self._layout.weight_place(part)[0], True),
-                ]
-                if self._formats.is_split(part.chunk, self._layout):
-                    touches.append(Touch(PlaneRef(part.chunk, REST), True))
-                self._conductor.moment(Phase.BACKWARD, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
+            form = self._formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
+            flat = bound.flat(gradient).to(torch_type(form))
+            for part, touches in update_parts(self._layout, name, formats=self._formats.now):
+                self._conductor.moment(Phase.BACKWARD, name, touches)
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
                 self._planes(part.chunk).update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])
@@ -238,10 +181,9 @@ class Updates:
         with self._conductor.apart():
             for name in self._layout.slices:
                 if name in wanted:
-                    for part in self._layout.parts(name):
-                        ref = PlaneRef(part.chunk, GRAD)
-                        self._conductor.moment(Phase.STEP, name, (Touch(ref),))
-                        piece = self._conductor.tensor(ref)[part.start : part.stop]
+                    for part, touches in gradient_parts(self._layout, name, writes=False):
+                        self._conductor.moment(Phase.STEP, name, touches)
+                        piece = self._conductor.tensor(touches[0].ref)[part.start : part.stop]
                         for block in scaled_blocks(piece, factors.get(name, ())):
                             norm.add(block)
                     norm.end_tensor()
@@ -261,7 +203,7 @@ class Updates:
         head = self._layout.run_of(chunk).head
         numel = self._layout.chunk_numel
         weight = self._conductor.tensor(PlaneRef(head, WEIGHT))[(chunk - head) * numel : (chunk - head + 1) * numel]
-        is_split = self._formats.is_split(chunk, self._layout)
+        is_split = self._formats.now.is_split(chunk, self._layout)
         return _Planes(
             weight,
             self._conductor.tensor(PlaneRef(chunk, REST)) if is_split else None,

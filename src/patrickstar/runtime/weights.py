@@ -13,8 +13,10 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import ConfigError
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.deferred_recorder import Recorder
+from patrickstar.nn.deferred_recorder import DeferredRecorder
 from patrickstar.optim.split import join, split
+from patrickstar.optim.widen import blocks
+from patrickstar.plan.touches import master_touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
 
@@ -25,7 +27,7 @@ _BLOCK_NUMEL = 1 << 18
 
 
 class Weights:
-    """Values and moments of parameters, one at a time."""
+    """Values of parameters, and the averages that Adam keeps (its moments), one at a time."""
 
     def __init__(self, binding: Binding, layout: Layout, conductor: Conductor, growth: Growth) -> None:
         self._binding = binding
@@ -35,12 +37,15 @@ class Weights:
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter's master, of its shape and strides, fp32."""
+        return self._whole(name, self.master_pieces(name))
+
+    def _whole(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
             flat, at = bound.flat(whole), 0
             with self._conductor.making(whole.nbytes):
-                for piece in self.master_pieces(name):
+                for piece in pieces:
                     flat[at : at + piece.numel()].copy_(piece)
                     at += piece.numel()
             return whole
@@ -53,7 +58,7 @@ class Weights:
             if weight.dtype is torch.float32:
                 yield weight
                 continue
-            for block in _blocks(weight.numel()):
+            for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
                 master = torch.empty(block.stop - block.start)
                 if rest is None:
                     master.copy_(weight[block])
@@ -67,7 +72,7 @@ class Weights:
         if weight.dtype is torch.float32:
             read(weight, part.tensor_start)
             return
-        for block in _blocks(weight.numel()):
+        for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
             master = torch.empty(block.stop - block.start)
             read(master, part.tensor_start + block.start)
             if weight.dtype is torch.bfloat16:
@@ -79,12 +84,12 @@ class Weights:
     def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of the weight plane, and of the rest plane where there is one."""
         rest = PlaneRef(part.chunk, REST)
-        has_rest = rest in self._conductor.mover.state.home
+        is_split = rest in self._conductor.mover.state.home
+        touches = master_touches(part, self._layout, is_split=is_split, writes=writes)
+        self._conductor.moment(Phase.STEP, name, touches)
         ref, start = self._layout.weight_place(part)
-        touches = [Touch(ref, writes)] + ([Touch(rest, writes)] if has_rest else [])
-        self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
         weight = self._conductor.tensor(ref)[start : start + part.stop - part.start]
-        return weight, self._conductor.tensor(rest)[part.start : part.stop] if has_rest else None
+        return weight, self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
 
     def write(self, name: str, value: Tensor) -> None:
         """Sets a parameter's value, rounded to fp32. Counts as a change in place.
@@ -108,7 +113,7 @@ class Weights:
         for part in self._layout.parts(bound.name):
             self.read_into(bound.name, part, lambda master, at: master.copy_(flat[at : at + master.numel()]))
 
-    def fill_made(self, bound: BoundParameter, recorder: Recorder) -> None:
+    def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
         can = not bound.tiles and self._conductor.mover.store.dtype(bound.ref) is torch.float32
         if can and recorder.can_make_in(bound.parameter, torch.float32):
@@ -120,8 +125,8 @@ class Weights:
             self._conductor.open()
             self.fill(bound, recorder.value(bound.parameter))
 
-    def moment_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
-        """A parameter's first or second moment as 1-D pieces in slot order; each valid until the next is asked for."""
+    def average_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
+        """A parameter's `exp_avg` or `exp_avg_sq` as 1-D pieces in slot order; each valid until the next is asked for."""
         assert plane in (EXP_AVG, EXP_AVG_SQ)
         self._growth.thaw(name)
         for part in self._layout.parts(name):
@@ -129,35 +134,22 @@ class Weights:
             self._conductor.moment(Phase.STEP, name, (Touch(ref, writes),))
             yield self._conductor.tensor(ref)[part.start : part.stop]
 
-    def read_moment(self, name: str, plane: str) -> Tensor:
-        """A copy of a parameter's first or second moment, of its shape and strides."""
-        bound = self._binding.by_name[name]
-        with self._conductor.lock, self._conductor.apart():
-            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
-            flat, at = bound.flat(whole), 0
-            with self._conductor.making(whole.nbytes):
-                for piece in self.moment_pieces(name, plane):
-                    flat[at : at + piece.numel()].copy_(piece)
-                    at += piece.numel()
-            return whole
+    def read_average(self, name: str, plane: str) -> Tensor:
+        """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""
+        return self._whole(name, self.average_pieces(name, plane))
 
-    def clear_moments(self, name: str) -> None:
-        """A parameter's moments are as before its first update: zero."""
+    def clear_averages(self, name: str) -> None:
+        """A parameter's averages are as before its first update: zero."""
         with self._conductor.lock, self._conductor.quiet():
             for plane in (EXP_AVG, EXP_AVG_SQ):
-                for target in self.moment_pieces(name, plane, writes=True):
+                for target in self.average_pieces(name, plane, writes=True):
                     target.zero_()
 
-    def write_moment(self, name: str, plane: str, value: Tensor) -> None:
-        """Sets a parameter's first or second moment, rounded to fp32."""
+    def write_average(self, name: str, plane: str, value: Tensor) -> None:
+        """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.quiet():
             flat, at = bound.flat(value.to(torch.float32)), 0
-            for target in self.moment_pieces(name, plane, writes=True):
+            for target in self.average_pieces(name, plane, writes=True):
                 target.copy_(flat[at : at + target.numel()])
                 at += target.numel()
-
-
-def _blocks(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, _BLOCK_NUMEL):
-        yield slice(start, min(start + _BLOCK_NUMEL, numel))

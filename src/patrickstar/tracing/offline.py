@@ -22,17 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.core.strides import dense_strides
+from patrickstar.core.trace import Phase, Rows, Trace
 from patrickstar.nn.binding import Binding
-from patrickstar.nn.bound import slot_strides
 from patrickstar.nn.leases import Key
-from patrickstar.nn.rows import RowGradients, WaitingRows
+from patrickstar.nn.lookups import RowGradients, WaitingRows
+from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import at_end_of_backward, backward_id
-from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
-from patrickstar.tracing.recorder import Recorder
+from patrickstar.tracing.recorder import TraceRecorder
 
 __all__ = ["CannotTrace", "OfflineTracer"]
 
@@ -44,11 +43,11 @@ class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step r
 class _Twin:
     """Owns no bytes: writes down what a step asks for."""
 
-    def __init__(self, choreography: Choreography, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._choreography = choreography
+    def __init__(self, touches: Touches, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._touches = touches
         self._dtypes = dtypes
         self.meter = LiveBytes(self._is_slot)
-        self.recorder = Recorder(self.meter.restart_peak)
+        self.recorder = TraceRecorder(self.meter.restart_peak)
         self.binding: Binding | None = None
         self._making_slot = False
         self._rows = WaitingRows()
@@ -57,16 +56,12 @@ class _Twin:
         return self._making_slot or (self.binding is not None and self.binding.leases.is_slot(tensor))
 
     def use(self, refs: Any, names: Any, *, in_graph: bool) -> None:
-        inside = backward_id() != -1
-        if not inside:
-            self._choreography.used(names, in_graph=in_graph)
-        self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], [Touch(ref) for ref in refs])
-
-    def used(self, names: Any) -> None:
-        pass
+        phase, touches = self._touches.use(refs, names, in_graph=in_graph, in_backward=backward_id() != -1)
+        self._moment(phase, names[0], touches)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
-        self._moment(Phase.BACKWARD, name, [Touch(ref)])
+        phase, touches = self._touches.unpack(ref)
+        self._moment(phase, name, touches)
 
     def _moment(self, phase: Phase, label: str, touches: Any, rows: Rows | None = None) -> None:
         assert self.binding is not None
@@ -77,7 +72,7 @@ class _Twin:
             assert self.binding is not None
             bound = self.binding.records[key]
             return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
-        layout = self._choreography.layout
+        layout = self._touches.layout
         self._making_slot = True
         try:
             # A unit's tensors are of one type.
@@ -87,11 +82,8 @@ class _Twin:
             self._making_slot = False
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:  # noqa: ARG002
-        inside = backward_id() != -1
-        if not inside:
-            self._choreography.used(self._choreography.layout.leaves(name), in_graph=in_graph)
-        rows = self._choreography.gathered(name, values.numel())
-        self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, name, [], rows)
+        phase, rows = self._touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=backward_id() != -1)
+        self._moment(phase, name, [], rows)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
         if self._rows.add(name, ids, gradient, padding):
@@ -103,7 +95,7 @@ class _Twin:
 
     def _take_rows(self, gradients: RowGradients) -> None:
         assert self.binding is not None
-        rows = self._choreography.added(gradients.name, gradients.nbytes)
+        rows = self._touches.row_gradients(gradients.name, gradients.nbytes)
         if rows is not None:
             self._moment(Phase.BACKWARD, gradients.name, [], rows)
             return
@@ -125,7 +117,7 @@ class _Twin:
     def gradient(self, name: str, gradient: Tensor) -> None:
         assert self.binding is not None
         flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
-        for _, touches in self._choreography.gradient(name):
+        for _, touches in self._touches.gradient(name):
             self._moment(Phase.BACKWARD, name, touches)
 
     def read_gradient(self, name: str) -> Tensor | None:  # noqa: ARG002
@@ -144,7 +136,7 @@ class OfflineTracer:
     """Makes traces of forwards, with the backward where gradients are on.
 
     Args:
-        make_choreography: a fresh one for each trace.
+        make_touches: fresh ones for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
     """
@@ -152,7 +144,7 @@ class OfflineTracer:
     def __init__(
         self,
         layout: Layout,
-        make_choreography: Callable[[], Choreography],
+        make_touches: Callable[[], Touches],
         *,
         gradients: GradientUse,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
@@ -161,7 +153,7 @@ class OfflineTracer:
         scales: bool = False,
     ) -> None:
         self._layout = layout
-        self._make_choreography = make_choreography
+        self._make_touches = make_touches
         self._gradients = gradients
         self._dtypes = dtypes
         self._copied = copied
@@ -186,7 +178,7 @@ class OfflineTracer:
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            owner = _Twin(self._make_choreography(), self._dtypes)
+            owner = _Twin(self._make_touches(), self._dtypes)
             try:
                 twin, twins = _twin_of(model, named, self._dtypes, fake_mode)
                 stack.enter_context(fake_mode)
@@ -222,7 +214,11 @@ def _twin_of(
     with mode:
         twins = {
             name: nn.Parameter(
-                torch.empty_strided(parameter.shape, slot_strides(parameter), dtype=dtypes.get(name, torch.float32)),
+                torch.empty_strided(
+                    parameter.shape,
+                    dense_strides(parameter.shape, parameter.stride()),
+                    dtype=dtypes.get(name, torch.float32),
+                ),
                 requires_grad=parameter.requires_grad,
             )
             for name, parameter in named.items()

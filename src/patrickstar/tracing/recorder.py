@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.core.rows import Rows
-from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
 
-__all__ = ["Recorder"]
+__all__ = ["TraceRecorder"]
 
 
-class Recorder:
+class TraceRecorder:
     """Collects moments into a trace.
 
     Args:

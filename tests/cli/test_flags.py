@@ -1,7 +1,7 @@
 import click
 import pytest
 
-from patrickstar.cli.options import Device, Invocation, Size, Spelling, VariadicCommand, debug_option
+from patrickstar.cli.flags import Device, Invocation, Size, Spelling, VariadicCommand, debug_option
 
 
 def parse(arguments):

@@ -4,7 +4,7 @@ import torch
 from patrickstar.errors import ConfigError
 from patrickstar.optim.adamw import Adam, AdamW
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.take_over import check_optimizer, check_parameters, read_groups, read_state, return_state
+from patrickstar.optim.user_optimizer import check_optimizer, check_parameters, read_groups, read_state, return_state
 
 ACCEPTED = [torch.optim.AdamW, torch.optim.Adam, AdamW, Adam]
 REFUSED = [torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad]
@@ -51,7 +51,7 @@ def test_a_subclass_is_refused_by_its_own_name():
         pass
 
     module = model()
-    with pytest.raises(ConfigError, match=r"test_take_over.*Lookahead is no optimizer"):
+    with pytest.raises(ConfigError, match=r"test_user_optimizer.*Lookahead is no optimizer"):
         check_optimizer(Lookahead(module.parameters()), names_of(module))
 
 

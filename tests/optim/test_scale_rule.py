@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar import LossScale
-from patrickstar.optim.loss_scale import ScaleRule
+from patrickstar.optim.scale_rule import ScaleRule
 
 histories = st.lists(st.booleans(), max_size=60)
 scales = st.builds(

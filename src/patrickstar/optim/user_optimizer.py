@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.errors import CheckpointError, ConfigError
+from patrickstar.errors import CheckpointError, ConfigError, some
 from patrickstar.optim.adamw import Adam, AdamW
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.state import State
@@ -45,10 +45,9 @@ def check_parameters(parameters: Iterable[torch.Tensor], names: Mapping[int, str
     """Raises ConfigError naming how many of the parameters are not the model's, and their shapes."""
     strangers = [parameter for parameter in parameters if id(parameter) not in names]
     if strangers:
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strangers[:SHOWN_SHAPES])
-        more = f" and {len(strangers) - SHOWN_SHAPES} more" if len(strangers) > SHOWN_SHAPES else ""
+        shapes = some([str(tuple(parameter.shape)) for parameter in strangers], most=SHOWN_SHAPES)
         raise ConfigError(
-            f"{len(strangers)} of the optimizer's parameters are not the model's, of shapes {shapes}{more}: "
+            f"{len(strangers)} of the optimizer's parameters are not the model's, of shapes {shapes}: "
             "build the optimizer from model.parameters(), or give others an optimizer of their own"
         )
 

@@ -1,0 +1,218 @@
+"""Which event of a step touches what: one place for the real step, for its twin of fake tensors, and for the traces of norm and update.
+
+| event                                  | phase              | touches (`*`: writes)                                                 |
+|----------------------------------------|--------------------|-----------------------------------------------------------------------|
+| parameters are used                    | forward, recompute | their weights                                                         |
+| rows of a table are looked up          | forward, recompute | nothing; rows of its weights, where they rest                         |
+| autograd needs what it saved           | backward           | a weight                                                              |
+| a gradient arrives, and is kept        | backward           | chunk by chunk: gradient*                                             |
+| a gradient arrives, and is used        | backward           | chunk by chunk: weight*, both moments*, rest*                         |
+| gradients of rows arrive               | backward           | nothing; rows* of gradients, where they rest; or tile by tile as above |
+| the norm is taken                      | step               | parameter by parameter, chunk by chunk: gradient                      |
+| a chunk is updated                     | step               | weight*, both moments*, rest*, and gradient (`*` if scaled in place)  |
+
+The rest is there where a chunk's master is split.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from patrickstar.core.formats import Formats, SessionFormats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout, Part
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
+
+__all__ = [
+    "Touches",
+    "gradient_parts",
+    "gradients_freed",
+    "master_touches",
+    "norm_trace",
+    "step_trace",
+    "update_parts",
+    "update_touches",
+    "updated_chunks",
+]
+
+
+class Touches:
+    """Says what the events of forwards and backwards touch. Counts uses, which decide what a gradient does when it arrives.
+
+    Args:
+        gradients: where they go. formats: which chunks have a split master.
+        updates: whether the optimizer updates a parameter, by name.
+
+    Note [Updates in backward]
+        A parameter may be updated as soon as its gradient is complete and its bytes are not needed again in this backward call. A gradient
+        comes in one piece where all uses are in one graph; a use under `no_grad` inside a forward is the mark of re-entrant checkpointing,
+        whose recomputations are graphs of their own, each with a gradient of its own. And a use through `detach()` may need the bytes after
+        the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        gradients: GradientUse,
+        updates: Callable[[str], bool],
+        formats: SessionFormats,
+    ) -> None:
+        self.layout = layout
+        self.gradients = gradients
+        self._updates = updates
+        self._formats = formats
+
+        self._uses: Counter[str] = Counter()
+        self._uses_apart: Counter[str] = Counter()
+
+    def begin_forward(self) -> None:
+        """Uses are counted from here on."""
+        self._uses.clear()
+        self._uses_apart.clear()
+
+    def use(
+        self, refs: Iterable[PlaneRef], names: Sequence[str], *, in_graph: bool, in_backward: bool
+    ) -> tuple[Phase, tuple[Touch, ...]]:
+        """A use of parameters; `in_graph`: autograd records it as a use of theirs. In a backward it is part of a recomputation."""
+        return self._count(names, in_graph=in_graph, in_backward=in_backward), tuple(Touch(ref) for ref in refs)
+
+    def lookup(self, name: str, numel: int, *, in_graph: bool, in_backward: bool) -> tuple[Phase, Rows]:
+        """A lookup of so many elements in a table."""
+        phase = self._count(self.layout.leaves(name), in_graph=in_graph, in_backward=in_backward)
+        units = self.layout.weight_units(name)
+        return phase, Rows(units, numel * self._formats.now.of(units[0], self.layout).itemsize)
+
+    def _count(self, names: Sequence[str], *, in_graph: bool, in_backward: bool) -> Phase:
+        if in_backward:
+            return Phase.RECOMPUTE
+        self._uses.update(names)
+        if not in_graph:
+            self._uses_apart.update(names)
+        return Phase.FORWARD
+
+    def unpack(self, ref: PlaneRef) -> tuple[Phase, tuple[Touch, ...]]:
+        """A backward needs what a use has saved of a unit."""
+        return Phase.BACKWARD, (Touch(ref),)
+
+    def gradient(self, label: str) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
+        """A gradient's arrival: the piece of it that each moment is about, and what that touches."""
+        if self.gradients is GradientUse.TENSOR:
+            return iter(())
+        if not self.updates_at_once(label):
+            return gradient_parts(self.layout, label, writes=True)
+        return update_parts(self.layout, label, formats=self._formats.now)
+
+    def updates_at_once(self, label: str) -> bool:
+        """Whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
+        if self.gradients is not GradientUse.UPDATE or not self._updates(self.layout.owner(label)):
+            return False
+        return self.comes_whole(label)
+
+    def comes_whole(self, label: str) -> bool:
+        """Whether a backward delivers the gradient of a parameter, or of a tile, in one piece."""
+        if self._uses_apart[label] and self._uses[label] != 1:
+            return False
+        # A parameter in tiles that is also used as a whole has gradients of both.
+        owner, leaves = self.layout.owner(label), self.layout.leaves(label)
+        as_whole = owner != label and self._uses[owner]
+        in_tiles = leaves != (label,) and any(map(self._uses.get, leaves))
+        return not (as_whole or in_tiles)
+
+    def row_gradients(self, name: str, nbytes: int) -> Rows | None:
+        """The arrival of so many bytes of gradients of rows; None where they go tile by tile as others do."""
+        if self.gradients is not GradientUse.CHUNK:
+            return None
+        units = (PlaneRef(chunk, GRAD) for chunk in sorted({part.chunk for part in self.layout.parts(name)}))
+        return Rows(tuple(units), nbytes, writes=True)
+
+
+# pieces of parameters, and chunks
+
+
+def gradient_parts(layout: Layout, label: str, *, writes: bool) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
+    """A gradient in its plane is read or written: the piece of it that each moment is about, and what that touches."""
+    for part in layout.parts(label):
+        yield part, (Touch(PlaneRef(part.chunk, GRAD), writes),)
+
+
+def update_parts(layout: Layout, label: str, *, formats: Formats) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
+    """A parameter is updated from a gradient that is in no plane: as `gradient_parts`."""
+    for part in layout.parts(label):
+        yield part, update_touches(part.chunk, layout, formats)
+
+
+def master_touches(part: Part, layout: Layout, *, is_split: bool, writes: bool) -> tuple[Touch, ...]:
+    """A piece of a parameter's master is read or written."""
+    weight = Touch(layout.weight_place(part)[0], writes)
+    return _in_order(weight, *([Touch(PlaneRef(part.chunk, REST), writes)] if is_split else []))
+
+
+def update_touches(chunk: int, layout: Layout, formats: Formats, *gradient: Touch) -> tuple[Touch, ...]:
+    """A chunk is updated, from a gradient that is no unit, or from this one."""
+    planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if formats.is_split(chunk, layout) else ()))
+    weight = Touch(PlaneRef(layout.run_of(chunk).head, WEIGHT), True)
+    return _in_order(weight, *(Touch(PlaneRef(chunk, plane), True) for plane in planes), *gradient)
+
+
+def _in_order(*touches: Touch) -> tuple[Touch, ...]:
+    return tuple(sorted(touches, key=lambda touch: touch.ref))
+
+
+# stretches whose moments are known beforehand
+
+
+def step_trace(
+    layout: Layout,
+    names: Iterable[str],
+    *,
+    formats: Formats,
+    in_plane: bool,
+    writes_gradients: bool,
+) -> Trace:
+    """The moments of an update of these parameters: one for each chunk that holds a piece of one.
+
+    Args:
+        formats: which chunks are trained, and have a split master.
+        in_plane: whether gradients lie in chunks. writes_gradients: whether they are scaled there first.
+    """
+    moments = []
+    for chunk, label in updated_chunks(layout, names, formats=formats):
+        gradient = [Touch(PlaneRef(chunk, GRAD), writes_gradients)] if in_plane else []
+        moments.append(Moment(Phase.STEP, label, update_touches(chunk, layout, formats, *gradient)))
+    return Trace(tuple(moments))
+
+
+def updated_chunks(layout: Layout, names: Iterable[str], *, formats: Formats) -> Iterator[tuple[int, str]]:
+    """The chunks that an update of these parameters is about, in order, each with the first of them in it."""
+    wanted = set(names)
+    for chunk in range(layout.n_chunks):
+        label = next((piece.name for piece in layout.tensors_in(chunk) if piece.name in wanted), None)
+        if label is not None and formats.is_trained(chunk, layout):
+            yield chunk, label
+
+
+def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats) -> Trace:
+    """The moments of a pass that reads these parameters' gradients, in layout order."""
+    wanted = set(names)
+    return Trace(
+        tuple(
+            Moment(Phase.STEP, name, touches)
+            for name in layout.slices
+            if name in wanted
+            for part, touches in gradient_parts(layout, name, writes=False)
+            if formats.is_trained(part.chunk, layout)
+        )
+    )
+
+
+def gradients_freed(trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
+    """(moment, unit) of every gradient in a trace of an update: what nobody wants any more once that moment is over."""
+    return tuple(
+        (index, touch.ref)
+        for index, moment in enumerate(trace.moments)
+        for touch in moment.touches
+        if touch.ref.plane == GRAD
+    )

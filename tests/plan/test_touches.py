@@ -1,0 +1,102 @@
+"""What each event of a step touches: the rule that the real step, its twin and the traces of norm and update have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from patrickstar.core.formats import FP32, SessionFormats, bf16_formats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.spec import TensorSpec
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.plan.touches import Touches, gradients_freed, master_touches, norm_trace, step_trace
+from tests.plan.builders import CHUNK_NUMEL, unit, units
+
+IN_FORWARD = {"in_graph": True, "in_backward": False}
+
+
+def layout() -> Layout:
+    """`a` in c0 to c2, `b` in c3, a table of two tiles in c4 and c5, `frozen` in c6."""
+    specs = [
+        TensorSpec("a", (40,)),
+        TensorSpec("b", (8,)),
+        TensorSpec("frozen", (16,), trainable=False),
+        TensorSpec("table", (4, 8), table=True, tile_numel=16),
+    ]
+    return build_layout(specs, chunk_numel=CHUNK_NUMEL)
+
+
+def touches(gradients: GradientUse, *, split: bool = False, updates: Collection[str] = ("a", "b", "table")) -> Touches:
+    formats = SessionFormats(bf16_formats() if split else FP32)
+    return Touches(layout(), gradients=gradients, updates=updates.__contains__, formats=formats)
+
+
+def texts(found: Collection[Touch]) -> str:
+    return " ".join(map(str, found))
+
+
+def moments_of(rule: Touches, label: str) -> list[str]:
+    return [texts(found) for _, found in rule.gradient(label)]
+
+
+def test_a_use_touches_weights_and_is_a_recomputation_in_a_backward() -> None:
+    rule = touches(GradientUse.CHUNK)
+    refs = units("c0.weight c6.weight")
+    assert rule.use(refs, ["a", "frozen"], **IN_FORWARD) == (Phase.FORWARD, tuple(map(Touch, refs)))
+    assert rule.use(refs, ["a", "frozen"], in_graph=True, in_backward=True)[0] is Phase.RECOMPUTE
+    assert rule.unpack(unit("c0.weight")) == (Phase.BACKWARD, (Touch(unit("c0.weight")),))
+
+
+@pytest.mark.parametrize(("split", "itemsize"), [(False, 4), (True, 2)])
+def test_a_lookup_touches_nothing_and_uses_rows_where_they_rest(split: bool, itemsize: int) -> None:
+    phase, rows = touches(GradientUse.CHUNK, split=split).lookup("table", 24, **IN_FORWARD)
+    assert (phase, str(rows)) == (Phase.FORWARD, f"rows {24 * itemsize} c4.weight c5.weight")
+
+
+def test_a_gradient_that_is_kept_is_written_in_its_plane_chunk_by_chunk() -> None:
+    assert moments_of(touches(GradientUse.CHUNK), "a") == ["c0.grad*", "c1.grad*", "c2.grad*"]
+    assert moments_of(touches(GradientUse.TENSOR), "a") == []
+    assert str(touches(GradientUse.CHUNK).row_gradients("table", 64)) == "rows* 64 c4.grad c5.grad"
+    assert touches(GradientUse.UPDATE).row_gradients("table", 64) is None
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_update_touches_the_same_when_a_gradient_arrives_and_at_the_step(split: bool) -> None:
+    formats = bf16_formats() if split else FP32
+    now = moments_of(touches(GradientUse.UPDATE, split=split), "a")
+    trace = step_trace(layout(), ["a"], formats=formats, in_plane=False, writes_gradients=False)
+    assert now == [texts(moment.touches) for moment in trace.moments]
+    assert now[1] == "c0.weight* c1.exp_avg* c1.exp_avg_sq*" + (" c1.rest*" if split else "")
+
+
+def test_a_gradient_waits_in_its_plane_where_it_is_not_the_whole_one_or_nobody_updates() -> None:
+    rule = touches(GradientUse.UPDATE, updates=("a", "table"))
+    assert moments_of(rule, "b") == ["c3.grad*"]
+    rule.use(units("c0.weight"), ["a"], in_graph=False, in_backward=False)
+    assert rule.updates_at_once("a")
+    rule.use(units("c0.weight"), ["a"], **IN_FORWARD)
+    assert moments_of(rule, "a") == ["c0.grad*", "c1.grad*", "c2.grad*"]
+    rule.begin_forward()
+    assert rule.updates_at_once("a")
+    rule.use(units("c4.weight"), ["table[0]"], **IN_FORWARD)
+    assert rule.updates_at_once("table[0]")
+    rule.use(units("c4.weight c5.weight"), ["table"], **IN_FORWARD)
+    assert not rule.updates_at_once("table[0]")
+
+
+def test_the_step_has_a_moment_for_each_trained_chunk_and_the_norm_one_for_each_piece() -> None:
+    names = layout().slices
+    step = step_trace(layout(), names, formats=FP32, in_plane=True, writes_gradients=True)
+    assert [moment.label for moment in step.moments] == ["a", "a", "a", "b", "table", "table"]
+    assert texts(step.moments[0].touches) == "c0.exp_avg* c0.exp_avg_sq* c0.grad* c0.weight*"
+    assert gradients_freed(step)[0] == (0, unit("c0.grad"))
+    norm = norm_trace(layout(), names, formats=FP32)
+    assert [texts(moment.touches) for moment in norm.moments] == [f"c{chunk}.grad" for chunk in range(6)]
+
+
+def test_a_master_is_a_weight_and_its_rest() -> None:
+    part = layout().parts("a")[1]
+    assert texts(master_touches(part, layout(), is_split=True, writes=True)) == "c0.weight* c1.rest*"
+    assert texts(master_touches(part, layout(), is_split=False, writes=False)) == "c0.weight"
