@@ -16,6 +16,6 @@ class GradientUse(Enum):
     NONE = "nowhere: nothing is trained"
 
     @property
-    def has_plane(self) -> bool:
-        """Whether gradients may lie in chunks: also those that cannot be used at once."""
-        return self in {GradientUse.CHUNK, GradientUse.UPDATE}
+    def rest(self) -> bool:
+        """Whether every gradient lies in its chunk until the step, and so has a home from the start."""
+        return self is GradientUse.CHUNK

@@ -1,30 +1,39 @@
-"""Room that a session turns out to need: planes of parameters that were frozen, gradients of several backwards."""
+"""Room that a session turns out to need: planes of parameters that were frozen, gradients of several backwards, and gradients that must wait.
+
+Note [Homes of gradients]
+    With `step="in_backward"` a gradient is used as it arrives and rests nowhere: its unit has no home. Those that must wait until the backward
+    ends (Note [Updates in backward]) are the ones that a trace of the forward shows in their plane: they get homes before that forward runs.
+    Where there is no trace, any may have to wait, and all of them get homes. What is kept although no trace has shown it gets its home then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
 from patrickstar.core.formats import Formats
+from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase, Touch
-from patrickstar.plan.placement import place_more
-from patrickstar.plan.refusal import refuse_moment
-from patrickstar.plan.residency import slots_of
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.plan.placement import place_gradients, place_more
+from patrickstar.plan.refusal import name_gradients, refuse_moment
+from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["Growth"]
 
 _WIDE = 4  # bytes of an element in fp32
+_Homes = dict[PlaneRef, Tier]
+_Slots = dict[PlaneRef, int]
 
 
 class Growth:
     """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
 
     Args:
-        gradients: whether gradients lie in chunks.
-        changed: is told that plans made so far are of units of other sizes.
+        gradients: where they go.
+        changed: is told that plans made so far are of other units, or of units of other sizes.
     """
 
     def __init__(
@@ -34,15 +43,83 @@ class Growth:
         conductor: Conductor,
         *,
         machine: Machine,
-        gradients: bool,
+        gradients: GradientUse,
         changed: Callable[[str], None],
     ) -> None:
         self._layout = layout
         self._formats = formats
         self._conductor = conductor
         self._machine = machine
-        self._planes = (WEIGHT, REST, *((GRAD,) if gradients else ()), EXP_AVG, EXP_AVG_SQ)
+        self._planes = (WEIGHT, REST, *((GRAD,) if gradients.rest else ()), EXP_AVG, EXP_AVG_SQ)
+        self._reserves = gradients is GradientUse.UPDATE
         self._changed = changed
+
+    def with_room_for(self, trace: Trace) -> Residency:
+        """Where every unit is, once there are homes for the gradients that a forward with this trace keeps. Changes nothing.
+
+        Raises:
+            BudgetError: they do not fit.
+        """
+        state = self._conductor.mover.state
+        if self._reserves:
+            homes, slots = self._homes_for(trace.touched(GRAD), why=name_gradients(trace))
+            state = Residency.of(state.snapshot())
+            state.grow(homes, slots)
+        return state
+
+    def reserve(self, trace: Trace) -> None:
+        """Homes for the gradients that a forward with this trace keeps. See Note [Homes of gradients].
+
+        Raises:
+            BudgetError: they do not fit. Nothing has changed then.
+        """
+        if self._reserves:
+            self._take_in(trace.touched(GRAD), why=name_gradients(trace))
+
+    def reserve_all(self, reason: str) -> None:
+        """Homes for all gradients: which of them a forward keeps is not known, for this reason.
+
+        Raises:
+            BudgetError: they do not fit. Nothing has changed then.
+        """
+        if self._reserves:
+            gradients = list(self._formats.units(self._layout, (GRAD,)))
+            why = f"the forward cannot be traced, so that any of the gradients may have to wait until the backward ends ({reason})"
+            self._take_in(gradients, why=why)
+
+    def reserve_for(self, name: str) -> None:
+        """Homes for a parameter's gradient, which is about to be kept, whether a trace has shown that or not.
+
+        Raises:
+            BudgetError: it does not fit.
+        """
+        if not self._reserves:
+            return
+        home = self._conductor.mover.state.home
+        gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
+        if not all(ref in home for ref in gradients):
+            self._take_in(gradients, why=f"the gradient of {name} cannot be used as it arrives")
+
+    def _take_in(self, kept: Collection[PlaneRef], *, why: str) -> None:
+        homes, slots = self._homes_for(kept, why=why)
+        if homes:
+            mover = self._conductor.mover
+            mover.prepare(homes, slots)
+            mover.grow(homes, slots)
+            self._changed(why)
+
+    def _homes_for(self, kept: Collection[PlaneRef], *, why: str) -> tuple[_Homes, _Slots]:
+        """Homes and sizes of those of these gradients that have none. BudgetError: they do not fit."""
+        homes, slots = place_gradients(
+            self._machine,
+            kept,
+            state=self._conductor.mover.state,
+            layout=self._layout,
+            formats=self._formats,
+            why=why,
+        )
+        self._expect_room_for_updates(homes, slots)
+        return homes, slots
 
     def thaw(self, name: str) -> None:
         """A parameter that was frozen is trained from now on, and with it whatever shares its chunks.
@@ -79,10 +156,12 @@ class Growth:
             BudgetError: what that takes does not fit.
         """
         formats, layout, state = self._formats, self._layout, self._conductor.mover.state
-        narrow = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
+        gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
+        narrow = [ref for ref in gradients if ref in state.home]
         factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
         slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
         homes = self._prepare(narrow, slots)
+        formats.widened.update(ref.chunk for ref in gradients if ref not in state.home)
         for ref in narrow:
             keep = None if ref in state.free else ref
             self._reform({ref: homes[ref]}, slots, keep=keep, switch=lambda chunk=ref.chunk: formats.widened.add(chunk))  # type: ignore[misc]
@@ -90,8 +169,8 @@ class Growth:
 
     def _reform(
         self,
-        homes: dict[PlaneRef, Tier],
-        slots: dict[PlaneRef, int],
+        homes: _Homes,
+        slots: _Slots,
         *,
         keep: PlaneRef | None,
         switch: Callable[[], object],
@@ -112,7 +191,7 @@ class Growth:
                 conductor.moment(Phase.STEP, "", (Touch(keep, True),))
                 conductor.tensor(keep).copy_(values)
 
-    def _prepare(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> dict[PlaneRef, Tier]:
+    def _prepare(self, new: Collection[PlaneRef], slots: _Slots) -> _Homes:
         """Where the units will rest. BudgetError where they do not fit there, or the update of a chunk does not fit any more."""
         self._expect_room_for_updates(new, slots)
         mover = self._conductor.mover
@@ -127,13 +206,13 @@ class Growth:
         mover.prepare(homes, slots)
         return homes
 
-    def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: dict[PlaneRef, int]) -> None:
+    def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: _Slots) -> None:
         state, layout = self._conductor.mover.state, self._layout
         sizes = {**state.slots, **slots}
         for chunk in sorted({ref.chunk for ref in new}):
             touched = [
                 PlaneRef(layout.run_of(chunk).head, WEIGHT),
-                *(PlaneRef(chunk, plane) for plane in self._planes[1:]),
+                *(PlaneRef(chunk, plane) for plane in (REST, GRAD, EXP_AVG, EXP_AVG_SQ)),
             ]
             needed = sum(sizes[ref] for ref in touched if ref in sizes)
             if needed * state.slot_bytes > self._machine.budget[state.compute]:

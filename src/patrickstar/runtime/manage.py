@@ -141,7 +141,9 @@ def manage(
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     state = resting_state(layout, budgets, gradients=gradients, formats=types.formats)
     budgets.prepare_allocator()
-    store, ledger = _build_store(state, layout, memory, budgets, lambda ref: types.dtype(ref, layout))
+    store, ledger = _build_store(
+        state, layout, memory, budgets, lambda ref: types.dtype(ref, layout), gradients=gradients
+    )
     try:
         return _build_session(
             model,
@@ -173,6 +175,8 @@ def _build_store(
     memory: MemoryOptions,
     budgets: Budgets,
     dtype_of: Callable[[PlaneRef], torch.dtype],
+    *,
+    gradients: GradientUse,
 ) -> tuple[ChunkStore, Ledger]:
     machine = budgets.machine
     # More addresses than slots can ever be in use, all of it fp32 and trained: runs of adjacent free ones are always found.
@@ -184,7 +188,8 @@ def _build_store(
     }
     on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
     pool = None
-    if on_disk:
+    # Gradients that turn out to have to wait may be all that rests on the disk.
+    if on_disk or (gradients is GradientUse.UPDATE and Tier.DISK in machine.budget):
         assert memory.disk is not None, "units were placed on a disk that there is not"
         pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
     ledger = Ledger(keep_moments=False)
@@ -255,6 +260,14 @@ def _build_session(
         bounded=budgets.host_binds or compute is Tier.DEVICE,
         enforce=compute is Tier.DEVICE,
     )
+    growth = Growth(
+        layout,
+        precision.formats,
+        conductor,
+        machine=machine,
+        gradients=gradients,
+        changed=lambda why: segments.forget_plans(why),  # noqa: PLW0108  (segments are made below, with it)
+    )
     segments = Segments(
         conductor=conductor,
         layout=layout,
@@ -271,15 +284,8 @@ def _build_session(
         ),
         taken_bytes=binding.gradients.own_bytes,
         metering=metering,
+        growth=growth,
         always_meter=compute is Tier.DEVICE,
-    )
-    growth = Growth(
-        layout,
-        precision.formats,
-        conductor,
-        machine=machine,
-        gradients=gradients.has_plane,
-        changed=segments.forget_plans,
     )
     weights = Weights(binding, layout, conductor, growth)
     in_chunks = Gradients(
