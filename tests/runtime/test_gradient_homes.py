@@ -16,6 +16,7 @@ import patrickstar
 from patrickstar import BudgetError, StateError
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.plan.actions import Copy
 from patrickstar.runtime.forecast import forecast
 from tests.parity.compare import compare_mappings, same_bits
 from tests.runtime.builders import (
@@ -118,6 +119,10 @@ class Detached(nn.Module):
         return loss
 
 
+class Box:
+    """An input that a trial run could change."""
+
+
 class Branches(nn.Module):
     """What nobody can foresee without running it: it depends on a value."""
 
@@ -125,7 +130,7 @@ class Branches(nn.Module):
         super().__init__()
         self.layers = mlp()
 
-    def forward(self, x: Tensor, depends: bool = True) -> Tensor:
+    def forward(self, x: Tensor, depends: bool = True, box: Box | None = None) -> Tensor:
         x = self.layers(x)
         if depends and x.sum() > 1e9:
             x = x * 2
@@ -141,6 +146,15 @@ KEPT: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
     "detached": (Detached, 1),
 }
 """Models, and how many of their six chunks have gradients that wait until the backward ends."""
+
+SOME = [
+    ("none", "fp32"),
+    ("none", "bf16"),
+    ("three", "fp32"),
+    ("three", "bf16"),
+    ("tied", "fp32"),
+    ("detached", "fp32"),
+]
 
 
 def manage(model: nn.Module, precision: str = "fp32", **keywords: Any) -> patrickstar.Session:
@@ -249,8 +263,7 @@ def test_a_byte_less_than_twelve_a_parameter_is_refused_by_manage(precision: str
     expect_bits(before, values(model))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", [kind for kind, (_, kept) in KEPT.items() if kept])
+@pytest.mark.parametrize(("kind", "precision"), [kind for kind in SOME if kind[0] != "none"])
 def test_a_byte_less_than_the_gradients_that_wait_is_refused_before_the_first_forward(
     kind: str, precision: str, machine: Machine
 ) -> None:
@@ -278,6 +291,20 @@ def test_the_gradients_that_a_deferred_step_keeps_have_homes_from_the_start(mach
     with patrickstar.manage(model, adamw(model), options=options(), **keywords) as session:
         assert resting(session) == chunks(LAYERS, 16)
         assert reserved(session) == list(range(LAYERS))
+
+
+def test_gradients_that_wait_are_written_to_their_homes_and_come_back(machine: Machine) -> None:
+    """The tier that computes has room for two thirds of what waits, and of what updates one chunk."""
+    plain, model = Plain(lambda: Repeated(6)), Repeated(6)
+    with manage(model, **machine(chunks(LAYERS, 16))) as session:
+        mover = mover_of(session)
+        mover.keep_log = True
+        train(plain, model, session, range(3))
+        plain.expect_same(session)
+        moved = [action for action in mover.log if isinstance(action, Copy) and action.ref.plane == GRAD]
+        compute = mover.state.compute
+        assert {action.dst is compute for action in moved} == {True, False}
+        assert session.stats().planned_steps == 3, session.stats().reason
 
 
 # what cannot be traced
@@ -315,6 +342,17 @@ def test_what_cannot_be_traced_is_refused_before_anything_has_changed(precision:
             model(batch())  # no gradient comes of it
         train(plain, model, session, range(2), depends=False)  # and this one can be traced
         plain.expect_same(session)
+
+
+def test_a_forward_that_is_never_traced_has_room_for_every_gradient(machine: Machine) -> None:
+    plain, model = Plain(Branches), Branches()
+    with manage(model, **machine(chunks(LAYERS, 16) - 1)) as session:
+        with pytest.raises(BudgetError, match=r"cannot be traced.*a trial run could change"):
+            model(batch(), depends=False, box=Box())
+    with manage(model, **machine(chunks(LAYERS, 16))) as session:
+        train(plain, model, session, range(3), depends=False, box=Box())
+        plain.expect_same(session)
+        assert session.stats().reactive_steps == 3
 
 
 # a session learns of more
@@ -387,6 +425,17 @@ def test_gradients_from_before_manage_have_room_and_no_others(machine: Machine) 
     assert same_bits(model.layers[4].weight.grad, torch.full((WIDTH, WIDTH), 0.125))
     with manage(model, **machine(needed)) as session:
         assert reserved(session) == [2]
+        train(plain, model, session, range(3))
+        plain.expect_same(session)
+
+
+def test_a_gradient_from_before_manage_can_be_read_and_forgotten(machine: Machine) -> None:
+    plain, model = Plain(Repeated), Repeated()
+    model.layers[4].weight.grad = torch.full((WIDTH, WIDTH), 0.125)
+    with manage(model, **machine(chunks(LAYERS, 12) + chunks(1, 4))) as session:
+        assert same_bits(model.layers[4].weight.grad, torch.full((WIDTH, WIDTH), 0.125))
+        assert model.layers[2].weight.grad is None
+        session.optimizer.zero_grad()  # type: ignore[union-attr]
         train(plain, model, session, range(3))
         plain.expect_same(session)
 
@@ -526,7 +575,11 @@ def test_the_host_alone_counts_the_gradients_that_wait_at_once_and_not_those_of_
             model(batch(), kept=6)
         train(plain, model, session, range(2, 4), kept=1)
         train(plain, model, session, range(4, 6), kept=2)
+        train(plain, model, session, range(6, 7))
         plain.expect_same(session)
+        model.hidden = 6
+        with pytest.raises(BudgetError, match=r"gradient of layers\.\d+\.\w+ cannot be used as it arrives"):
+            model(batch(7)).backward()
 
 
 def test_the_host_alone_refuses_what_cannot_be_traced_unless_every_gradient_has_room() -> None:
@@ -545,8 +598,7 @@ def test_the_host_alone_refuses_what_cannot_be_traced_unless_every_gradient_has_
 # forecasts
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize(("kind", "precision"), SOME)
 def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: str, machine: Machine) -> None:
     build, kept = KEPT[kind]
     needed = chunks(LAYERS, 12) + chunks(kept, PRECISIONS[precision])

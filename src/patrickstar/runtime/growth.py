@@ -95,9 +95,10 @@ class Growth:
         """
         if not self._reserves:
             return
-        home = self._conductor.mover.state.home
+        state = self._conductor.mover.state
         gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
-        if not all(ref in home for ref in gradients):
+        # One at home on the compute tier has room only while it is kept.
+        if any(state.home.get(ref, state.compute) is state.compute and ref not in state.resident for ref in gradients):
             self._take_in(gradients, why=f"the gradient of {name} cannot be used as it arrives")
 
     def _take_in(self, kept: Collection[PlaneRef], *, why: str) -> None:
