@@ -30,9 +30,13 @@ def precision(request, monkeypatch):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     ("precision", "more"),
-    [*((kind, []) for kind in KINDS), *((kind, ["--accumulate", 2, "--clip", 0.1]) for kind in ("bf16", "fp16"))],
+    [
+        *((kind, []) for kind in KINDS),
+        *((kind, ["--accumulate", 2, "--clip", 0.1]) for kind in ("bf16", "fp16")),
+        *((kind, ["--step", "in_backward"]) for kind in ("fp32", "bf16")),
+    ],
     indirect=["precision"],
-    ids=[*KINDS, "bf16-accumulated", "fp16-accumulated"],
+    ids=[*KINDS, "bf16-accumulated", "fp16-accumulated", "fp32-in-backward", "bf16-in-backward"],
 )
 def test_a_run_fits_in_the_smallest_budget_and_less_is_refused_with_the_numbers(
     runs, capsys, monkeypatch, precision, tier, more

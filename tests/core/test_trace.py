@@ -40,6 +40,12 @@ def test_a_trace_prints_one_compact_line_a_moment():
     ]
 
 
+def test_a_trace_tells_what_it_touches_of_a_plane_each_unit_once():
+    assert example().touched(WEIGHT) == [W0]  # what is only held is not touched
+    assert example().touched(GRAD) == [G0]
+    assert example().touched(EXP_AVG) == []
+
+
 @settings(deadline=None)
 @given(traces)
 def test_a_trace_parses_back(trace):

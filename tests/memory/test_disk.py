@@ -330,6 +330,61 @@ def test_a_file_that_was_taken_for_stale_while_it_was_made_is_made_anew(tmp_path
     assert pool.extent(FIRST).path.exists()
 
 
+# Units that come later
+
+
+LATER = {PlaneRef(3, "grad"): KIB64, PlaneRef(0, "grad"): 2 * KIB64}
+
+
+@pytest.mark.parametrize("units", [{}, UNITS], ids=["to none", "to some"])
+def test_units_that_come_later_have_room_beside_the_others(tmp_path, units):
+    pool = pool_in(tmp_path, units=units, budget_bytes=sum(units.values()) + sum(LATER.values()))
+    before = {ref: noise(size, seed) for seed, (ref, size) in enumerate(units.items())}
+    for ref, content in before.items():
+        written(pool, ref, content)
+    pool.add(LATER)
+    for ref in LATER:
+        pool.take(ref)
+    after = {ref: noise(size, 50 + seed) for seed, (ref, size) in enumerate(LATER.items())}
+    for ref, content in after.items():
+        written(pool, ref, content)
+    assert {ref: read(pool, ref) for ref in (*units, *LATER)} == before | after
+    with pytest.raises(BudgetError) as refused:
+        pool.add({PlaneRef(5, "grad"): ALIGNMENT})
+    assert refused.value.needed_bytes - refused.value.available_bytes == ALIGNMENT
+    pool.close()
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", [Fails("open", errno.EACCES, nth=3), Fails("fallocate", errno.ENOSPC, nth=4)])
+def test_units_that_cannot_come_leave_everything_as_it_was(tmp_path, fault):
+    pool = pool_in(tmp_path, FaultyIO(fault))
+    written(pool, FIRST, noise(UNITS[FIRST]))
+    files, nbytes = left_in(tmp_path), pool.nbytes
+    with pytest.raises(DeviceError):
+        pool.add(LATER | {PlaneRef(7, "exp_avg"): KIB64})
+    assert (left_in(tmp_path), pool.nbytes) == (files, nbytes)
+    assert len(open_in(tmp_path)) == len(files)
+    assert read(pool, FIRST) == noise(UNITS[FIRST])
+    pool.add(LATER)
+    for ref in LATER:
+        pool.take(ref)
+    written(pool, next(iter(LATER)), noise(KIB64))
+    assert read(pool, next(iter(LATER))) == noise(KIB64)
+
+
+@pytest.mark.parametrize("make_io", [Buffered, Takes])
+def test_a_pool_that_was_empty_announces_a_file_system_without_direct_transfers(tmp_path, caplog, make_io):
+    with caplog.at_level(logging.WARNING, logger="patrickstar"):
+        pool = pool_in(tmp_path, make_io(), units={})
+        assert not any("direct I/O" in record.message for record in caplog.records)
+        pool.add(LATER)
+    messages = [record.message for record in caplog.records if "direct I/O" in record.message]
+    assert len(messages) == 1
+    assert str(tmp_path) in messages[0]
+    assert not pool.direct
+
+
 # The end of a pool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.binding import BINDING
 from tests.mutants.engine import ENGINE
+from tests.mutants.homes import HOMES
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
@@ -25,4 +26,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *TILES,
     *TABLES,
     *ENGINE,
+    *HOMES,
 )

@@ -9,7 +9,7 @@ __all__ = ["OUTSIDE"]
 DISK = "tests/runtime/test_disk_tier.py"
 HANDS = "tests/runtime/test_hand_changes.py"
 DEFERRED = "tests/nn/test_deferred_init.py"
-PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives"
+PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
 
 OUTSIDE: tuple[Mutant, ...] = (
     Mutant(

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 __all__ = ["SIXTEEN_BITS"]
 
 SIXTEEN = "tests/runtime/test_sixteen_bits.py"
-PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_fp16_model_data_lives"
+PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
 SCALING = "tests/runtime/test_loss_scaling.py"
 
 SIXTEEN_BITS = (

@@ -10,8 +10,9 @@ from patrickstar.core.formats import FP32
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
-from patrickstar.plan.placement import bytes_below, place
-from patrickstar.plan.residency import slots_of
+from patrickstar.plan.actions import Create
+from patrickstar.plan.placement import bytes_below, place, place_gradients
+from patrickstar.plan.residency import Residency, apply, slots_of
 from tests.plan.builders import SLOT_BYTES, layout_of, some
 
 LAYOUT = layout_of(1, 2, 1)
@@ -59,14 +60,6 @@ def test_without_a_disk_everything_rests_on_the_host_or_is_refused() -> None:
     )
     with pytest.raises(BudgetError):
         place(LAYOUT, host(WHOLE - 1, 2 * WHOLE), planes=PLANES, formats=FP32, disk=False)
-
-
-def test_transient_planes_do_not_count_where_nothing_lies_below() -> None:
-    lasting = WHOLE * 3 // 4
-    home = place(LAYOUT, host(lasting), planes=PLANES, formats=FP32, transient=[GRAD])
-    assert set(home.values()) == {Tier.HOST}
-    with pytest.raises(BudgetError):
-        place(LAYOUT, host(lasting - 1), planes=PLANES, formats=FP32, transient=[GRAD])
 
 
 @pytest.mark.parametrize(
@@ -136,3 +129,140 @@ def test_a_placement_fits_the_tiers_below_and_the_smallest_budget_it_names_is_en
             place(LAYOUT, machine, planes=PLANES, formats=FP32)
         enough = Machine(compute, {**machine.budget, tier: refused.value.smallest_bytes})
         assert refusing_tier(enough) is not tier  # another one may be too small as well
+
+
+# gradients that must wait, which come later than the rest
+
+LASTING = (WEIGHT, EXP_AVG, EXP_AVG_SQ)
+TWELVE = WHOLE * 3 // 4
+GRADIENTS = [PlaneRef(chunk, GRAD) for chunk in range(4)]
+
+
+def resting(machine: Machine) -> Residency:
+    """All but the gradients at home, below where they fit there."""
+    try:
+        home = place(LAYOUT, machine, planes=LASTING, formats=FP32, nonmodel_bytes=machine.budget[machine.compute])
+    except BudgetError:
+        home = place(LAYOUT, machine, planes=LASTING, formats=FP32)
+    return Residency.at_rest(LAYOUT, compute=machine.compute, home=home, free=home, formats=FP32)
+
+
+def placed(machine: Machine, kept: list[PlaneRef], state: Residency | None = None) -> list[str]:
+    """Where these gradients come to rest, in order."""
+    before = resting(machine) if state is None else state
+    homes, slots = place_gradients(machine, kept, state=before, layout=LAYOUT, formats=FP32, why="they wait")
+    assert slots == {ref: slots_of(ref, LAYOUT, FP32) for ref in homes}
+    return [f"{ref} {tier.value}" for ref, tier in homes.items()]
+
+
+def needed(machine: Machine, kept: list[PlaneRef], state: Residency | None = None) -> tuple[str, int]:
+    """The tier that has no room for these gradients, and what it is short of."""
+    with pytest.raises(BudgetError, match="they wait") as refused:
+        placed(machine, kept, state)
+    error = refused.value
+    assert error.needed_bytes == error.smallest_bytes
+    return error.tier, error.smallest_bytes - error.available_bytes
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_gradients_rest_below_beside_the_rest_and_take_what_they_take(count: int) -> None:
+    kept, room = GRADIENTS[:count], TWELVE + count * SLOT_BYTES
+    assert placed(device(0, room), kept) == [f"{ref} H" for ref in kept]
+    assert placed(host(0, room), kept) == [f"{ref} K" for ref in kept]
+    if count:
+        assert needed(device(0, room - 1), kept) == ("host", 1)
+        assert needed(host(0, room - 1), kept) == ("disk", 1)
+
+
+def test_gradients_go_to_disk_only_as_far_as_the_host_has_no_room() -> None:
+    one_to_stage = TWELVE + 3 * SLOT_BYTES
+    homes = placed(device(0, one_to_stage, 2 * SLOT_BYTES), GRADIENTS)
+    assert homes == ["c0.grad H", "c1.grad H", "c2.grad K", "c3.grad K"]
+    assert needed(device(0, one_to_stage, 2 * SLOT_BYTES - 1), GRADIENTS) == ("disk", 1)
+
+
+def test_gradients_beside_what_rests_on_disk_are_staged_where_it_is() -> None:
+    machine = device(0, 10 * SLOT_BYTES, 8 * SLOT_BYTES)  # nine on the host, one to stage through, three on the disk
+    assert placed(machine, GRADIENTS) == [f"{ref} K" for ref in GRADIENTS]
+    assert needed(device(0, 10 * SLOT_BYTES, 7 * SLOT_BYTES - 1), GRADIENTS) == ("disk", 1)
+
+
+def test_a_device_that_can_hold_everything_takes_gradients_that_the_host_cannot() -> None:
+    assert placed(device(WHOLE, TWELVE), GRADIENTS) == [f"{ref} D" for ref in GRADIENTS]
+    assert needed(device(WHOLE - 1, TWELVE), GRADIENTS) == ("host", 4 * SLOT_BYTES)
+    assert needed(host(WHOLE, TWELVE), GRADIENTS) == (
+        "disk",
+        4 * SLOT_BYTES,
+    )  # a disk is there to be used, as `place` has it
+
+
+def test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept() -> None:
+    for machine, less in (
+        (host(TWELVE + 2 * SLOT_BYTES), host(TWELVE + 2 * SLOT_BYTES - 1)),
+        (device(WHOLE - 2 * SLOT_BYTES, 0), None),
+    ):
+        state = resting(machine)
+        assert set(state.home.values()) == {machine.compute}
+        first, rest = GRADIENTS[:2], GRADIENTS[2:]
+        assert placed(machine, first, state) == [f"{ref} {machine.compute.value}" for ref in first]
+        state.grow(*place_gradients(machine, first, state=state, layout=LAYOUT, formats=FP32, why=""))
+        # The first two are let go before the others come, or they are not.
+        assert placed(machine, rest, state) == [f"{ref} {machine.compute.value}" for ref in rest]
+        assert needed(machine, GRADIENTS, state) == (machine.compute.label, 2 * SLOT_BYTES)
+        apply(state, Create(first[0], machine.compute, 1))
+        assert needed(machine, rest, state) == (machine.compute.label, SLOT_BYTES)
+        if less is not None:
+            assert needed(less, first) == (less.compute.label, 1)
+
+
+def test_gradients_that_have_homes_keep_them_and_later_ones_find_room() -> None:
+    machine = device(0, TWELVE + 2 * SLOT_BYTES, 3 * SLOT_BYTES)
+    state = resting(machine)
+    for ref, tier in zip(GRADIENTS, "HKKK"):  # a slot of the host stays free, to stage through
+        assert placed(machine, [ref], state) == [f"{ref} {tier}"]
+        before = dict(state.home)
+        homes, slots = place_gradients(
+            machine, GRADIENTS[: ref.chunk + 1], state=state, layout=LAYOUT, formats=FP32, why=""
+        )
+        assert list(homes) == [ref]
+        assert state.home == before, "asking changes nothing"
+        state.grow(homes, slots)
+        assert placed(machine, GRADIENTS[: ref.chunk + 1], state) == []
+
+
+def test_the_last_slot_of_the_host_is_taken_where_the_disk_has_no_room() -> None:
+    assert placed(device(0, TWELVE + SLOT_BYTES, SLOT_BYTES - 1), GRADIENTS[:1]) == ["c0.grad H"]
+
+
+@some
+@given(
+    budgets=st.tuples(sizes, sizes, st.none() | sizes),
+    compute=st.sampled_from([Tier.HOST, Tier.DEVICE]),
+    kept=st.lists(st.sampled_from(GRADIENTS), unique=True),
+)
+def test_gradients_fit_where_they_are_placed_and_the_smallest_budget_named_is_enough(
+    budgets: tuple[int, int, int | None], compute: Tier, kept: list[PlaneRef]
+) -> None:
+    top, middle, disk = budgets
+    machine = host(top, disk) if compute is Tier.HOST else device(top, middle, disk)
+    try:
+        state = resting(machine)
+    except BudgetError:
+        return
+    try:
+        homes, slots = place_gradients(machine, kept, state=state, layout=LAYOUT, formats=FP32, why="")
+    except BudgetError as refused:
+        assert refused.needed_bytes > refused.available_bytes
+        tier = Tier[refused.tier.upper()]
+        enough = Machine(compute, {**machine.budget, tier: refused.smallest_bytes})
+        try:
+            place_gradients(enough, kept, state=state, layout=LAYOUT, formats=FP32, why="")
+        except BudgetError as again:
+            assert again.tier != refused.tier  # another one may be too small as well
+        return
+    assert set(homes) == set(kept)
+    state.grow(homes, slots)
+    held = bytes_below(home=state.home, slots=state.slots, slot_bytes=SLOT_BYTES, compute=compute)
+    assert all(nbytes <= machine.budget.get(tier, 0) for tier, nbytes in held.items())
+    at_home = sum(state.unit_bytes(ref) for ref, tier in state.home.items() if tier is compute)
+    assert at_home <= machine.budget[compute]

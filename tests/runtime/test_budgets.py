@@ -13,6 +13,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar import BudgetError
+from patrickstar.runtime.forecast import forecast
 from tests.parity.compare import same_bits
 from tests.runtime.builders import (
     EMULATED,
@@ -102,6 +103,29 @@ def test_the_smallest_budget_named_runs_and_nine_tenths_of_it_are_refused_before
         expect_bits(before, {name: tensor.clone() for name, tensor in session.state_dict().items()})
         session.close()
     expect_bits(before, values(model))
+
+
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not(
+    precision: str, step: str
+) -> None:
+    """Moments come with the first update: the second step takes more than the first."""
+    given: dict[str, Any] = {"device": "cpu", "precision": precision, "step": step, "options": options()}
+    smallest = forecast(WithLoss(), {"x": batch()}, host_memory=4096, **given).minimum["host"]
+    for nbytes in (smallest, smallest - 1):
+        assert forecast(WithLoss(), {"x": batch()}, host_memory=nbytes, **given).fits is (nbytes == smallest)
+    model = WithLoss()
+    with patrickstar.manage(model, adamw(model), host_memory=smallest, **given) as session:
+        for number in range(3):
+            step_with_loss(model, session.optimizer, number)
+        assert session.stats().peak["host"] == smallest
+    model = WithLoss()
+    with pytest.raises(BudgetError) as refusal:
+        with patrickstar.manage(model, adamw(model), host_memory=smallest - 1, **given) as session:
+            for number in range(3):
+                step_with_loss(model, session.optimizer, number)
+    assert refusal.value.smallest_bytes == smallest
 
 
 def test_a_budget_of_everything_but_the_host_names_the_host() -> None:

@@ -18,13 +18,13 @@ class GradientUse(Enum):
     NONE = "nowhere: nothing is trained"
 
     @property
-    def has_plane(self) -> bool:
-        """Whether gradients may lie in chunks: also those that cannot be used at once."""
-        return self in {GradientUse.CHUNK, GradientUse.UPDATE}
+    def rest(self) -> bool:
+        """Whether every gradient lies in its chunk until the step, and so has a home from the start."""
+        return self is GradientUse.CHUNK
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """The planes of chunks that are trained, as far as their formats have them; where nothing is trained, weights."""
+        """The planes of chunks that are trained which rest somewhere, as far as their formats have them; where nothing is trained, weights."""
         if self is GradientUse.NONE:
             return (WEIGHT,)
-        return (WEIGHT, REST, *((GRAD,) if self.has_plane else ()), EXP_AVG, EXP_AVG_SQ)
+        return (WEIGHT, REST, *((GRAD,) if self.rest else ()), EXP_AVG, EXP_AVG_SQ)

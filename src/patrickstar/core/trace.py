@@ -150,6 +150,10 @@ class Trace:
         """The most non-model bytes of any moment; 0 of an empty trace."""
         return max((moment.nonmodel_bytes for moment in self.moments), default=0)
 
+    def touched(self, plane: str) -> list[PlaneRef]:
+        """The units of a plane that some moment touches, in order."""
+        return sorted({touch.ref for moment in self.moments for touch in moment.touches if touch.ref.plane == plane})
+
     def name(self, index: int) -> str:
         """How messages name a moment: `17 backward layers.7.mlp.w1`."""
         return f"{index} {self.moments[index].name}"

@@ -109,18 +109,21 @@ class DiskPool:
         """Makes room for more units, or for units that become larger: each lies there from its `take` on.
 
         Raises:
-            BudgetError: they take more than is left of the budget. DeviceError: the directory has not that much space.
+            BudgetError: they take more than is left of the budget. DeviceError: the directory has not that much space. Nothing has
+                changed then.
         """
         replaced = sum(self._extents[ref].nbytes for ref in units if ref in self._extents)
         self.nbytes += sum(units.values()) - replaced
+        files, made = set(self._files), dict[PlaneRef, Extent]()
         try:
             self._refuse_unless_it_fits()
-        except (BudgetError, DeviceError):
+            for plane in dict.fromkeys(ref.plane for ref in units):
+                made |= self._make_file(plane, {ref: size for ref, size in units.items() if ref.plane == plane})
+        except BaseException:
             self.nbytes -= sum(units.values()) - replaced
+            _remove_files(self._io, self._files, os.getpid(), keep=files)
             raise
-        for plane in dict.fromkeys(ref.plane for ref in units):
-            extents = self._make_file(plane, {ref: size for ref, size in units.items() if ref.plane == plane})
-            self._prepared.update(extents)
+        self._prepared |= made
 
     def take(self, ref: PlaneRef) -> None:
         """The unit lies in its new place, and has lost what it had. Files in which nothing lies any more go."""
@@ -221,13 +224,12 @@ class DiskPool:
             self.direct = False
             for opened in self._files.values():
                 self._io.set_buffered(opened)
-
-    def _announce(self) -> None:
-        if not self.direct:
             logger.warning(
                 "disk=%s: this file system has no direct I/O; transfers go through the page cache, which is slower",
                 self.directory,
             )
+
+    def _announce(self) -> None:
         if kept_in_memory(self.directory):
             logger.warning(
                 "disk=%s is held in memory itself (tmpfs): what rests there frees none; name a directory on a disk",

@@ -1,14 +1,17 @@
-"""Which tier each unit rests on: its home. Decided once, before the first plan, from sizes alone.
+"""Which tier each unit rests on: its home. Decided from sizes alone: once, before the first plan, and for units that come later, when they come.
 
 Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does
 not, everything rests one tier below and the compute tier keeps cached copies, so that eviction may choose freely at
 every moment. Where a device computes and the host is too small as well, what is used once a step goes to disk first:
 second moments, first moments, then gradients, then weights, of the last chunks first.
+
+Gradients that are used as they arrive rest nowhere, and have no home. Those of them that must wait get theirs when that is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Final
 
 from patrickstar.core.formats import Formats
@@ -17,9 +20,10 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
 from patrickstar.plan.refusal import refuse_homes
-from patrickstar.plan.residency import bytes_of_slot, slots_of
+from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 
 _TO_DISK: Final = (EXP_AVG_SQ, EXP_AVG, REST, GRAD, WEIGHT)
+_DISK_BELOW: Final = "a disk below it: disk=DIRECTORY"
 
 
 def place(
@@ -30,15 +34,12 @@ def place(
     formats: Formats,
     disk: bool = True,
     nonmodel_bytes: int = 0,
-    transient: Collection[str] = (),
 ) -> dict[PlaneRef, Tier]:
     """The home of every unit of these planes.
 
     Args:
         disk: whether the disk tier may be used; it is not where the machine has none.
         nonmodel_bytes: the most non-model bytes of any moment, as far as is known.
-        transient: planes of which a few units at a time have contents: where there is no tier below the one that
-            computes, they are not counted, and each plan shows what they need.
     Raises:
         BudgetError: homes do not fit the host or the disk.
     """
@@ -51,21 +52,97 @@ def place(
         return dict.fromkeys(units, compute)
     if compute is Tier.HOST:
         if disk_bytes:
-            _refuse_full_disk(sizes.values(), disk_bytes)
+            _refuse_full_disk({"model data": sum(sizes.values())}, disk_bytes)
             return dict.fromkeys(units, Tier.DISK)
-        lasting = sum(nbytes for ref, nbytes in sizes.items() if ref.plane not in transient)
-        if lasting + nonmodel_bytes > budget[compute]:
+        whole = sum(sizes.values())
+        raise refuse_homes(
+            tier=compute,
+            parts={"model data": whole, "activations": nonmodel_bytes},
+            budget_bytes=budget[compute],
+            smallest_bytes=whole + nonmodel_bytes,
+            instead=_DISK_BELOW,
+        )
+    spilled = _spill(sizes, host_bytes=budget[Tier.HOST], disk=disk_bytes > 0)
+    _refuse_full_disk({"model data": sum(sizes[ref] for ref in spilled)}, disk_bytes)
+    return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in units}
+
+
+def place_gradients(
+    machine: Machine,
+    kept: Collection[PlaneRef],
+    *,
+    state: Residency,
+    layout: Layout,
+    formats: Formats,
+    why: str,
+) -> tuple[dict[PlaneRef, Tier], dict[PlaneRef, int]]:
+    """Homes and sizes of gradients that must wait for their update, of those that have none yet: beside the rest of the model data.
+
+    Where all of that is at home on the compute tier, so are they, and take room only while they are kept. Else they rest below, on the host
+    first; and on a device that could hold all model data, where the tiers below have no room.
+
+    Args:
+        kept: those that will be kept at once, beside those that have contents now. why: which they are, for a message.
+    Raises:
+        BudgetError: they do not fit beside what rests there.
+    """
+    compute, home = machine.compute, state.home
+    slots = {ref: slots_of(ref, layout, formats) for ref in kept if ref not in home}
+    new = {ref: count * state.slot_bytes for ref, count in slots.items()}
+    rest = [ref for ref in home if ref.plane != GRAD]
+    if all(home[ref] is compute for ref in rest):
+        there = {
+            ref: state.unit_bytes(ref) for ref in home if ref.plane == GRAD and (ref in kept or ref not in state.free)
+        }
+        parts = {"model data": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
+        needed = sum(parts.values())
+        if needed > machine.budget[compute]:
             raise refuse_homes(
                 tier=compute,
-                parts={"model data": lasting, "activations": nonmodel_bytes},
-                budget_bytes=budget[compute],
-                smallest_bytes=lasting + nonmodel_bytes,
-                instead="a disk below it: disk=DIRECTORY",
+                parts=parts,
+                budget_bytes=machine.budget[compute],
+                smallest_bytes=needed,
+                instead=_DISK_BELOW if compute is Tier.HOST else "",
+                why=why,
             )
-        return dict.fromkeys(units, compute)
-    spilled = _spill(sizes, host_bytes=budget[Tier.HOST], disk=disk_bytes > 0)
-    _refuse_full_disk((sizes[ref] for ref in spilled), disk_bytes)
-    return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in units}
+        return dict.fromkeys(new, compute), slots
+    try:
+        return _place_below(machine, new, state=state, why=why), slots
+    except BudgetError:
+        if compute is Tier.HOST or sum(map(state.unit_bytes, home)) + sum(new.values()) > machine.budget[compute]:
+            raise
+        return dict.fromkeys(new, compute), slots
+
+
+def _place_below(machine: Machine, new: Mapping[PlaneRef, int], *, state: Residency, why: str) -> dict[PlaneRef, Tier]:
+    """The homes of gradients of these sizes below the compute tier, beside what rests there."""
+    resting = {
+        tier: [state.unit_bytes(ref) for ref, home in state.home.items() if home is tier]
+        for tier in (Tier.HOST, Tier.DISK)
+    }
+    disk_bytes = machine.budget.get(Tier.DISK, 0)
+
+    def with_staging(nbytes: int) -> dict[PlaneRef, Tier]:
+        spilled = set(new)
+        if machine.compute is Tier.DEVICE:
+            spilled = _spill(
+                new,
+                host_bytes=machine.budget[Tier.HOST],
+                disk=disk_bytes > 0,
+                held=sum(resting[Tier.HOST]),
+                staging=nbytes,
+                why=why,
+            )
+        parts = {"model data": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
+        _refuse_full_disk(parts, disk_bytes, why=why)
+        return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in new}
+
+    needed = max(resting[Tier.DISK], default=0)
+    if disk_bytes and new:
+        # Others may come, for which the host may have no room: what rests on the disk is staged through it.
+        with suppress(BudgetError):
+            return with_staging(max(needed, *new.values()))
+    return with_staging(needed)
 
 
 def bytes_below(
@@ -131,24 +208,31 @@ def place_more(
             parts={"model data": needed},
             budget_bytes=machine.budget[compute],
             smallest_bytes=needed,
-            instead="a disk below it: disk=DIRECTORY",
+            instead=_DISK_BELOW,
         )
     return found
 
 
-def _spill(sizes: Mapping[PlaneRef, int], *, host_bytes: int, disk: bool) -> set[PlaneRef]:
-    """The units that go to disk, so that the rest and one staged unit fit the host."""
-    rest, staging = sum(sizes.values()), 0
+def _spill(
+    sizes: Mapping[PlaneRef, int], *, host_bytes: int, disk: bool, held: int = 0, staging: int = 0, why: str = ""
+) -> set[PlaneRef]:
+    """The units that go to disk, so that the rest and one staged unit fit the host.
+
+    Args:
+        held: bytes that rest on the host already. staging: bytes of the largest unit that rests on the disk already.
+    """
+    rest = held + sum(sizes.values())
     spilled: set[PlaneRef] = set()
-    if rest <= host_bytes:
+    if rest + staging <= host_bytes:
         return spilled
     if not disk:
         raise refuse_homes(
             tier=Tier.HOST,
-            parts={"model data": rest},
+            parts={"model data": held, "gradients": sum(sizes.values())} if held else {"model data": rest},
             budget_bytes=host_bytes,
             smallest_bytes=rest,
-            instead="a disk below it: disk=DIRECTORY",
+            instead=_DISK_BELOW,
+            why=why,
         )
     turn = {plane: number for number, plane in enumerate(_TO_DISK)}
     for ref in sorted(sizes, key=lambda ref: (turn[ref.plane], -ref.chunk)):
@@ -157,12 +241,17 @@ def _spill(sizes: Mapping[PlaneRef, int], *, host_bytes: int, disk: bool) -> set
         spilled.add(ref)
         if rest + staging <= host_bytes:
             return spilled
+    parts = {"model data": held} if held else {}
     raise refuse_homes(
-        tier=Tier.HOST, parts={"staging of one unit": staging}, budget_bytes=host_bytes, smallest_bytes=staging
+        tier=Tier.HOST,
+        parts={**parts, "staging of one unit": staging},
+        budget_bytes=host_bytes,
+        smallest_bytes=held + staging,
+        why=why,
     )
 
 
-def _refuse_full_disk(sizes: Iterable[int], disk_bytes: int) -> None:
-    needed = sum(sizes)
+def _refuse_full_disk(parts: dict[str, int], disk_bytes: int, *, why: str = "") -> None:
+    needed = sum(parts.values())
     if needed > disk_bytes:
-        raise refuse_homes(tier=Tier.DISK, parts={"model data": needed}, budget_bytes=disk_bytes, smallest_bytes=needed)
+        raise refuse_homes(tier=Tier.DISK, parts=parts, budget_bytes=disk_bytes, smallest_bytes=needed, why=why)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from patrickstar.core.machine import Tier
+from patrickstar.core.plane import GRAD
+from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
 from patrickstar.units import GIB, KIB, MIB
 
 _UNITS = ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+_NAMED = 3  # of names in a message
 
 
 def refuse_moment(
@@ -43,18 +46,18 @@ def refuse_moment(
 
 
 def refuse_homes(
-    *, tier: Tier, parts: dict[str, int], budget_bytes: int, smallest_bytes: int, instead: str = ""
+    *, tier: Tier, parts: dict[str, int], budget_bytes: int, smallest_bytes: int, instead: str = "", why: str = ""
 ) -> BudgetError:
     """What rests on a tier takes more than its budget.
 
     Args:
-        parts: what rests there, and its bytes; instead: another change that would help.
+        parts: what rests there, and its bytes; instead: another change that would help; why: what is to rest there as well.
     """
     sizes = list(parts.values())
     size = _Sizes(sum(sizes))
     fits = [f"{tier.label}_memory >= {size.up(smallest_bytes)}", *filter(None, [instead])]
     return BudgetError(
-        f"{tier.label} memory is {size.short(sizes, budget_bytes)} short of what rests there\n"
+        f"{tier.label} memory is {size.short(sizes, budget_bytes)} short of what rests there{f': {why}' if why else ''}\n"
         f"  needed {size.total(sizes)} = {' + '.join(f'{name} {size.up(nbytes)}' for name, nbytes in parts.items())};"
         f"  budget {size.down(budget_bytes)}\n"
         f"  fits with: {'  |  '.join(fits)}",
@@ -63,6 +66,13 @@ def refuse_homes(
         available_bytes=budget_bytes,
         smallest_bytes=smallest_bytes,
     )
+
+
+def name_gradients(trace: Trace) -> str:
+    """Which gradients a trace shows in their plane, and with that why they need room: for `refuse_homes`."""
+    names = list(dict.fromkeys(m.label for m in trace.moments if any(touch.ref.plane == GRAD for touch in m.touches)))
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"gradients that cannot be used as they arrive ({', '.join(names[:_NAMED])}{more})"
 
 
 class _Sizes:

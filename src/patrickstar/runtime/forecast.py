@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from patrickstar.config.arguments import check_arguments
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.machine import Tier
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError, Error
@@ -29,7 +30,7 @@ from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.keeper import cast_inputs
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.precision import find_precision
-from patrickstar.runtime.resting import gathers_rows, gradient_use, layout_of, resting_state
+from patrickstar.runtime.resting import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.runtime.segments import with_retention
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 
@@ -101,9 +102,9 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None
     in_chunks = gradients is GradientUse.CHUNK
-    updates = (
-        [] if in_backward else [_update(layout, named, trainable, precision.formats, clips=clips, in_chunks=in_chunks)]
-    )
+    late = _updated_late(step, layout) if in_backward else trainable
+    update = _update(layout, named, late, precision.formats, clips=clips, in_chunks=in_chunks or in_backward)
+    updates = [update] if late or not in_backward else []
     norms = [norm_trace(layout, trainable, formats=precision.formats)] if clips and in_chunks else []
     traces = (step, *norms, *updates)
     facts = {
@@ -113,14 +114,27 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         "traces": traces,
         "beside_bytes": budgets.beside_bytes,
     }
-    minimum = _minimum(layout, budgets, traces, precision.formats)
+    minimum = _minimum(layout, budgets, traces, gradients=gradients, formats=precision.formats)
     try:
         state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
-        peak, moved, plans = _long_run(state, layout, budgets, traces, policy=memory.options.eviction)
+        if in_backward:
+            add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
+        peak, moved, plans = _long_run(
+            state, layout, budgets, traces, policy=memory.options.eviction, frees=not in_backward
+        )
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
         return Forecast(False, str(refusal), nothing, {}, minimum, **facts)  # type: ignore[arg-type]
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
+
+
+def _updated_late(step: Trace, layout: Layout) -> set[str]:
+    """The parameters whose gradients wait until the backward ends. See Note [Updates in backward]."""
+    return {
+        layout.owner(moment.label)
+        for moment in step.moments
+        if any(touch.ref.plane == GRAD for touch in moment.touches)
+    }
 
 
 def _model_data_bytes(
@@ -150,30 +164,38 @@ def _update(
     return Trace(tuple(replace(moment, nonmodel_bytes=beside) for moment in trace.moments))
 
 
-def _minimum(layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], formats: Formats) -> dict[str, int]:
+def _minimum(
+    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
+) -> dict[str, int]:
     """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below."""
     machine = budgets.machine
     minimum = {tier.label: 0 for tier in Tier}
     if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        homes = {
-            ref: Tier.HOST
-            for trace in traces
-            for moment in trace.moments
-            for ref in (touch.ref for touch in moment.touches)
-        }
-        start = Residency.at_rest(layout, compute=Tier.HOST, home=homes, free=homes, formats=formats)
-        # Weights are there from the beginning, whatever a moment touches.
-        for ref in homes:
-            if ref.plane == WEIGHT:
-                residency.apply(start, residency.Create(ref, Tier.HOST, start.slots[ref]))
-        needs, contents = [], start
+        minimum["host"] = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
+    else:
+        minimum[machine.compute.label] = minimum_bytes(*traces, layout=layout, formats=formats)
+    return minimum
+
+
+def _minimum_of_the_host_alone(
+    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
+) -> int:
+    """The same where everything is at home on the host, and nothing leaves it."""
+    roomy = replace(budgets, machine=Machine(Tier.HOST, {Tier.HOST: sys.maxsize}))
+    contents = resting_state(layout, roomy, gradients=gradients, formats=formats)
+    if gradients is GradientUse.UPDATE:
+        add_gradients(contents, traces[0], layout=layout, machine=roomy.machine, formats=formats)
+    needs = [sum(map(contents.unit_bytes, contents.home))]
+    # Weights are there from the beginning, whatever a moment touches.
+    for ref in contents.home:
+        if ref.plane == WEIGHT:
+            residency.apply(contents, residency.Create(ref, Tier.HOST, contents.slots[ref]))
+    for _ in range(2):  # in the second step moments are there from the beginning too
         for trace in traces:
             needs.append(worst_moment(trace, start=contents).nbytes)
             contents = _touched(contents, trace)
-        minimum["host"] = max(needs)
-        return minimum
-    minimum[machine.compute.label] = minimum_bytes(*traces, layout=layout, formats=formats)
-    return minimum
+        _let_gradients_go(contents)
+    return max(needs)
 
 
 def _touched(state: Residency, trace: Trace) -> Residency:
@@ -187,9 +209,19 @@ def _touched(state: Residency, trace: Trace) -> Residency:
 
 
 def _long_run(
-    state: Residency, layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, policy: str
+    state: Residency,
+    layout: Layout,
+    budgets: Budgets,
+    traces: tuple[Trace, ...],
+    *,
+    policy: str,
+    frees: bool,
 ) -> tuple[dict[str, int], dict[str, int], tuple[Plan, ...]]:
-    """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other."""
+    """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
+
+    Args:
+        frees: whether the update's plan lets each gradient go when it has been used; else all of them go when the update is done.
+    """
     _fill(state, layout, budgets, policy)
     peak: Counter[str] = Counter()
     starts: list[str] = []
@@ -200,7 +232,7 @@ def _long_run(
         for number, trace in enumerate(traces):
             last = number == len(traces) - 1
             machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
-            frees = gradients_freed(trace) if last and len(traces) > 1 else ()
+            freed = gradients_freed(trace) if frees and last and len(traces) > 1 else ()
             plan = make_plan(
                 trace,
                 layout=layout,
@@ -208,7 +240,7 @@ def _long_run(
                 start=state,
                 policy=policy,
                 following=traces[(number + 1) % len(traces)],
-                frees=frees,
+                frees=freed,
             )
             simulated = simulate(plan, trace, layout=layout, machine=machine)
             plans.append(plan)
@@ -216,8 +248,8 @@ def _long_run(
             for tier, nbytes in simulated.peak.items():
                 peak[tier] = max(peak[tier], nbytes)
             state = Residency.of(plan.end)
-            for ref in sorted(state.void) if last else ():
-                residency.apply(state, residency.Drop(ref, state.compute, state.slots[ref]))
+            if last:
+                _let_gradients_go(state)
         now = str(state.snapshot())
         if now in starts:
             break
@@ -234,3 +266,11 @@ def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> No
         for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
             residency.apply(state, action)
         residency.mark_written(state, ref)
+
+
+def _let_gradients_go(state: Residency) -> None:
+    """The step is over: no gradient is wanted any more, and those that take slots give them back."""
+    for ref in sorted(state.home):
+        if ref.plane == GRAD and (ref not in state.free or ref in state.void):
+            for action in residency.release(state, ref):
+                residency.apply(state, action)

@@ -109,6 +109,7 @@ class Gradients:
         self._growth.thaw(name)
         if name in self.whole and self.dtype(bound) is not torch.float32:
             self._growth.widen_gradients()
+        self._growth.reserve_for(name)
         self._apply_factors(name)
 
     def drop_incomplete(self) -> None:

@@ -143,7 +143,14 @@ def manage(
     formats = SessionFormats(types.formats)
     state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)
     budgets.prepare_allocator()
-    store, ledger = _build_store(state, layout, memory, budgets, lambda ref: torch_type(formats.now.of(ref, layout)))
+    store, ledger = _build_store(
+        state,
+        layout,
+        memory,
+        budgets,
+        lambda ref: torch_type(formats.now.of(ref, layout)),
+        gradients=gradients,
+    )
     try:
         return _build_session(
             model,
@@ -176,6 +183,8 @@ def _build_store(
     memory: MemoryOptions,
     budgets: Budgets,
     dtype_of: Callable[[PlaneRef], torch.dtype],
+    *,
+    gradients: GradientUse,
 ) -> tuple[ChunkStore, Ledger]:
     machine = budgets.machine
     # More addresses than slots can ever be in use, all of it fp32 and trained: runs of adjacent free ones are always found.
@@ -187,7 +196,8 @@ def _build_store(
     }
     on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
     pool = None
-    if on_disk:
+    # Gradients that turn out to have to wait may be all that rests on the disk.
+    if on_disk or (gradients is GradientUse.UPDATE and Tier.DISK in machine.budget):
         assert memory.disk is not None, "units were placed on a disk that there is not"
         pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
     ledger = Ledger(keep_moments=False)
@@ -258,6 +268,14 @@ def _build_session(
         bounded=budgets.host_binds or compute is Tier.DEVICE,
         enforce=compute is Tier.DEVICE,
     )
+    growth = Growth(
+        layout,
+        formats,
+        conductor,
+        machine=machine,
+        gradients=gradients,
+        changed=lambda why: segments.forget_plans(why),  # noqa: PLW0108  (segments are made below, with it)
+    )
     segments = Segments(
         conductor=conductor,
         layout=layout,
@@ -274,15 +292,8 @@ def _build_session(
         ),
         taken_bytes=binding.gradients.own_bytes,
         metering=metering,
+        growth=growth,
         always_meter=compute is Tier.DEVICE,
-    )
-    growth = Growth(
-        layout,
-        formats,
-        conductor,
-        machine=machine,
-        gradients=gradients,
-        changed=segments.forget_plans,
     )
     weights = Weights(binding, layout, conductor, growth)
     in_chunks = Gradients(layout, conductor, mover.store.dtype, growth, finds_overflow=precision.scales)

@@ -18,14 +18,15 @@ from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.minimum import expect_room, worst_moment
-from patrickstar.plan.placement import place
+from patrickstar.plan.placement import place, place_gradients
+from patrickstar.plan.refusal import name_gradients
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import step_trace
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.precision import Precision, lies_in
 from patrickstar.runtime.tiling import find_tables, find_tiles
 
-__all__ = ["gathers_rows", "gradient_use", "layout_of", "resting_state"]
+__all__ = ["add_gradients", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
 
 
 _GRAIN_16_BITS = 2048
@@ -82,14 +83,13 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
 
 
 def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:
-    """Every unit at its home, without contents yet.
+    """Every unit at its home, without contents yet. Gradients that are used as they arrive have none: see Note [Homes of gradients].
 
     Raises:
         BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
     """
     machine = budgets.machine
-    transient = (GRAD,) if gradients is GradientUse.UPDATE else ()
-    home = _homes(layout, machine, gradients.planes, transient=transient, formats=formats)
+    home = _homes(layout, machine, gradients.planes, formats=formats)
     state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]
@@ -100,9 +100,13 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
     return state
 
 
-def _homes(
-    layout: Layout, machine: Machine, planes: tuple[str, ...], *, transient: tuple[str, ...], formats: Formats
-) -> dict[PlaneRef, Tier]:
+def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Machine, formats: Formats) -> None:
+    """Gives homes to the gradients that a forward with this trace keeps. BudgetError: they do not fit."""
+    kept, why = trace.touched(GRAD), name_gradients(trace)
+    state.grow(*place_gradients(machine, kept, state=state, layout=layout, formats=formats, why=why))
+
+
+def _homes(layout: Layout, machine: Machine, planes: tuple[str, ...], *, formats: Formats) -> dict[PlaneRef, Tier]:
     """Where each unit rests: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
 
     What fits stays on the compute tier all the same, as cached copies that never have to move.
@@ -110,8 +114,8 @@ def _homes(
     if machine.compute is Tier.DEVICE or Tier.DISK in machine.budget:
         try:
             whole = machine.budget[machine.compute]
-            return place(layout, machine, planes=planes, nonmodel_bytes=whole, transient=transient, formats=formats)
+            return place(layout, machine, planes=planes, nonmodel_bytes=whole, formats=formats)
         except BudgetError:
             if machine.compute is Tier.HOST:
                 raise
-    return place(layout, machine, planes=planes, transient=transient, formats=formats)
+    return place(layout, machine, planes=planes, formats=formats)

@@ -24,6 +24,7 @@ from patrickstar.plan.minimum import Need, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.pilot import Segment
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
@@ -47,6 +48,7 @@ class Known:
         trace: what it is expected to do. offline: the forecast it started from. measured: what it did when it was last recorded.
         reason: why there is no trace. measurements: how often a measured trace has taken the place of another.
         departures: forwards in a row that did not go as the trace.
+        reserved: the trace for whose gradients there is room.
     """
 
     trace: Trace | None = None
@@ -56,6 +58,7 @@ class Known:
     measurements: int = 0
     departures: int = 0
     measure_next: bool = False
+    reserved: Trace | None = None
 
 
 class Segments:
@@ -64,7 +67,8 @@ class Segments:
     Args:
         budgets: the tiers, what they may hold, and what the allocator does. policy: of eviction.
         taken_bytes: what of the compute tier's budget the user has taken over (gradients read as `p.grad`).
-        metering: counts live bytes. always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
+        metering: counts live bytes. growth: has room for gradients that must wait.
+        always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
 
     Attributes:
         planned_steps, reactive_steps, reason: steps that went as planned and that did not, and why the last of these did not.
@@ -80,6 +84,7 @@ class Segments:
         tracer: OfflineTracer,
         taken_bytes: Callable[[], int],
         metering: Metering,
+        growth: Growth,
         always_meter: bool,
     ) -> None:
         self._conductor = conductor
@@ -89,6 +94,7 @@ class Segments:
         self._tracer = tracer
         self._taken_bytes = taken_bytes
         self._metering = metering
+        self._growth = growth
         self._always_meter = always_meter
 
         self._known: OrderedDict[Signature, Known] = OrderedDict()
@@ -139,7 +145,9 @@ class Segments:
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Known:
         if not can_be_traced((args, kwargs)):
-            return Known(reason="its inputs hold objects that a trial run could change")
+            unknown = Known(reason="its inputs hold objects that a trial run could change")
+            self._reserve(unknown)
+            return unknown
         key = signature(model, args, kwargs)
         known = self._known.get(key)
         if known is None:
@@ -153,8 +161,10 @@ class Segments:
                 known.reason = str(problem)
                 _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
             else:
-                # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
-                expect_room(self._need(known.trace), self._machine_for(known.trace))
+                need = worst_moment(known.trace, start=self._growth.with_room_for(known.trace))
+                expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
+        # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
+        self._reserve(known)
         self._known[key] = known
         self._known.move_to_end(key)
         if len(self._known) > _KEPT_KINDS:
@@ -162,6 +172,16 @@ class Segments:
         if known.trace is not None:
             self._largest_bytes = max(self._largest_bytes, known.trace.peak)
         return known
+
+    def _reserve(self, known: Known) -> None:
+        """There is room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
+        if not torch.is_grad_enabled():
+            return
+        if known.trace is None:
+            self._growth.reserve_all(known.reason)
+        elif known.reserved is not known.trace:
+            self._growth.reserve(known.trace)
+            known.reserved = known.trace
 
     def _dominating(self, key: Signature) -> Trace | None:
         """The least trace of those whose shapes are at least as large."""
@@ -207,7 +227,7 @@ class Segments:
         return Segment(name, trace, self._plans[key][0], reserve_bytes=trace.peak)
 
     def forget_plans(self, why: str) -> None:
-        """Units have other sizes from now on: the rest of the stretch is decided moment by moment, and later ones are planned anew."""
+        """Units have come, or have other sizes from now on: the rest of the stretch is decided moment by moment, and later ones are planned anew."""
         self._plans.clear()
         segment = self._conductor.pilot.segment
         segment.reason = segment.reason or why

@@ -383,8 +383,8 @@ class Training:
             self._conductor.settle()
 
     def all_traces(self) -> list[Trace]:
-        """The norm of all gradients and the update of all parameters: what a step needs at most beside the forward."""
-        names = list(self._hypers())
+        """The norm of all gradients, or of all that are kept, and their update: what a step needs at most beside the forward."""
+        names = [name for name in self._hypers() if not self.in_backward or name in self._gradients.names]
         return [self._traces.step(names, writes=True), self._traces.norm(names)]
 
     def _own_gradients_in_plane(self) -> InPlane:
