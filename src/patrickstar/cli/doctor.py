@@ -18,6 +18,7 @@ import click
 
 from patrickstar.cli.flags import debug_option
 from patrickstar.errors import ConfigError
+from patrickstar.memory.filesystem import free_bytes
 from patrickstar.units import format_bytes
 
 PAGE: Final = 4096
@@ -148,8 +149,7 @@ def _disk(directory: Path) -> Iterator[Finding]:
     if not where.is_dir():
         yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}")
         return
-    status = os.statvfs(where)
-    free = status.f_bavail * status.f_frsize
+    free = free_bytes(where)
     direct, reason = _direct_io(where)
     text = f"{directory}: {format_bytes(free)} free, direct I/O {'works' if direct else f'does not work ({reason})'}"
     advice = "" if direct else "transfers will go through the page cache; a directory on ext4 or xfs is faster"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.allocator import allocator, return_at_once
+from patrickstar.memory.filesystem import default_disk_bytes, free_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.units import MIB, format_bytes, parse_size
 
@@ -20,7 +20,6 @@ __all__ = ["Budgets", "find_budgets"]
 
 _HOST_SHARE = 0.8
 _SPARE_SHARE = 16
-_DISK_SHARE = 0.9
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
 _EXPECTED_BYTES = 24 * MIB  # of `extra_bytes`, as a rule: the same record
 _SMALL_BYTES = 16 * MIB  # of weights: the kernels of smaller models keep next to nothing
@@ -141,6 +140,6 @@ def _disk_budget(directory: Path, wanted: int | str | None) -> int:
         raise DeviceError(
             f"disk={str(directory)!r}: {existing} is no directory; give one that exists, or whose parent does"
         )
-    status = os.statvfs(existing)
-    free = status.f_bavail * status.f_frsize
-    return int(free * _DISK_SHARE) if wanted is None else parse_size(wanted, name="disk_memory", total_bytes=free)
+    if wanted is None:
+        return default_disk_bytes(directory)
+    return parse_size(wanted, name="disk_memory", total_bytes=free_bytes(directory))
