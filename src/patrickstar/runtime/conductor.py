@@ -143,6 +143,15 @@ class Conductor:
             segment.reserve_bytes -= nbytes
             self._making_bytes -= nbytes
 
+    @contextmanager
+    def rising(self, nbytes: int) -> Iterator[None]:
+        """The same for a tensor that the budget counts by itself: only the process grows by it."""
+        self._making_bytes += nbytes
+        try:
+            yield
+        finally:
+            self._making_bytes -= nbytes
+
     def _within_bounds(
         self,
         phase: Phase,

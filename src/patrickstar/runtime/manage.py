@@ -33,6 +33,7 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.take_over import check_optimizer, read_groups
 from patrickstar.plan.residency import Residency
+from patrickstar.runtime.assembling import Assembling
 from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.runtime.checks import check_model
@@ -241,17 +242,18 @@ def _build_session(
     )
     pilot = Pilot(
         mover.state,
-        budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
+        budget_bytes=lambda: machine.budget[compute] - binding.taken_bytes(),
         policy=options.eviction,
         spare_bytes=budgets.spare_bytes,
     )
     conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held, pressure=_pressure(budgets))
+    set_aside = budgets.spare_bytes + budgets.fixed_bytes
     metering = Metering(
         conductor,
         compute=compute,
         # On the host an operation's result is there before it is counted: some room is left for that.
-        budget_bytes=lambda: machine.budget[compute] - budgets.spare_bytes - budgets.fixed_bytes,
-        is_slot=binding.leases.is_slot,
+        budget_bytes=lambda: machine.budget[compute] - set_aside - binding.assembled.taken_bytes(),
+        is_slot=binding.leases.is_counted,
         bounded=budgets.host_binds or compute is Tier.DEVICE,
         enforce=compute is Tier.DEVICE,
     )
@@ -269,7 +271,7 @@ def _build_session(
             gathers_rows=by_rows,
             scales=precision.scales,
         ),
-        taken_bytes=binding.gradients.own_bytes,
+        taken_bytes=binding.taken_bytes,
         metering=metering,
         always_meter=compute is Tier.DEVICE,
     )
@@ -283,9 +285,14 @@ def _build_session(
     )
     weights = Weights(binding, layout, conductor, growth)
     in_chunks = Gradients(
-        layout, conductor, lambda ref: precision.dtype(ref, layout), growth, finds_overflow=precision.scales
+        layout,
+        conductor,
+        lambda ref: precision.dtype(ref, layout),
+        growth,
+        views=binding.assembled,
+        finds_overflow=precision.scales,
     )
-    training = None
+    training = assembling = None
     if original is not None:
         training = Training(
             binding=binding,
@@ -293,7 +300,7 @@ def _build_session(
             conductor=conductor,
             segments=segments,
             gradients=in_chunks,
-            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=precision.formats),
+            updates=Updates(layout, conductor, choose_kernel(), binding.stepped, formats=precision.formats),
             formats=precision.formats,
             choreography=keeper.choreography,
             growth=growth,
@@ -301,6 +308,7 @@ def _build_session(
             max_grad_norm=memory.max_grad_norm,
             before_end=keeper.bring_rows,
         )
+        assembling = Assembling(binding, layout, conductor, gradients=in_chunks, weights=weights, steps=training.steps)
     keeper.connect(
         conductor=conductor,
         segments=segments,
@@ -308,6 +316,7 @@ def _build_session(
         watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
         copies=Copies(binding, layout, conductor, precision),
         growth=growth,
+        assembling=assembling,
         tables=TableRows(binding, conductor, in_chunks, keeper.choreography, rounding=precision.rounding),
         is_managed=binding.is_managed,
     )

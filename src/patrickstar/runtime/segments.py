@@ -63,7 +63,7 @@ class Segments:
 
     Args:
         budgets: the tiers, what they may hold, and what the allocator does. policy: of eviction.
-        taken_bytes: what of the compute tier's budget the user has taken over (gradients read as `p.grad`).
+        taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
 
     Attributes:
@@ -286,13 +286,6 @@ class Segments:
         self._step_reasons = []
 
     # budgets
-
-    def has_room_for(self, nbytes: int, traces: Iterable[Trace]) -> bool:
-        """Whether everything known, and these traces, would still fit if the user took that much of the budget."""
-        known = [entry.trace for entry in self._known.values() if entry.trace is not None]
-        state = self._conductor.mover.state
-        needs = [worst_moment(trace, layout=self._layout, start=state).nbytes for trace in (*known, *traces)]
-        return max(needs, default=0) + nbytes <= self._budget_bytes()
 
     def _budget_bytes(self) -> int:
         machine = self._budgets.machine

@@ -11,9 +11,11 @@ from patrickstar.core.layout import Layout, Part
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import ConfigError
+from patrickstar.nn.assembled import STEP
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.deferred_recorder import Recorder
+from patrickstar.nn.leases import AssembledKey
 from patrickstar.optim.split import join, split
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
@@ -134,12 +136,16 @@ class Weights:
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
-            flat, at = bound.flat(whole), 0
             with self._conductor.making(whole.nbytes):
-                for piece in self.moment_pieces(name, plane):
-                    flat[at : at + piece.numel()].copy_(piece)
-                    at += piece.numel()
+                self.copy_moment_into(name, plane, bound.flat(whole))
             return whole
+
+    def copy_moment_into(self, name: str, plane: str, flat: Tensor) -> None:
+        """Writes a parameter's first or second moment into a 1-D fp32 tensor in slot order."""
+        at = 0
+        for piece in self.moment_pieces(name, plane):
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
 
     def clear_moments(self, name: str) -> None:
         """A parameter's moments are as before its first update: zero."""
@@ -147,15 +153,22 @@ class Weights:
             for plane in (EXP_AVG, EXP_AVG_SQ):
                 for target in self.moment_pieces(name, plane, writes=True):
                     target.zero_()
+        for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
+            self._binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was let go")
 
     def write_moment(self, name: str, plane: str, value: Tensor) -> None:
         """Sets a parameter's first or second moment, rounded to fp32."""
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.quiet():
-            flat, at = bound.flat(value.to(torch.float32)), 0
-            for target in self.moment_pieces(name, plane, writes=True):
-                target.copy_(flat[at : at + target.numel()])
-                at += target.numel()
+            self.write_moment_from(name, plane, bound.flat(value.to(torch.float32)))
+        self._binding.assembled.changed(AssembledKey(name, plane))
+
+    def write_moment_from(self, name: str, plane: str, flat: Tensor) -> None:
+        """The same from a 1-D fp32 tensor in slot order."""
+        at = 0
+        for target in self.moment_pieces(name, plane, writes=True):
+            target.copy_(flat[at : at + target.numel()])
+            at += target.numel()
 
 
 def _blocks(numel: int) -> Iterator[slice]:
