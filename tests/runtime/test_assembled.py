@@ -217,13 +217,15 @@ def test_a_view_of_a_gradient_that_is_let_go_keeps_its_last_values(make_pair: Ma
         view = model[0].weight.grad[3]
         optimizer.step()
         optimizer.zero_grad()
+        backward(model, number=1)
         view.add_(1)
-        return [view.clone(), torch.stack([view, view])]
+        return [view.clone(), torch.stack([view, view]), model[0].weight.grad.clone()]
 
     pair = make_pair()
     want, got = pair.each(outlive)
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    pair.train(2, first=1)
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(2, first=2)
     pair.expect_same()
 
 

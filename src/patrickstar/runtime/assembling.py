@@ -104,16 +104,19 @@ class Assembling:
             with self._conductor.rising(nbytes):
                 yield
         except BudgetError as refusal:
-            beside = f", beside {format_bytes(held)} of others that are in use or held (views of them)" if held else ""
+            taken = held + nbytes
+            needed, budget = refusal.needed_bytes + taken, refusal.available_bytes + taken
             raise BudgetError(
-                f"{title(key)} does not fit as a whole tensor: it takes {format_bytes(nbytes)}{beside}, and a chunk of it must be there too.\n"
-                "  To clip, session.clip_grad_norm_(max_norm) needs a chunk at a time. Else let go of what is held, use one tensor at a time, or "
-                f"give a larger budget\n  {refusal}",
+                f"{title(key)} does not fit as a whole tensor\n"
+                f"  needed {format_bytes(needed)} = the tensor {format_bytes(nbytes)} + others in use or held by views of them {format_bytes(held)} "
+                f"+ chunk slots in use at once {format_bytes(refusal.needed_bytes)};  budget {format_bytes(budget)}\n"
+                "  to clip, session.clip_grad_norm_(max_norm) needs one chunk at a time; else use one tensor at a time, let go of what is held, "
+                f"or give {refusal.tier}_memory >= {format_bytes(needed)}",
                 tier=refusal.tier,
                 moment=refusal.moment,
-                needed_bytes=refusal.needed_bytes + held + nbytes,
-                available_bytes=refusal.available_bytes + held + nbytes,
-                smallest_bytes=refusal.smallest_bytes + held + nbytes,
+                needed_bytes=needed,
+                available_bytes=budget,
+                smallest_bytes=needed,
             ) from refusal
         finally:
             self._binding.assembled.making_bytes -= nbytes
