@@ -339,6 +339,54 @@ def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> 
     pair.expect_same()
 
 
+def zero_late(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss = loss_of(model, number)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def zero_late_through_the_model(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss = loss_of(model, number)
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("step", [zero_late, zero_late_through_the_model], ids=lambda step: step.__name__)
+@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
+def test_zeroing_between_forward_and_backward_is_planned_once_it_is_known(
+    make_pair: MakePair, machine: dict[str, Any], step: Callable[..., Any], roomy: bool
+) -> None:
+    pair = make_pair(**(ROOMY if roomy else machine))
+    for number in range(5):
+        want, got = pair.each(step, number)
+        assert same_bits(want, got)
+    stats = pair.session.stats()
+    assert (stats.planned_steps, stats.reactive_steps) == (4, 1), stats.reason
+    pair.train(2, first=5)  # and now it is not
+    want, got = pair.each(step, 7)
+    assert same_bits(want, got)
+    if not roomy:
+        pair.expect_same()
+
+
+def test_a_gradient_let_go_of_in_the_middle_of_a_backward_is_let_go(
+    make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    def watch(model: nn.Module, _: Any) -> None:
+        def let_go(p: torch.Tensor) -> None:
+            p.grad = None
+
+        model[2].weight.register_post_accumulate_grad_hook(let_go)
+
+    pair = make_pair(before=watch, **on_disk)
+    pair.train(3)
+    pair.expect_same()
+
+
 # accumulation and clipping
 
 

@@ -141,7 +141,7 @@ def test_a_state_kept_over_a_step_shows_what_the_step_made_of_it(make_pair: Make
         average, view, count = entry["exp_avg"], optimizer.state[model[2].weight]["exp_avg_sq"][3], entry["step"]
         backward(model, number=1)
         optimizer.step()
-        return [average.clone(), view.clone(), count.clone()]
+        return [view.clone(), average.clone(), count.clone()]
 
     pair = make_pair(device="emulated", device_memory=8 * SLOT)
     pair.train(1)

@@ -95,6 +95,14 @@ class Conductor:
                 self.mover.carry_out(actions)
             self.mover.store.trim()
 
+    def release(self, ref: PlaneRef) -> None:
+        """Nobody wants a unit's contents any more: in the middle of a stretch, or between two."""
+        with self.lock:
+            if self.pilot.let_go(ref):
+                self.mover.forget(ref)
+            else:
+                self.mover.release(ref)
+
     def make_way(self, slot_bytes: int) -> None:
         """In the middle of a moment: chunks that nothing uses leave until no more than these bytes of slots are in use, if that can be."""
         with self.lock:

@@ -207,7 +207,7 @@ class Gradients:
         for part in self._layout.parts(name):
             pieces = self._layout.tensors_in(part.chunk)
             if not any(piece.name in self.names or piece.name in self.incomplete for piece in pieces):
-                self._conductor.mover.release(PlaneRef(part.chunk, GRAD))
+                self._conductor.release(PlaneRef(part.chunk, GRAD))
 
     def drop_all(self) -> None:
         """No gradient is wanted any more."""
@@ -216,7 +216,7 @@ class Gradients:
         for name in names:
             self._forget(name)
         for chunk in sorted(chunks):
-            self._conductor.mover.release(PlaneRef(chunk, GRAD))
+            self._conductor.release(PlaneRef(chunk, GRAD))
 
     def fill_with_zeros(self, names: Collection[str]) -> None:
         """Those of these gradients that there are become zero, and stay there (`zero_grad(set_to_none=False)`)."""
