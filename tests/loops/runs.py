@@ -73,15 +73,15 @@ def manage(model: nn.Module, optimizer: Any, memory: Mapping[str, Any]) -> patri
     return patrickstar.manage(model, optimizer, precision="fp32", options=options, **memory)
 
 
-def llama() -> LlamaForCausalLM:
+def llama(*, width: int = 32, layers: int = 4) -> LlamaForCausalLM:
     """A decoder of the transformers library; the same bits at each call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             max_position_embeddings=32,
             use_cache=False,

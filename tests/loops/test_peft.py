@@ -13,6 +13,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from tests.loops.runs import Run, budgets, expect_same, llama, manage, sentences
 from tests.parity.compare import compare_mappings
 
+pytestmark = pytest.mark.slow
+
 
 def train(memory: Mapping[str, Any] | None) -> tuple[Run, dict[str, torch.Tensor]]:
     torch.manual_seed(0)

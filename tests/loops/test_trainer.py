@@ -12,6 +12,8 @@ from transformers import Trainer, TrainingArguments, get_cosine_schedule_with_wa
 
 from tests.loops.runs import Run, budgets, expect_same, llama, manage, sentences
 
+pytestmark = pytest.mark.slow
+
 
 def train(memory: Mapping[str, Any] | None, output: Path) -> Run:
     model, run = llama(), Run()
