@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+STAMP_FULL := $(VENV)/.installed-full
 # Processes that share the tests out; those that measure memory stay together in one.
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
@@ -11,8 +12,13 @@ PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch==2.13.0 --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch==2.13.0 --editable '.[train,dev,loops]'
 	touch $(STAMP)
+
+# TRL brings pandas, pyarrow and more: only the full suite has its loop.
+$(STAMP_FULL): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[trl]'
+	touch $(STAMP_FULL)
 
 train: $(STAMP)
 	$(BIN)/python examples/train_stdlib.py
@@ -23,11 +29,11 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not campaign and not slow'
 
-test-full: $(STAMP)
+test-full: $(STAMP_FULL)
 	$(PYTEST)
 
 # Branches that were taken before and are not any more, by all of `make test-full`.
-coverage: $(STAMP)
+coverage: $(STAMP_FULL)
 	rm -rf build/coverage && mkdir -p build/coverage
 	$(BIN)/coverage run -m pytest -q -n $(JOBS) --dist loadgroup
 	$(BIN)/coverage combine --quiet

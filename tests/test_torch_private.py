@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -11,7 +10,6 @@ from patrickstar.torch_private import (
     Unseen,
     at_end_of_backward,
     backward_id,
-    gradient_is_held,
     inside_backward_node,
     top_saved_tensors_hooks,
 )
@@ -79,25 +77,3 @@ def test_the_end_of_a_nested_backward_is_inside_a_node_of_the_outer_one():
     x = torch.ones(1, 2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
     assert ends == [True]
-
-
-@pytest.mark.parametrize(
-    "hold",
-    [
-        lambda gradient: gradient,
-        lambda gradient: gradient.view(-1),
-        lambda gradient: gradient.detach(),
-        lambda gradient: gradient.numpy(),
-        lambda gradient: [gradient],
-        lambda gradient: gradient.untyped_storage(),
-    ],
-    ids=["itself", "view", "detached", "array", "list", "storage"],
-)
-def test_a_gradient_is_held_while_anything_refers_to_it_or_its_memory(hold):
-    parameter = torch.nn.Parameter(torch.ones(4))
-    parameter.grad = torch.zeros(4)
-    assert not gradient_is_held(parameter)
-    held = hold(parameter.grad)
-    assert gradient_is_held(parameter)
-    del held
-    assert not gradient_is_held(parameter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ __all__ = [
     "backward_id",
     "computes_bf16",
     "computes_fp16",
-    "gradient_is_held",
     "inside_backward_node",
     "top_saved_tensors_hooks",
 ]
@@ -42,21 +40,6 @@ def backward_id() -> int:
 def inside_backward_node() -> bool:
     """Whether a backward node is being evaluated on this thread."""
     return torch._C._current_autograd_node() is not None
-
-
-def gradient_is_held(parameter: torch.nn.Parameter) -> bool:
-    """Whether anything but the parameter refers to its gradient, or to a view of it."""
-    probe = torch.nn.Parameter(torch.empty(1))
-    probe.grad = torch.empty(1)
-    return _references(parameter) > _references(probe)
-
-
-def _references(parameter: torch.nn.Parameter) -> int:
-    gradient = parameter.grad
-    if gradient is None:
-        return 0
-    storage = gradient.untyped_storage()
-    return sys.getrefcount(gradient) + sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata)
 
 
 def computes_bf16() -> bool:

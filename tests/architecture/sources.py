@@ -9,7 +9,7 @@ from pathlib import Path
 import patrickstar
 
 PACKAGE = Path(patrickstar.__file__).parent
-MAX_LINES = 400
+MAX_LINES = 600
 PURE = ("core", "plan", "config", "units.py", "errors.py")
 
 _HOOKS = re.compile(r"register_(forward_hook|forward_pre_hook|full_backward_\w+|backward_hook|module_\w+)")

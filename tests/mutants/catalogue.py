@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutants.assembled import ASSEMBLED
 from tests.mutants.binding import BINDING
 from tests.mutants.engine import ENGINE
 from tests.mutants.homes import HOMES
@@ -18,6 +19,7 @@ __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
     *BINDING,
+    *ASSEMBLED,
     *PLANNING,
     *MOVING,
     *TRAINING,

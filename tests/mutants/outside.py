@@ -14,14 +14,14 @@ PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_l
 OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="what-is-detached-in-backward-is-a-stand-in",
-        file="nn/binding.py",
+        file="nn/attributes.py",
         old="return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())",
         new="return self._detached.make(bound, bound.tensor().detach())",
         tests=(f"{PARITY}[function-non-reentrant-x1-noclip-in_backward-lru-minimum-emulated]",),
     ),
     Mutant(
         name="an-address-that-was-handed-out-keeps-no-slot",
-        file="nn/binding.py",
+        file="nn/attributes.py",
         old="                bound.lease = leased\n",
         new="                pass\n",
         tests=(f"{HANDS}::test_the_address_of_an_alias_stays_its_address",),
@@ -39,15 +39,6 @@ OUTSIDE: tuple[Mutant, ...] = (
         old="self.others.append(other)",
         new="pass",
         tests=("tests/runtime/test_together.py::test_one_operation_on_parameters_of_two_sessions",),
-    ),
-    Mutant(
-        name="a-gradient-that-is-held-is-taken-back",
-        file="runtime/lending.py",
-        old="if gradient_is_held(bound.parameter):",
-        new="if False:",
-        tests=(
-            "tests/runtime/test_gradients.py::test_a_gradient_that_was_lent_and_is_still_held_is_said_where_it_must_go",
-        ),
     ),
     Mutant(
         name="every-piece-is-updated-from-the-first-of-its-gradient",

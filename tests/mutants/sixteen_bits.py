@@ -70,8 +70,8 @@ SIXTEEN_BITS = (
     Mutant(
         name="an-overflow-outlives-its-gradient",
         file="runtime/gradients.py",
-        old="        self.factors.pop(name, None)\n        self.overflowed.pop(name, None)\n\n\ndef",
-        new="        self.factors.pop(name, None)\n\n\ndef",
+        old="        self.factors.pop(name, None)\n        self.overflowed.pop(name, None)\n        self._views",
+        new="        self.factors.pop(name, None)\n        self._views",
         tests=(f"{SCALING}::test_an_overflow_that_was_let_go_does_not_count",),
     ),
     Mutant(

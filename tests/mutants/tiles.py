@@ -32,7 +32,7 @@ TILES = (
     ),
     Mutant(
         name="tiles-stay-frozen-when-their-parameter-is-trained-after-all",
-        file="nn/binding.py",
+        file="nn/attributes.py",
         old="                tile.parameter.requires_grad = value",
         new="                pass",
         tests=(f"{TESTS}::test_frozen_tiles_have_no_gradient_and_can_be_trained_after_all",),

@@ -14,6 +14,7 @@ from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.spec import TensorSpec
 from patrickstar.nn.binding import Binding
+from patrickstar.nn.leases import AssembledKey
 from patrickstar.torch_private import Plain
 
 
@@ -83,14 +84,17 @@ class ToyOwner:
         self.slot(index).fill_(float("nan"))
         self.last_given = index
 
-    def wrap(self, ref: PlaneRef) -> Tensor:
+    def wrap(self, ref: PlaneRef | AssembledKey) -> Tensor:
+        if isinstance(ref, AssembledKey):
+            return self.gradients[ref.name].reshape(-1).clone()
         return self.slot(self.resident[ref])
 
     def thawed(self, name: str) -> None:
         pass
 
-    def renew(self, name: str, copy: Tensor) -> None:
-        raise AssertionError(f"{name} is not copied")
+    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
+        assert isinstance(key, AssembledKey), f"{key} is not copied"
+        copy.copy_(self.gradients[key.name].view(-1))
 
     def changed(self, ref: PlaneRef) -> None:
         self.dirty.add(ref)
@@ -104,12 +108,23 @@ class ToyOwner:
             self.gradients[name].add_(gradient)
         else:
             self.gradients[name] = gradient.clone()
+        self.binding.assembled.changed(AssembledKey(name, "grad"))
 
-    def read_gradient(self, name: str) -> Tensor | None:
-        return self.gradients.pop(name, None)
+    def has_gradient(self, name: str) -> bool:
+        return name in self.gradients
 
     def drop_gradient(self, name: str) -> None:
         self.gradients.pop(name, None)
+        self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was let go")
+
+    def settle(self) -> None:
+        pass
+
+    def expect_room(self, key: AssembledKey) -> None:
+        pass
+
+    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
+        self.gradients[key.name].view(-1).copy_(self.binding.leases.take(key))
 
     def values(self, name: str) -> Tensor:
         bound = self.binding.by_name[name]

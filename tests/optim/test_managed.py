@@ -56,6 +56,9 @@ class Target:
             shape = self.parameters[name].shape
             self.states[name] = State(step, state.exp_avg.view(shape), state.exp_avg_sq.view(shape))
 
+    def optimizer_state(self):
+        return self.mapping
+
     def zero_grad(self, set_to_none):
         self.calls.append(("zero_grad", set_to_none))
         self.gradients.clear()
@@ -475,10 +478,20 @@ def test_a_hook_that_saw_the_state_dict_before_management_sees_the_chunks_now():
     assert seen == [2]
 
 
-def test_moments_are_not_read_or_written_through_state():
-    ours, _, _ = managed()
-    with pytest.raises(StateError, match=r"state_dict\(\)"):
-        ours.state[0]
+def test_the_state_is_the_targets():
+    ours, _, target = managed()
+    target.mapping = {}
+    assert ours.state is target.mapping
+    parameter = ours.param_groups[0]["params"][0]
+    ours.state = {parameter: {"step": 3}}
+    assert target.mapping == {parameter: {"step": 3}}
+    ours.state = target.mapping
+    assert target.mapping == {parameter: {"step": 3}}
+    ours.state = {}
+    assert target.mapping == {}
+    ours.detach()
+    with pytest.raises(StateError, match="closed"):
+        _ = ours.state
 
 
 @pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -369,13 +369,6 @@ def test_a_parameter_that_is_frozen_with_a_gradient_is_still_updated_from_it(mak
     pair.expect_same()
 
 
-def test_the_optimizers_state_is_read_by_state_dict_only(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    with pytest.raises(StateError, match="state_dict"):
-        _ = pair.optimizer.state
-
-
 def test_the_optimizer_is_not_copied_or_pickled(make_pair: MakePair) -> None:
     pair = make_pair()
     with pytest.raises(StateError, match="state_dict"):

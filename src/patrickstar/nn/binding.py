@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, PlaneRef
 from patrickstar.errors import StateError
+from patrickstar.nn.assembled import STEP, AssembledTensors
+from patrickstar.nn.attributes import Attributes, not_its_own
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.classes import alias_classes, parameter_class
 from patrickstar.nn.detached import DetachedAliases
 from patrickstar.nn.differentiate import differentiate
-from patrickstar.nn.foreach import one_by_one
+from patrickstar.nn.foreach import counted, is_foreach, one_by_one
 from patrickstar.nn.found import Found
-from patrickstar.nn.functions import ESCAPES, HOOKS, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor, writes_to
+from patrickstar.nn.functions import ESCAPES, writes_to
 from patrickstar.nn.gradient_access import GradientAccess
-from patrickstar.nn.leases import Key, Leases
+from patrickstar.nn.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.nn.owner import Owner, Rewriting
 from patrickstar.nn.packing import Packing
 from patrickstar.nn.places import Places
 from patrickstar.nn.records import make_records, names_by_id, with_tiles
-from patrickstar.nn.tiles import NOT_ONE_TENSOR, tile_by_tile
-from patrickstar.torch_private import Plain, backward_id
+from patrickstar.nn.tiles import tile_by_tile
+from patrickstar.torch_private import Plain
 
 __all__ = ["Binding"]
 
@@ -57,7 +59,7 @@ class Binding:
     Attributes:
         by_name: the parameters' records. records: these, and those of tiles. names: of the parameters, by `id()`.
         leases: of the slots in use. places: whose they are.
-        gradients: what `.grad` of a parameter is.
+        gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         rewriting: is told of parameters before and after they may be written in place, where somebody wants to know.
         session_name: how messages call the session that this binding is part of.
     """
@@ -76,14 +78,16 @@ class Binding:
         self._owner = owner
         self.leases = Leases(owner.wrap)
         self.lock = threading.RLock()
-        self._packing = Packing(self._find, self._fetch)
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         self._base: type[Tensor] = next(
             (FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor
         )
         self._parameter_class = parameter_class(self, nn.Parameter if self._base is Tensor else self._base)
-        self._alias_class, detached_class = alias_classes(self, self._base)
+        self._alias_class, detached_class, assembled_class = alias_classes(self, self._base)
         self._detached = DetachedAliases(detached_class)
+        self._attributes = Attributes(self, owner, self._detached)
+        self.assembled = AssembledTensors(owner, self.leases, self.lock, assembled_class)
+        self._packing = Packing(self._find, self._fetch, self.assembled.lasting)
 
         self.session_name = "a session"
         self.rewriting: Rewriting | None = None
@@ -93,7 +97,9 @@ class Binding:
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self.places = Places(self.records)
-        self.gradients = GradientAccess(self.records, owner, self.lock, use=gradients)
+        self.gradients = GradientAccess(
+            self.records, owner, self.lock, assembled=self.assembled, undress=self._undress, use=gradients
+        )
 
     # binding and releasing
 
@@ -110,6 +116,14 @@ class Binding:
         for bound in with_tiles(self.records, names) if living else ():
             if bound.name in living:
                 self._owner.renew(bound.name, self.leases.take(bound.name))
+
+    def stepped(self, names: Iterable[str]) -> None:
+        """An update has changed the parameters, or tiles, and what the optimizer keeps of them."""
+        names = list(names)
+        self.changed_by_update(names)
+        for owner in dict.fromkeys(self.records[name].owner for name in names):
+            for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
+                self.assembled.changed(AssembledKey(owner, plane))
 
     def bind(self) -> None:
         """Turns every parameter into a managed one. Its old data is let go."""
@@ -132,6 +146,7 @@ class Binding:
                     bound.parameter.data = data
             self.gradients.own.clear()
             self._detached.release(self.by_name)
+            self.assembled.release()
 
     def bound(self, tensor: object) -> BoundParameter | None:
         """The record of a managed parameter, or of a detached alias of one; else None."""
@@ -144,6 +159,10 @@ class Binding:
 
     def __iter__(self) -> Iterator[BoundParameter]:
         return iter(self.by_name.values())
+
+    def taken_bytes(self) -> int:
+        """What of the budget the user has taken: gradients of the user's own, whole tensors put together."""
+        return self.gradients.own_bytes() + self.assembled.taken_bytes()
 
     # one use
 
@@ -158,32 +177,19 @@ class Binding:
             first = args[0] if args else None
             bound = self.bound(first)
             if bound is not None:
-                answer = self._answer(func, bound, args, kwargs)
+                answer = self._attributes.answer(func, bound, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
+            assembled = self.assembled.of(first)
+            if assembled is not None:
+                answer = self.assembled.answer(func, assembled, args, kwargs)
                 if answer is not NotImplemented:
                     return answer
             found = self._found((args, kwargs))
-            if len(found.parameters) > 1 and func.__name__.startswith("_foreach_"):
+            if len(found.parameters) + len(found.assembled) > 1 and is_foreach(func):
+                self.assembled.expect_room(found.assembled)
                 return one_by_one(self.handle, func, args, kwargs)
             return self._use(func, args, kwargs, found=found, others=found.others)
-
-    def _answer(
-        self, func: Callable[..., Any], bound: BoundParameter, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """What is asked of a parameter that is no use of its bytes; NotImplemented where it is one."""
-        if bound.tiles and func in HOOKS:
-            raise StateError(f"{func.__name__}() was called on {bound.name}, which is used in tiles: {NOT_ONE_TENSOR}")
-        if func in NEEDS_NO_DATA:
-            return func(*args, **kwargs)
-        if func in SHAPE_ONLY:
-            return func(bound.shape_only, *args[1:], **kwargs)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(self, bound, *args[1:], **kwargs)
-        if func in ESCAPES:
-            return self._escape(func, bound, *args[1:], **kwargs)
-        if func.__name__ in REPOINTS:
-            raise StateError(self._not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
-        return NotImplemented
 
     def _tiled(self, tensor: object) -> BoundParameter | None:
         return self._in_tiles.get(id(tensor))
@@ -204,7 +210,21 @@ class Binding:
         found: Found,
         others: Sequence[Binding],
     ) -> Any:
-        run = partial(others[0]._join, func, others[1:]) if others else func
+        run = counted(func, partial(others[0]._join, func, others[1:]) if others else func)
+        if found.assembled or (found.aliases and self.leases.assembled_bytes()):
+            with self.assembled.using(found.assembled, func, args[0] if args else None):
+                return self._use_bound(run, func, args, kwargs, found=found)
+        return self._use_bound(run, func, args, kwargs, found=found)
+
+    def _use_bound(
+        self,
+        run: Callable[..., Any],
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        found: Found,
+    ) -> Any:
         self.enter(found.parameters)
         written = [*(bound.parameter for bound in found.parameters), *found.aliases]
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in written]
@@ -214,8 +234,10 @@ class Binding:
                 result = run(*args, **kwargs)
             if func in ESCAPES:
                 for key in self._keys_of(found.aliases):
+                    if isinstance(key, AssembledKey):
+                        raise self.assembled.no_memory(func.__name__, key)
                     self._owner.escaped(key)
-            return self._dress(result)
+            return self.dress(result)
         finally:
             for tensor, version in zip(written, versions, strict=True):
                 if version >= 0 and tensor._version != version:
@@ -228,6 +250,9 @@ class Binding:
 
     def _changed(self, key: Key) -> None:
         """What is leased has been written in place. Of a parameter in tiles, what autograd saved of the tiles is out of date too."""
+        if isinstance(key, AssembledKey):
+            self._owner.assembled_changed(key, wholly=False)
+            return
         self._owner.changed(key)
         if not isinstance(key, PlaneRef):
             torch.autograd.graph.increment_version([tile.parameter for tile in self.records[key].tiles])
@@ -249,7 +274,7 @@ class Binding:
             for bound in found:
                 if not bound.depth and self._moved(bound):
                     bound.parameter.data = bound.standin
-                    raise StateError(self._not_its_own(bound, f"set_() gave {bound.name} other memory"))
+                    raise StateError(not_its_own(bound, f"set_() gave {bound.name} other memory"))
             self._owner.use(refs, [bound.name for bound in found], in_graph=in_graph)
             units = [self.leases.take(ref) for ref in refs]  # none may leave while copies are made
             leased = {bound.key: self.leases.take(bound.key) for bound in found}
@@ -274,13 +299,14 @@ class Binding:
 
     # what uses return and autograd saves
 
-    def _dress(self, result: Any) -> Any:
+    def dress(self, result: Any) -> Any:
+        """What a use has returned: views of slots have the class for that."""
         if isinstance(result, Tensor):
             if type(result) is self._base and result.layout is torch.strided and self.leases.locate(result) is not None:
                 result.__class__ = self._alias_class
         elif isinstance(result, list | tuple):
             for item in result:
-                self._dress(item)
+                self.dress(item)
         return result
 
     def _undress(self, tensor: Tensor) -> None:
@@ -291,15 +317,15 @@ class Binding:
         places = (self.leases.locate(tensor) for tensor in tensors)
         return [place.key for place in places if place is not None]
 
-    def _find(self, tensor: Tensor) -> tuple[Key, int, nn.Parameter] | None:
+    def _find(self, tensor: Tensor) -> tuple[WeightKey, int, nn.Parameter] | None:
         if tensor.layout is not torch.strided:
             return None
         place = self.leases.locate(tensor)
-        if place is None:
+        if place is None or isinstance(place.key, AssembledKey):
             return None
-        return place.key, place.offset, self.places.owner(place).parameter
+        return place.key, place.offset, self.places.owner(place.key, place.offset).parameter
 
-    def _fetch(self, key: Key) -> Tensor:
+    def _fetch(self, key: WeightKey) -> Tensor:
         with self.lock, Plain():
             first = self.places.parameters_in(key)[0]
             units = []
@@ -307,67 +333,6 @@ class Binding:
                 self._owner.unpack(ref, first.name)
                 units.append(self.leases.take(ref))
             return units[0] if key == first.ref else self.leases.take(key)
-
-    # the rest of what is special about a parameter
-
-    def _detach(self, bound: BoundParameter) -> Tensor:
-        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())
-
-    def _get_data(self, bound: BoundParameter) -> Tensor:
-        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().data)
-
-    def _in_its_slot(self, bound: BoundParameter) -> Tensor:
-        """Inside of a backward: a view that holds the slot. Checkpointing detaches what a custom Function saves while it recomputes, and
-        autograd unpacks it without its class: a stand-in would be taken for values.
-        """
-        self.enter([bound])
-        try:
-            with torch.inference_mode(False):
-                return cast("Tensor", self._dress(bound.over(self.leases.take(bound.key))))
-        finally:
-            self.leave([bound])
-
-    def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
-        same = self.bound(value)
-        # `p.data += x` adds in place, and assigns the alias of the very same bytes.
-        if same is None or same.name != bound.name:
-            what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
-            raise StateError(self._not_its_own(bound, what))
-
-    def _not_its_own(self, bound: BoundParameter, what: str) -> str:
-        return (
-            f"{what}; its bytes belong to a session. Copy into it (`parameter.data.copy_(value)`), use "
-            f"session.write({bound.name!r}, value), or change it before manage()"
-        )
-
-    def _escape(self, func: Callable[..., Any], bound: BoundParameter, *args: Any, **kwargs: Any) -> Any:
-        """Memory is handed out: that of a view of its own, so that what holds the view holds the slot.
-
-        Of an alias that nothing but a number is asked for (`data_ptr()`), the slot stays as long as the alias lives.
-        """
-        self.enter([bound])
-        try:
-            leased = self.leases.take(bound.key)
-            if self._detached.is_one(bound.tensor()):
-                bound.lease = leased
-            self._owner.escaped(bound.key)
-            with torch.inference_mode(False):
-                view = bound.over(leased).requires_grad_(bound.tensor().requires_grad)
-            return func(view, *args, **kwargs)
-        finally:
-            self.leave([bound])
-
-    def _set_requires_grad(self, bound: BoundParameter, value: bool = True) -> Tensor:
-        tensor = bound.tensor()
-        if value and not tensor.requires_grad and tensor is self.by_name[bound.name].tensor():
-            self._owner.thawed(bound.name)
-        tensor.requires_grad = value
-        if tensor is self.by_name[bound.name].tensor():
-            self.gradients.watch(bound)
-            for tile in bound.tiles:
-                tile.parameter.requires_grad = value
-                self.gradients.watch(tile)
-        return tensor
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
         """An ordinary parameter with the same values: what copying and pickling give."""
@@ -379,17 +344,3 @@ class Binding:
             finally:
                 self.leave([bound])
             return nn.Parameter(data, bound.parameter.requires_grad)
-
-
-_SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
-    {
-        accessor("grad", "__get__"): lambda binding, bound: binding.gradients.get(bound),
-        accessor("grad", "__set__"): lambda binding, bound, value: binding.gradients.set(bound, value),
-        accessor("grad", "__delete__"): lambda binding, bound: binding.gradients.set(bound, None),
-        accessor("data", "__get__"): Binding._get_data,
-        accessor("data", "__set__"): Binding._set_data,
-        Tensor.detach: Binding._detach,
-        accessor("requires_grad", "__set__"): Binding._set_requires_grad,
-        Tensor.requires_grad_: Binding._set_requires_grad,
-    }
-)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.nn.leases import Key
+from patrickstar.nn.leases import WeightKey
 
 __all__ = ["BoundParameter"]
 
@@ -68,7 +68,7 @@ class BoundParameter:
         return self.tensor()  # type: ignore[return-value]
 
     @property
-    def key(self) -> Key:
+    def key(self) -> WeightKey:
         """What is leased at a use: the unit, or the copy of this parameter."""
         return self.name if self.is_copied else self.ref
 

@@ -46,7 +46,7 @@ def parameter_class(binding: Handler, base: type[Tensor]) -> type[Any]:
     return ManagedParameter
 
 
-def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], type[Tensor]]:
+def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], type[Tensor], type[Tensor]]:
     class Alias(base):  # type: ignore[misc,valid-type]
         """A view of a slot that a use has returned. See Note [Binding]."""
 
@@ -67,7 +67,13 @@ def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], t
     class Detached(Alias):
         """A stand-in for the same bytes as a parameter: `weight.detach()`, `weight.data`. See Note [Binding]."""
 
-    return Alias, Detached
+    class Assembled(Alias):
+        """A gradient, or state of the optimizer, that lies in chunks. See Note [Assembled tensors] in `assembled.py`."""
+
+        def __repr__(self, **_: Any) -> str:
+            return repr(_ordinary_copy(self))
+
+    return Alias, Detached, Assembled
 
 
 def _ordinary_copy(alias: Tensor) -> Tensor:

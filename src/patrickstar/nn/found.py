@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from patrickstar.nn.assembled import AssembledRecord
 from patrickstar.nn.bound import BoundParameter
 
 if TYPE_CHECKING:
@@ -19,11 +20,12 @@ class Found:
     """The managed tensors among values, in nested lists, tuples and dicts.
 
     Attributes:
-        parameters: the records of parameters and their detached aliases, each once. aliases: views of slots.
+        parameters: the records of parameters and their detached aliases, each once. aliases: views of slots, and of what is held in their stead.
+        assembled: the records of gradients and state that lie in chunks, each once.
         others: the bindings of other sessions that have a part in the values too.
     """
 
-    __slots__ = ("_alias_class", "_binding", "_bound", "aliases", "others", "parameters")
+    __slots__ = ("_alias_class", "_binding", "_bound", "aliases", "assembled", "others", "parameters")
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Found:
 
         self.parameters: list[BoundParameter] = []
         self.aliases: list[Tensor] = []
+        self.assembled: list[AssembledRecord] = []
         self.others: list[Binding] = []
         self._search(value)
 
@@ -60,6 +63,9 @@ class Found:
         elif type(tensor) is self._alias_class:
             self.aliases.append(tensor)
         elif type(tensor) is not Tensor:
+            assembled = self._binding.assembled.of(tensor)
+            if assembled is not None and assembled not in self.assembled:
+                self.assembled.append(assembled)
             other = getattr(type(tensor), "managed_by", self._binding)
             if other is not self._binding and other not in self.others:
                 self.others.append(other)

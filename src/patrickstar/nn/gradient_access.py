@@ -1,15 +1,19 @@
-"""What `.grad` of a managed parameter is: taken off as it arrives, and handed over when it is read."""
+"""What `.grad` of a managed parameter is: taken off as it arrives, and bound by use when it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
 from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.plane import GRAD
+from patrickstar.errors import StateError
+from patrickstar.nn.assembled import AssembledTensors, title
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.leases import AssembledKey
 from patrickstar.torch_private import Plain
 
 __all__ = ["GradientAccess", "GradientOwner"]
@@ -21,8 +25,8 @@ class GradientOwner(Protocol):
     def gradient(self, name: str, gradient: Tensor) -> None:
         """A gradient has arrived in backward. Takes it."""
 
-    def read_gradient(self, name: str) -> Tensor | None:
-        """Hands over the gradient accumulated so far, as a tensor of its own; None where there is none."""
+    def has_gradient(self, name: str) -> bool:
+        """Whether there is a gradient. StateError where it has been used and let go."""
 
     def drop_gradient(self, name: str) -> None:
         """The gradient accumulated so far is no longer wanted."""
@@ -31,11 +35,13 @@ class GradientOwner(Protocol):
 class GradientAccess:
     """The gradients of bound parameters, as PyTorch's users know them.
 
-    Read or written as `p.grad`, a gradient is the user's own from then on: an ordinary tensor, to which autograd adds as ever, until it is
-    None again. Until then it is the owner's. Where gradients stay tensors, all of them are the user's own, always.
+    Read as `p.grad`, a gradient is a tensor bound by use (Note [Assembled tensors] in `assembled.py`). A tensor that is assigned as `p.grad` is
+    the user's own from then on: an ordinary one, to which autograd adds as ever, until it is None again. Where gradients stay tensors, all of
+    them are the user's own, always.
 
     Args:
-        by_name: the parameters. lock: held while a gradient is taken off. use: where gradients go.
+        by_name: the parameters. lock: held while a gradient is taken off. assembled: what stands for gradients in chunks. undress: makes an alias
+            of what was put together an ordinary tensor. use: where gradients go.
 
     Attributes:
         own: the parameters whose gradient is the user's own, by name.
@@ -47,11 +53,15 @@ class GradientAccess:
         owner: GradientOwner,
         lock: AbstractContextManager[object],
         *,
+        assembled: AssembledTensors,
+        undress: Callable[[Tensor], None],
         use: GradientUse,
     ) -> None:
         self._by_name = by_name
         self._owner = owner
         self._lock = lock
+        self._assembled = assembled
+        self._undress = undress
         self._use = use
 
         self._by_id: dict[int, BoundParameter] = {}
@@ -95,22 +105,30 @@ class GradientAccess:
     def get(self, bound: BoundParameter) -> Tensor | None:
         """`p.grad`."""
         gradient = bound.tensor().grad
-        if gradient is None and self._is_parameter(bound):
-            gradient = self._owner.read_gradient(bound.name)
-            if gradient is not None:
-                bound.parameter.grad = gradient
-                self.own.add(bound.name)
+        if gradient is None and self._is_parameter(bound) and self._owner.has_gradient(bound.name):
+            return self._assembled.tensor(AssembledKey(bound.name, GRAD), bound.shape_only)
         return gradient
 
     def set(self, bound: BoundParameter, value: Tensor | None) -> None:
         """`p.grad = value`, with torch's own checks of shape, type and device."""
-        bound.tensor().grad = value
         if not self._is_parameter(bound):
+            bound.tensor().grad = value
             return
+        if self._assembled.is_of(value, AssembledKey(bound.name, GRAD)):
+            return  # `p.grad *= x` multiplies in place, and assigns the very same
+        other = self._assembled.of(value)
+        if other is not None:
+            what = title(other.source.key)
+            raise StateError(
+                f"{bound.name}.grad was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
+            )
+        bound.tensor().grad = value
+        # What a view of the old gradient shows is ordinary memory once that is let go.
         self._owner.drop_gradient(bound.name)
         if value is None:
             self.is_not_own(bound.name)
         else:
+            self._undress(value)
             self.own.add(bound.name)
 
     def is_not_own(self, name: str) -> None:

@@ -11,6 +11,7 @@ Note [Copies]
     an fp16 weight), a use sees a copy of its parameter, converted when it is asked for. A copy is leased under the parameter's name; as long as
     anything holds it, it is the same one for everybody, so that a change made through one view is seen through all. It pins no slot, and its
     bytes count as any tensor's.
+    Gradients and the optimizer's state are seen so too (Note [Assembled tensors] in `assembled.py`), leased under an `AssembledKey`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,21 @@ import torch
 
 from patrickstar.core.plane import PlaneRef
 
-__all__ = ["Key", "Leases", "Located"]
+__all__ = ["AssembledKey", "Key", "Leases", "Located", "WeightKey"]
 
-Key = PlaneRef | str
-"""What is leased: a unit's slot, or a parameter's copy by the parameter's name."""
+
+class AssembledKey(NamedTuple):
+    """What is kept of one parameter beside its weight: its part of a plane, or the count of its updates (`STEP`)."""
+
+    name: str
+    plane: str
+
+
+WeightKey = PlaneRef | str
+"""What is leased of weights: a unit's slot, or a parameter's copy by the parameter's name."""
+
+Key = WeightKey | AssembledKey
+"""What is leased: also what was put together for a use."""
 
 
 class Located(NamedTuple):
@@ -51,7 +63,8 @@ class Leases:
         self._tensor: dict[Key, weakref.ref[torch.Tensor]] = {}
         self._unit_of: dict[int, Key] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._copies: dict[str, tuple[weakref.ref[torch.UntypedStorage], torch.dtype]] = {}
+        self._copies: dict[Key, tuple[weakref.ref[torch.UntypedStorage], torch.dtype]] = {}
+        self._assembled: dict[Key, int] = {}
         self._count: Counter[Key] = Counter()
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
         # bookkeeping. The callback only notes it; `settle` draws the consequences at a time of our choosing.
@@ -79,11 +92,13 @@ class Leases:
         self._tensor[ref] = weakref.ref(tensor)
         if not isinstance(ref, PlaneRef):
             self._copies[ref] = self._deaths[key], tensor.dtype
+        if isinstance(ref, AssembledKey):
+            self._assembled[ref] = tensor.nbytes
         return tensor
 
-    def _living_copy(self, name: str) -> torch.Tensor | None:
+    def _living_copy(self, ref: Key) -> torch.Tensor | None:
         """The copy that something still has a view of: there is never a second one."""
-        kept, dtype = self._copies.get(name, (None, None))
+        kept, dtype = self._copies.get(ref, (None, None))
         storage = kept() if kept is not None else None
         if storage is None or dtype is None:
             return None
@@ -105,13 +120,34 @@ class Leases:
             del self._deaths[key]
             self._count[ref] -= 1
             if not self._count[ref]:
-                del self._count[ref]
-                self._tensor.pop(ref, None)
+                self._forget(ref)
 
-    def is_slot(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies over a slot, and so has no bytes of its own."""
+    def _forget(self, ref: Key) -> None:
+        del self._count[ref]
+        self._tensor.pop(ref, None)
+        self._copies.pop(ref, None)
+        self._assembled.pop(ref, None)
+
+    def disown(self, ref: Key) -> None:
+        """Whoever still holds the copy keeps it as memory of its own, over which nothing lies any more."""
+        self.settle()
+        if ref not in self._count:
+            return
+        for key in [key for key, leased in self._unit_of.items() if leased == ref]:
+            del self._unit_of[key], self._deaths[key]
+        self._forget(ref)
+
+    def assembled_bytes(self) -> int:
+        """Bytes of what was put together for uses and is still held."""
+        if not self._assembled:
+            return 0
+        self.settle()
+        return sum(self._assembled.values())
+
+    def is_counted(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's bytes count elsewhere: those of a slot, or of what was put together for a use."""
         place = self.locate(tensor)
-        return place is not None and isinstance(place.key, PlaneRef)
+        return place is not None and not isinstance(place.key, str)
 
     def living(self) -> Collection[Key]:
         """What is leased now."""

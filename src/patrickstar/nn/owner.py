@@ -8,15 +8,16 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from patrickstar.core.plane import PlaneRef
+from patrickstar.nn.assembled import AssembledOwner
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.gradient_access import GradientOwner
-from patrickstar.nn.leases import Key
+from patrickstar.nn.leases import AssembledKey, Key, WeightKey
 from patrickstar.nn.lookups import RowOwner
 
 __all__ = ["Owner", "Rewriting"]
 
 
-class Owner(GradientOwner, RowOwner, Protocol):
+class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
     """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
 
     def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
@@ -29,18 +30,20 @@ class Owner(GradientOwner, RowOwner, Protocol):
         """Makes a unit resident for a backward that needs what a use has saved."""
 
     def wrap(self, key: Key) -> Tensor:
-        """A 1-D tensor over a fresh storage of the slot that holds this resident unit, or a new copy of this parameter, whose unit is."""
+        """A 1-D tensor over a fresh storage of the slot that holds this resident unit, or a new copy of this parameter, whose unit is,
+        or what is kept of one, put together. BudgetError where that does not fit.
+        """
 
-    def renew(self, name: str, copy: Tensor) -> None:
-        """Writes a parameter's value, which has changed, into a copy that is still held."""
+    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
+        """Writes a parameter's value, or what is kept of it, which has changed, into a copy that is still held."""
 
     def thawed(self, name: str) -> None:
         """A parameter that was frozen is to be trained. BudgetError where there is no room for that; it stays frozen then."""
 
-    def changed(self, key: Key) -> None:
+    def changed(self, key: WeightKey) -> None:
         """A weight unit's bytes, or a copy's, have been written in place."""
 
-    def escaped(self, key: Key) -> None:
+    def escaped(self, key: WeightKey) -> None:
         """Memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from patrickstar.errors import StateError
-from patrickstar.nn.leases import Key
+from patrickstar.nn.leases import WeightKey
 from patrickstar.torch_private import Plain, top_saved_tensors_hooks
 
 __all__ = ["Packing", "SavedSlice"]
@@ -26,7 +26,7 @@ __all__ = ["Packing", "SavedSlice"]
 class SavedSlice(NamedTuple):
     """An alias of a managed parameter, as autograd saved it. Strides and offset are in elements, the offset from the start of what is leased."""
 
-    key: Key
+    key: WeightKey
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -67,15 +67,18 @@ class Packing:
     Args:
         find: gives (unit or copy, offset, parameter) of a tensor over a slot or copy, or None.
         fetch: gives a 1-D tensor over the unit's slot, fetching it where it is not resident, or the copy.
+        lasting: gives what may be kept of any other tensor.
     """
 
     def __init__(
         self,
-        find: Callable[[torch.Tensor], tuple[Key, int, torch.nn.Parameter] | None],
-        fetch: Callable[[Key], torch.Tensor],
+        find: Callable[[torch.Tensor], tuple[WeightKey, int, torch.nn.Parameter] | None],
+        fetch: Callable[[WeightKey], torch.Tensor],
+        lasting: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
         self._find = find
         self._fetch = fetch
+        self._lasting = lasting
 
     def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which what is saved goes through us, and what is not ours through the hooks that were on top before."""
@@ -87,6 +90,7 @@ class Packing:
                 key, offset, owner = found
                 with Plain():
                     return SavedSlice(key, offset, tuple(tensor.shape), tensor.stride(), owner, owner._version)
+            tensor = self._lasting(tensor)
             if underneath is not None:
                 return SavedUnderneath(underneath[0](tensor), underneath[1])
             return SavedTensor(tensor, tensor._version)

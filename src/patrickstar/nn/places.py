@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from patrickstar.core.plane import PlaneRef
 from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.leases import Key, Located
+from patrickstar.nn.leases import WeightKey
 
 __all__ = ["Places"]
 
@@ -24,13 +24,13 @@ class Places:
             starts.append(bound.offset)
             owners.append(bound)
 
-    def parameters_in(self, key: Key) -> Sequence[BoundParameter]:
+    def parameters_in(self, key: WeightKey) -> Sequence[BoundParameter]:
         """The parameters that lie in a weight unit, by rising offset, or the one of a copy."""
         return self._starts[key][1] if isinstance(key, PlaneRef) else [self._by_name[key]]
 
-    def owner(self, place: Located) -> BoundParameter:
+    def owner(self, key: WeightKey, offset: int) -> BoundParameter:
         """The parameter that an element is of."""
-        if not isinstance(place.key, PlaneRef):
-            return self._by_name[place.key]
-        starts, owners = self._starts[place.key]
-        return owners[bisect.bisect_right(starts, place.offset) - 1]
+        if not isinstance(key, PlaneRef):
+            return self._by_name[key]
+        starts, owners = self._starts[key]
+        return owners[bisect.bisect_right(starts, offset) - 1]

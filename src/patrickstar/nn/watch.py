@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patrickstar.nn.leases import Key
+from patrickstar.nn.leases import Key, WeightKey
 
 __all__ = ["Watch"]
 
@@ -27,11 +27,11 @@ class Watch:
 
     def __init__(
         self,
-        lease: Callable[[Key], Tensor],
+        lease: Callable[[WeightKey], Tensor],
         held: Callable[[], Collection[Key]],
-        changed: Callable[[Key], None],
+        changed: Callable[[WeightKey], None],
         *,
-        before: Callable[[Key], list[Any]] = lambda _: [],
+        before: Callable[[WeightKey], list[Any]] = lambda _: [],
         after: Callable[[list[Any]], None] = lambda _: None,
     ) -> None:
         self._lease = lease
@@ -40,14 +40,14 @@ class Watch:
         self._before = before
         self._after = after
 
-        self._values: dict[Key, list[Any]] = {}
-        self._digests: dict[Key, bytes] = {}
+        self._values: dict[WeightKey, list[Any]] = {}
+        self._digests: dict[WeightKey, bytes] = {}
         self._kept: list[Tensor] = []
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def add(self, ref: Key) -> None:
+    def add(self, ref: WeightKey) -> None:
         """The unit's memory has been handed out."""
         lease = self._lease(ref)
         if ref not in self._digests:

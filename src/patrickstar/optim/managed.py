@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -30,6 +30,10 @@ class StepTarget(Protocol):
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state in torch's format (`state.pack`)."""
+        ...
+
+    def optimizer_state(self) -> MutableMapping[Any, Any]:
+        """The state by parameter, to be read and written."""
         ...
 
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -87,10 +91,21 @@ class ManagedOptimizer(torch.optim.Optimizer):
         """The original's list, not a copy."""
         return self._original.param_groups
 
-    @property
-    def state(self) -> NoReturn:  # type: ignore[override]
-        """Moments rest in chunks on any tier: there is no mapping of tensors to read or write."""
-        raise StateError("the state of a managed optimizer is in chunks: read state_dict(), write load_state_dict()")
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
+        """A mapping from parameters to their `step`, `exp_avg` and `exp_avg_sq`, which have bytes only while an operation uses them.
+
+        Empty before the first step, as in torch. Assigning a tensor writes it; assigning what was read from here does nothing.
+        """
+        self._require_attached("state")
+        return self._target.optimizer_state()
+
+    @state.setter
+    def state(self, values: Mapping[Any, Any]) -> None:
+        if values is not self.state:
+            self.state.update(values)
+            for parameter in [parameter for parameter in self.state if parameter not in values]:
+                del self.state[parameter]
 
     def hypers(self) -> dict[str, Hyper]:
         """The hyper-parameters by parameter name, read from the groups now.

@@ -94,6 +94,14 @@ class Conductor:
                 self.mover.carry_out(actions)
             self.mover.store.trim()
 
+    def release(self, ref: PlaneRef) -> None:
+        """Nobody wants a unit's contents any more: in the middle of a stretch, or between two."""
+        with self.lock:
+            if self.pilot.let_go(ref):
+                self.mover.forget(ref)
+            else:
+                self.mover.release(ref)
+
     def make_way(self, slot_bytes: int) -> None:
         """In the middle of a moment: chunks that nothing uses leave until no more than these bytes of slots are in use, if that can be."""
         with self.lock:
@@ -140,6 +148,15 @@ class Conductor:
             yield
         finally:
             segment.reserve_bytes -= nbytes
+            self._making_bytes -= nbytes
+
+    @contextmanager
+    def rising(self, nbytes: int) -> Iterator[None]:
+        """The same for a tensor that the budget counts by itself: only the process grows by it."""
+        self._making_bytes += nbytes
+        try:
+            yield
+        finally:
             self._making_bytes -= nbytes
 
     def _within_bounds(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -51,9 +51,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._managed.param_groups
 
     @property
-    def state(self) -> NoReturn:  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
         """See `ManagedOptimizer.state`."""
-        raise StateError("the state of an engine's optimizer is in chunks: read state_dict(), write load_state_dict()")
+        return self._managed.state
 
     @property
     def micro_steps(self) -> int:

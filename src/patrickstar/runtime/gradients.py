@@ -1,4 +1,4 @@
-"""Gradients in the `grad` plane: how they arrive, add up, are read and let go.
+"""Gradients in the `grad` plane: how they arrive, add up, are read, written and let go.
 
 Within one backward call autograd adds in the parameter's type; over several calls they add up here, in fp32, as `.grad` does. The first one is
 copied, not added to zeros: -0.0 stays -0.0.
@@ -7,6 +7,7 @@ copied, not added to zeros: -0.0 stays -0.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.leases import AssembledKey
 from patrickstar.nn.lookups import RowGradients
-from patrickstar.optim.widen import scaled_blocks
+from patrickstar.optim.widen import BLOCK_NUMEL, scaled_blocks
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
@@ -24,8 +26,21 @@ from patrickstar.runtime.growth import Growth
 __all__ = ["Gradients"]
 
 
+class GradientViews(Protocol):
+    """Who has given gradients in the plane to somebody (`nn/assembled.py`)."""
+
+    def changed(self, key: AssembledKey) -> None:
+        """The gradient has other values now."""
+
+    def dropped(self, key: AssembledKey, why: str) -> None:
+        """It is kept no longer."""
+
+
 class Gradients:
     """Which parameters have a gradient, and the bytes of each.
+
+    Args:
+        views: is told of gradients that change or are let go.
 
     Attributes:
         names: the parameters with a gradient in the plane, by name. incomplete: those of whose tiles only some have one so far, with these tiles.
@@ -42,12 +57,14 @@ class Gradients:
         dtype_of: Callable[[PlaneRef], torch.dtype],
         growth: Growth,
         *,
+        views: GradientViews,
         finds_overflow: bool = False,
     ) -> None:
         self._layout = layout
         self._conductor = conductor
         self._dtype_of = dtype_of
         self._growth = growth
+        self._views = views
         self._finds_overflow = finds_overflow
 
         self.names: set[str] = set()
@@ -76,6 +93,7 @@ class Gradients:
             if self.incomplete[name].issuperset(self._layout.leaves(name)):
                 self.names.add(name)
                 del self.incomplete[name]
+        self._views.changed(AssembledKey(name, GRAD))
 
     def add_rows(self, bound: BoundParameter, rows: Rows, gradients: RowGradients) -> None:
         """Takes the gradients of rows of a table, where the table rests."""
@@ -92,12 +110,16 @@ class Gradients:
                     piece = flat[part.tensor_start : part.tensor_start + target.numel()]
                     self._put(name, target, piece, is_there=is_there)
         self.names.add(name)
+        self._views.changed(AssembledKey(name, GRAD))
 
     def _put(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
         if is_there:
             target.add_(piece)
         else:
             target.copy_(piece)
+        self._look_for_overflow(name, target)
+
+    def _look_for_overflow(self, name: str, target: Tensor) -> None:
         if self._finds_overflow:  # here, where it is in the caches
             with self._conductor.apart():
                 is_finite = _is_finite(target)
@@ -121,6 +143,7 @@ class Gradients:
         """Every gradient counts as multiplied with this from now on (0-dim fp32)."""
         for name in self.names:
             self.factors[name] = (*self.factors.get(name, ()), factor)
+            self._views.changed(AssembledKey(name, GRAD))
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
@@ -132,14 +155,43 @@ class Gradients:
         """A copy of the gradient, of the parameter's shape and strides."""
         with self._conductor.quiet():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype)
-            flat = whole.as_strided((whole.numel(),), (1,))
-            at = 0
             with self._conductor.making(whole.nbytes):
-                for piece in self.pieces(bound.name):
-                    for block in scaled_blocks(piece, self.factors.get(bound.name, ())):
-                        flat[at : at + block.numel()].copy_(block)
-                        at += block.numel()
+                self.copy_into(bound.name, whole.as_strided((whole.numel(),), (1,)))
             return whole
+
+    def copy_into(self, name: str, flat: Tensor) -> None:
+        """Writes the gradient, rounded to its type, into a 1-D tensor in slot order."""
+        at = 0
+        for piece in self.pieces(name):
+            for block in scaled_blocks(piece, self.factors.get(name, ())):
+                flat[at : at + block.numel()].copy_(block)
+                at += block.numel()
+
+    def write(self, bound: BoundParameter, flat: Tensor, *, wholly: bool) -> None:
+        """Takes a gradient that was read (`copy_into`) and has been changed.
+
+        An element that reads as before keeps what it was rounded from, unless all are written (`wholly`). A plane that cannot hold what was
+        written becomes fp32: one of 16 bits under a parameter that computes in fp32, or whose gradient is still to be multiplied.
+
+        Raises:
+            BudgetError: there is no room for that. The gradient is as it was.
+        """
+        name = bound.name
+        if self.dtype(bound) is not torch.float32 and (self.dtype(bound) != flat.dtype or name in self.factors):
+            self._growth.widen_gradients()
+        self._apply_factors(name)
+        self.overflowed.pop(name, None)
+        with self._conductor.quiet():
+            for part in self._layout.parts(name):
+                ref = PlaneRef(part.chunk, GRAD)
+                self._conductor.moment(Phase.STEP, name, (Touch(ref, True),))
+                target = self._conductor.tensor(ref)[part.start : part.stop]
+                written = flat[part.tensor_start : part.tensor_start + target.numel()]
+                if wholly or target.dtype == written.dtype:
+                    target.copy_(written)
+                else:
+                    _take_changes(written, target)
+                self._look_for_overflow(name, target)
 
     def dtype(self, bound: BoundParameter) -> torch.dtype:
         """What the gradient is kept in."""
@@ -154,7 +206,7 @@ class Gradients:
         for part in self._layout.parts(name):
             pieces = self._layout.tensors_in(part.chunk)
             if not any(piece.name in self.names or piece.name in self.incomplete for piece in pieces):
-                self._conductor.mover.release(PlaneRef(part.chunk, GRAD))
+                self._conductor.release(PlaneRef(part.chunk, GRAD))
 
     def drop_all(self) -> None:
         """No gradient is wanted any more."""
@@ -163,7 +215,7 @@ class Gradients:
         for name in names:
             self._forget(name)
         for chunk in sorted(chunks):
-            self._conductor.mover.release(PlaneRef(chunk, GRAD))
+            self._conductor.release(PlaneRef(chunk, GRAD))
 
     def fill_with_zeros(self, names: Collection[str]) -> None:
         """Those of these gradients that there are become zero, and stay there (`zero_grad(set_to_none=False)`)."""
@@ -177,6 +229,8 @@ class Gradients:
         for name in names:
             self.factors.pop(name, None)
             self.overflowed.pop(name, None)
+            if name in self.names:
+                self._views.changed(AssembledKey(name, GRAD))
 
     def chunks(self) -> list[int]:
         """The chunks that hold a gradient, in order."""
@@ -198,6 +252,17 @@ class Gradients:
         self.whole.discard(name)
         self.factors.pop(name, None)
         self.overflowed.pop(name, None)
+        self._views.dropped(
+            AssembledKey(name, GRAD), "it was let go (zero_grad(), p.grad = None, a checkpoint that was loaded)"
+        )
+
+
+def _take_changes(written: Tensor, kept: Tensor) -> None:
+    """Widens the elements of a 16-bit tensor that are not those that the kept ones are rounded to; the others stay as they are."""
+    for start in range(0, kept.numel(), BLOCK_NUMEL):
+        block = slice(start, start + BLOCK_NUMEL)
+        changed = kept[block].to(written.dtype).view(torch.int16) != written[block].view(torch.int16)
+        kept[block].copy_(torch.where(changed, written[block].to(torch.float32), kept[block]))
 
 
 def _is_finite(piece: Tensor) -> bool:

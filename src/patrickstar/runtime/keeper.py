@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from patrickstar.core.plane import PlaneRef
 from patrickstar.errors import StateError, some
-from patrickstar.nn.leases import Key
+from patrickstar.nn.leases import AssembledKey, Key, WeightKey
 from patrickstar.nn.lookups import WaitingRows
 from patrickstar.nn.watch import Watch
 from patrickstar.plan.touches import Touches
+from patrickstar.runtime.assembling import Assembling
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
 from patrickstar.runtime.growth import Growth
@@ -42,6 +43,7 @@ class Keeper:
     _watch: Watch
     _copies: Copies
     _growth: Growth
+    _assembling: Assembling | None
     _tables: TableRows
     _is_managed: Callable[[Tensor], bool]
 
@@ -76,6 +78,7 @@ class Keeper:
         watch: Watch,
         copies: Copies,
         growth: Growth,
+        assembling: Assembling | None,
         tables: TableRows,
         is_managed: Callable[[Tensor], bool],
     ) -> None:
@@ -86,6 +89,7 @@ class Keeper:
         self._watch = watch
         self._copies = copies
         self._growth = growth
+        self._assembling = assembling
         self._tables = tables
         self._is_managed = is_managed
 
@@ -108,22 +112,47 @@ class Keeper:
 
     def wrap(self, key: Key) -> Tensor:
         """See `nn.binding.Owner`."""
+        if isinstance(key, AssembledKey):
+            return self._kept().make(key)
         return self._conductor.tensor(key) if isinstance(key, PlaneRef) else self._copies.make(key)
 
-    def renew(self, name: str, copy: Tensor) -> None:
+    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """See `nn.binding.Owner`."""
-        self._copies.renew(name, copy)
+        if isinstance(key, AssembledKey):
+            self._kept().renew(key, copy)
+        else:
+            self._copies.renew(key, copy)
 
-    def changed(self, key: Key) -> None:
+    def changed(self, key: WeightKey) -> None:
         """See `nn.binding.Owner`."""
         if isinstance(key, PlaneRef):
             self._conductor.mover.wrote(key)
         else:
             self._copies.changed(key)
 
-    def escaped(self, key: Key) -> None:
+    def escaped(self, key: WeightKey) -> None:
         """See `nn.binding.Owner`."""
         self._watch.add(key)
+
+    def _kept(self) -> Assembling:
+        assert self._assembling is not None, "weights alone have neither gradients nor moments"
+        return self._assembling
+
+    def settle(self) -> None:
+        """See `nn.assembled.AssembledOwner`."""
+        if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
+            self.forget_abandoned_backward()
+            self._segments.pause()
+        self._check_watch()
+        self._conductor.settle()
+
+    def expect_room(self, key: AssembledKey) -> None:
+        """See `nn.assembled.AssembledOwner`."""
+        self._kept().expect_room(key)
+
+    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
+        """See `nn.assembled.AssembledOwner`."""
+        self._kept().changed(key, wholly=wholly)
 
     def thawed(self, name: str) -> None:
         """See `nn.binding.Owner`."""
@@ -165,9 +194,9 @@ class Keeper:
         for gradients in self._rows.take():
             self._tables.add_gradient(gradients, deliver=self.gradient)
 
-    def read_gradient(self, name: str) -> Tensor | None:
+    def has_gradient(self, name: str) -> bool:
         """See `nn.binding.Owner`."""
-        return None if self._training is None else self._training.hand_over(name)
+        return self._training is not None and self._training.has_gradient(name)
 
     def drop_gradient(self, name: str) -> None:
         """See `nn.binding.Owner`."""

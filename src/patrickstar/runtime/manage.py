@@ -36,6 +36,7 @@ from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer, read_groups
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import Touches
+from patrickstar.runtime.assembling import Assembling
 from patrickstar.runtime.budgets import Budgets, find_budgets
 from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.runtime.checks import check_model
@@ -254,17 +255,18 @@ def _build_session(
     )
     pilot = Pilot(
         mover.state,
-        budget_bytes=lambda: machine.budget[compute] - binding.gradients.own_bytes(),
+        budget_bytes=lambda: machine.budget[compute] - binding.taken_bytes(),
         policy=options.eviction,
         spare_bytes=budgets.spare_bytes,
     )
     conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held, pressure=_pressure(budgets))
+    set_aside = budgets.spare_bytes + budgets.fixed_bytes
     metering = Metering(
         conductor,
         compute=compute,
         # On the host an operation's result is there before it is counted: some room is left for that.
-        budget_bytes=lambda: machine.budget[compute] - budgets.spare_bytes - budgets.fixed_bytes,
-        is_slot=binding.leases.is_slot,
+        budget_bytes=lambda: machine.budget[compute] - set_aside - binding.assembled.taken_bytes(),
+        is_slot=binding.leases.is_counted,
         bounded=budgets.host_binds or compute is Tier.DEVICE,
         enforce=compute is Tier.DEVICE,
     )
@@ -290,14 +292,16 @@ def _build_session(
             gathers_rows=by_rows,
             scales=precision.scales,
         ),
-        taken_bytes=binding.gradients.own_bytes,
+        taken_bytes=binding.taken_bytes,
         metering=metering,
         growth=growth,
         always_meter=compute is Tier.DEVICE,
     )
     weights = Weights(binding, layout, conductor, growth)
-    in_chunks = Gradients(layout, conductor, mover.store.dtype, growth, finds_overflow=precision.scales)
-    training = None
+    in_chunks = Gradients(
+        layout, conductor, mover.store.dtype, growth, views=binding.assembled, finds_overflow=precision.scales
+    )
+    training = assembling = None
     if original is not None:
         training = Training(
             binding=binding,
@@ -305,7 +309,7 @@ def _build_session(
             conductor=conductor,
             segments=segments,
             gradients=in_chunks,
-            updates=Updates(layout, conductor, choose_kernel(), binding.changed_by_update, formats=formats),
+            updates=Updates(layout, conductor, choose_kernel(), binding.stepped, formats=formats),
             formats=formats,
             touches=keeper.touches,
             growth=growth,
@@ -313,6 +317,7 @@ def _build_session(
             max_grad_norm=memory.max_grad_norm,
             before_end=keeper.bring_rows,
         )
+        assembling = Assembling(binding, layout, conductor, gradients=in_chunks, weights=weights, steps=training.steps)
     keeper.connect(
         conductor=conductor,
         segments=segments,
@@ -320,6 +325,7 @@ def _build_session(
         watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
         copies=Copies(binding, layout, conductor, precision),
         growth=growth,
+        assembling=assembling,
         tables=TableRows(binding, conductor, in_chunks, keeper.touches, rounding=precision.rounding),
         is_managed=binding.is_managed,
     )

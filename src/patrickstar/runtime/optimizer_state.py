@@ -9,6 +9,8 @@ from torch import nn
 
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import BudgetError
+from patrickstar.nn.assembled import STEP, AssembledTensors
+from patrickstar.nn.leases import AssembledKey
 from patrickstar.nn.records import names_by_id
 from patrickstar.optim.state import State, pack, unpack
 from patrickstar.runtime.pilot import Pilot
@@ -23,7 +25,7 @@ class OptimizerState:
     """Reads moments and counts of updates into a state dict, and takes them over from one.
 
     Args:
-        groups: the optimizer's parameter groups.
+        groups: the optimizer's parameter groups. assembled: what stands for the state in `optimizer.state`.
     """
 
     def __init__(
@@ -33,10 +35,13 @@ class OptimizerState:
         training: Training,
         pilot: Pilot,
         groups: list[dict[str, Any]],
+        *,
+        assembled: AssembledTensors,
     ) -> None:
         self._named = named
         self._names = names_by_id(named)
         self._weights = weights
+        self._assembled = assembled
         self._training = training
         self._pilot = pilot
         self._groups = groups
@@ -83,3 +88,4 @@ class OptimizerState:
             self._weights.write_average(name, EXP_AVG, entry.exp_avg)
             self._weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
             steps[name] = entry.step
+            self._assembled.changed(AssembledKey(name, STEP))

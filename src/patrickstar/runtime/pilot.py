@@ -28,6 +28,7 @@ class Segment:
     """A stretch of a step that is planned as one: its trace and plan where they are known, and how far it has come.
 
     `reserve_bytes` is the room that is left to non-model data where moments are decided on the spot. `reason`: why they are.
+    `lets_go`: units that the plan has let go of before moment `lets_go_at`, and nobody has yet; `let_go_at`: before which it was that somebody did.
     """
 
     name: str
@@ -38,6 +39,9 @@ class Segment:
 
     position: int = 0
     gave_gradients: bool = False
+    lets_go: set[PlaneRef] = field(default_factory=set)
+    lets_go_at: int = 0
+    let_go_at: int = 0
     opened: bool = False  # what must happen before the first moment has happened
     worth: Worth | None = field(default=None, repr=False)
 
@@ -110,6 +114,20 @@ class Pilot:
         except NoRoom:
             return ()  # what is in use now may leave before the first moment, which decides
 
+    def let_go(self, ref: PlaneRef) -> bool:
+        """Somebody lets go of a unit's contents. Whether the plan has it so; then its slots stay until the plan gives them back."""
+        segment = self.segment
+        if not segment.planned or segment.complete:
+            return False
+        if ref in segment.lets_go and segment.position == segment.lets_go_at:
+            segment.lets_go.discard(ref)
+            return True
+        segment.let_go_at = segment.position
+        segment.reason = (
+            f"{ref} was let go of before moment {segment.position} of the {segment.name}, which its plan did not have"
+        )
+        return False
+
     def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
         """What leaves so that slots take no more than these bytes, as far as what is held allows; the rest of the segment is decided."""
         segment, state = self.segment, self._state
@@ -165,6 +183,9 @@ class Pilot:
         number = segment.position
         if number == len(segment.trace.moments):
             segment.reason = f"the {segment.name} has more than the {number} moments of its trace"
+            return None
+        if segment.lets_go and number >= segment.lets_go_at:
+            segment.reason = f"{min(segment.lets_go)} was not let go of before moment {number} of the {segment.name}, as the last time"
             return None
         moment = segment.trace.moments[number]
         if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows != rows:

@@ -115,9 +115,9 @@ class Saving:
                         self._read_average(reader, name, owner, _PLANES[kind])
                 for name in set(self._steps) - set(steps):
                     self._weights.clear_averages(name)
-            self._binding.changed_by_update(self._binding.by_name)
             self._steps.clear()
             self._steps.update(steps)
+            self._binding.stepped(self._binding.by_name)
             live = self._live_groups()
             if live is not None and state["groups"] is not None:
                 restore_groups(live, {"param_groups": state["groups"]})

@@ -17,7 +17,7 @@ from torch import nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.minimum import Need, expect_room, worst_moment
@@ -49,6 +49,7 @@ class Known:
         reason: why there is no trace. measurements: how often a measured trace has taken the place of another.
         departures: forwards in a row that did not go as the trace.
         reserved: the trace for whose gradients there is room.
+        lets_go_at: before which moment gradients of the step before are let go of, where that is between forward and backward; 0: it is not.
     """
 
     trace: Trace | None = None
@@ -57,6 +58,7 @@ class Known:
     reason: str = ""
     measurements: int = 0
     departures: int = 0
+    lets_go_at: int = 0
     measure_next: bool = False
     reserved: Trace | None = None
 
@@ -66,7 +68,7 @@ class Segments:
 
     Args:
         budgets: the tiers, what they may hold, and what the allocator does. policy: of eviction.
-        taken_bytes: what of the compute tier's budget the user has taken over (gradients read as `p.grad`).
+        taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. growth: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
 
@@ -128,7 +130,10 @@ class Segments:
             reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
             segment = Segment(name, reserve_bytes=reserve, reason=f"the forward cannot be traced: {known.reason}")
         else:
-            segment = self._segment(name, known.trace, following="step" if recorded else name)
+            let_go = self._let_go(known) if recorded else set()
+            frees = tuple((known.lets_go_at - 1, ref) for ref in sorted(let_go))
+            segment = self._segment(name, known.trace, following="step" if recorded else name, frees=frees)
+            segment.lets_go, segment.lets_go_at = let_go, known.lets_go_at
             if known.measure_next:
                 segment.reason = "the forward did not go as its trace; it is being measured"
         if self._always_meter or known.trace is None or known.measure_next:
@@ -140,6 +145,13 @@ class Segments:
         self._conductor.open()
         if recorded:
             self.training = segment
+
+    def _let_go(self, known: Known) -> set[PlaneRef]:
+        """The gradients that will be let go of in the middle of this forward and its backward, if it is as the last time."""
+        state = self._conductor.mover.state
+        if known.trace is None or not 0 < known.lets_go_at < len(known.trace.moments):
+            return set()
+        return {ref for ref in state.home if ref.plane == GRAD and ref not in state.free}
 
     def _explore(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -238,6 +250,7 @@ class Segments:
         recorder, self._conductor.recorder = self._conductor.recorder, None
         known, self._current = self._current, None
         if known is not None:
+            known.lets_go_at = segment.let_go_at or (0 if segment.lets_go else known.lets_go_at)
             if recorder is not None:
                 self._learn(known, recorder.trace(), segment)
             elif known.trace is not None and not self._recorded:
@@ -301,12 +314,6 @@ class Segments:
         self._step_reasons = []
 
     # budgets
-
-    def has_room_for(self, nbytes: int, traces: Iterable[Trace]) -> bool:
-        """Whether everything known, and these traces, would still fit if the user took that much of the budget."""
-        known = [entry.trace for entry in self._known.values() if entry.trace is not None]
-        needs = [self._need(trace).nbytes for trace in (*known, *traces)]
-        return max(needs, default=0) + nbytes <= self._budget_bytes()
 
     def _budget_bytes(self) -> int:
         machine = self._budgets.machine

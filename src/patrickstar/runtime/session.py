@@ -22,6 +22,7 @@ from patrickstar.runtime.exporting import export_model
 from patrickstar.runtime.optimizer_state import OptimizerState
 from patrickstar.runtime.parts import Parts
 from patrickstar.runtime.saving import Saving
+from patrickstar.runtime.state_mapping import StateMapping
 from patrickstar.runtime.stats import Stats, gather_stats
 from patrickstar.runtime.training import Training
 from patrickstar.units import parse_size
@@ -47,6 +48,7 @@ class Session:
 
         self._closed = False
         self._closing: Closing | None = None
+        self._state: StateMapping | None = None
         self.unclosed: weakref.finalize[Any, Any] | None = None
         """Warns of a session that nobody closes; `manage` sets it."""
 
@@ -263,6 +265,20 @@ class Session:
         self._begin_access()
         return self._optimizer_state().whole(room_bytes=self._room_bytes())
 
+    def optimizer_state(self) -> StateMapping:
+        """The optimizer's state by parameter, bound by use; one and the same mapping."""
+        if self._state is None:
+            parts = self._parts
+            self._state = StateMapping(
+                parts.binding,
+                parts.weights,
+                steps=self._training().steps,
+                parameters=lambda: [parameter for group in self._groups() or () for parameter in group["params"]],
+                expect_open=self._expect_open,
+                begin_access=self._begin_access,
+            )
+        return self._state
+
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over a state in torch's format."""
         self._begin_access()
@@ -271,8 +287,14 @@ class Session:
     def _optimizer_state(self) -> OptimizerState:
         groups = self._groups()
         assert groups is not None
+        parts = self._parts
         return OptimizerState(
-            self._parts.named, self._parts.weights, self._training(), self._parts.conductor.pilot, groups
+            parts.named,
+            parts.weights,
+            self._training(),
+            parts.conductor.pilot,
+            groups,
+            assembled=parts.binding.assembled,
         )
 
     def _training(self) -> Training:

@@ -18,7 +18,6 @@ from torch import Tensor
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError, some
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.hyper import Hyper
@@ -29,7 +28,6 @@ from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.in_plane import InPlane
-from patrickstar.runtime.lending import Lending
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.step_traces import StepTraces
 from patrickstar.runtime.updates import StepOrder, Updates
@@ -52,7 +50,6 @@ class Training:
         max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
 
     Attributes:
-        lending: of gradients that are read as `p.grad`.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry. step_seconds: of the last update.
     """
 
@@ -92,9 +89,6 @@ class Training:
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
         self._sums = BackwardSums()
-        self.lending = Lending(
-            binding=binding, conductor=conductor, segments=segments, gradients=gradients, traces=self.all_traces
-        )
         self._unfinished = self._nested = False
 
     @property
@@ -176,9 +170,8 @@ class Training:
                 self._gradients.drop(name)
 
     def begin_forward(self) -> None:
-        """A forward begins. StateError where parameters are of no one step, or a gradient that was lent is held."""
+        """A forward begins. StateError where parameters are of no one step."""
         self.expect_whole()
-        self.lending.take_back()
         self._gradients.drop_incomplete()
 
     def expect_whole(self) -> None:
@@ -207,15 +200,13 @@ class Training:
 
     # gradients read and let go
 
-    def hand_over(self, name: str) -> Tensor | None:
-        """The gradient as a tensor of the user's own (`p.grad`)."""
-        if name not in self._gradients.names:
-            if self.in_backward and name in self._updated:
-                raise StateError(
-                    f'{name}.grad with step="in_backward": the gradient has been used and let go; manage with step="deferred"'
-                )
-            return None
-        return self.lending.hand_over(name)
+    def has_gradient(self, name: str) -> bool:
+        """Whether there is a gradient in the plane (`p.grad`)."""
+        if name not in self._gradients.names and self.in_backward and name in self._updated:
+            raise StateError(
+                f'{name}.grad with step="in_backward": the gradient has been used and let go; manage with step="deferred"'
+            )
+        return name in self._gradients.names
 
     def drop_gradient(self, name: str) -> None:
         """`p.grad = None`, or a tensor of the user's in its place."""
@@ -228,7 +219,6 @@ class Training:
                 'gradients() with step="in_backward": gradients are used as they arrive; manage with step="deferred"'
             )
         self._conductor.settle()
-        self.lending.take_back()
         for name, bound in self._binding.by_name.items():
             own = self._binding.gradients.own_of(name)
             if own is not None:
@@ -271,7 +261,6 @@ class Training:
                 'clipping with step="in_backward": the norm is known when parameters are updated; manage with step="deferred"'
             )
         self._conductor.settle()
-        self.lending.take_back()
         if self._binding.gradients.stay:
             norm = self._updates.norm_of(self._tensors())
         else:
@@ -300,7 +289,6 @@ class Training:
             self._segments.step_ended()
             return
         self._conductor.settle()
-        self.lending.take_back()
         if self._max_grad_norm is not None:
             self.clip(self._max_grad_norm)
         hypers = self._hypers()
@@ -325,7 +313,6 @@ class Training:
     def first_overflow(self) -> str | None:
         """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite."""
         self._conductor.settle()
-        self.lending.take_back()
         for name in self._gradients.overflowed:
             return name
         for name, own in self._binding.gradients.owned():
@@ -381,11 +368,6 @@ class Training:
             self._conductor.pending = None
         else:
             self._conductor.settle()
-
-    def all_traces(self) -> list[Trace]:
-        """The norm of all gradients, or of all that are kept, and their update: what a step needs at most beside the forward."""
-        names = [name for name in self._hypers() if not self.in_backward or name in self._gradients.names]
-        return [self._traces.step(names, writes=True), self._traces.norm(names)]
 
     def _own_gradients_in_plane(self) -> InPlane:
         return InPlane(self._binding, self._gradients)

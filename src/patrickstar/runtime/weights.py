@@ -11,9 +11,11 @@ from patrickstar.core.layout import Layout, Part
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import ConfigError
+from patrickstar.nn.assembled import STEP
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
 from patrickstar.nn.deferred_recorder import DeferredRecorder
+from patrickstar.nn.leases import AssembledKey
 from patrickstar.optim.split import join, split
 from patrickstar.optim.widen import blocks
 from patrickstar.plan.touches import master_touches
@@ -138,18 +140,32 @@ class Weights:
         """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""
         return self._whole(name, self.average_pieces(name, plane))
 
+    def copy_average_into(self, name: str, plane: str, flat: Tensor) -> None:
+        """Writes a parameter's `exp_avg` or `exp_avg_sq` into a 1-D fp32 tensor in slot order."""
+        at = 0
+        for piece in self.average_pieces(name, plane):
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+
     def clear_averages(self, name: str) -> None:
         """A parameter's averages are as before its first update: zero."""
         with self._conductor.lock, self._conductor.quiet():
             for plane in (EXP_AVG, EXP_AVG_SQ):
                 for target in self.average_pieces(name, plane, writes=True):
                     target.zero_()
+        for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
+            self._binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was let go")
 
     def write_average(self, name: str, plane: str, value: Tensor) -> None:
         """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""
         bound = self._binding.by_name[name]
         with self._conductor.lock, self._conductor.quiet():
-            flat, at = bound.flat(value.to(torch.float32)), 0
-            for target in self.average_pieces(name, plane, writes=True):
-                target.copy_(flat[at : at + target.numel()])
-                at += target.numel()
+            self.write_average_from(name, plane, bound.flat(value.to(torch.float32)))
+        self._binding.assembled.changed(AssembledKey(name, plane))
+
+    def write_average_from(self, name: str, plane: str, flat: Tensor) -> None:
+        """The same from a 1-D fp32 tensor in slot order."""
+        at = 0
+        for target in self.average_pieces(name, plane, writes=True):
+            target.copy_(flat[at : at + target.numel()])
+            at += target.numel()

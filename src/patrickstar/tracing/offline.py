@@ -25,7 +25,7 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Rows, Trace
 from patrickstar.nn.binding import Binding
-from patrickstar.nn.leases import Key
+from patrickstar.nn.leases import AssembledKey, Key, WeightKey
 from patrickstar.nn.lookups import RowGradients, WaitingRows
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import at_end_of_backward, backward_id
@@ -53,7 +53,7 @@ class _Twin:
         self._rows = WaitingRows()
 
     def _is_slot(self, tensor: Tensor) -> bool:
-        return self._making_slot or (self.binding is not None and self.binding.leases.is_slot(tensor))
+        return self._making_slot or (self.binding is not None and self.binding.leases.is_counted(tensor))
 
     def use(self, refs: Any, names: Any, *, in_graph: bool) -> None:
         phase, touches = self._touches.use(refs, names, in_graph=in_graph, in_backward=backward_id() != -1)
@@ -70,6 +70,7 @@ class _Twin:
     def wrap(self, key: Key) -> Tensor:
         if not isinstance(key, PlaneRef):
             assert self.binding is not None
+            assert isinstance(key, str)
             bound = self.binding.records[key]
             return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
         layout = self._touches.layout
@@ -102,16 +103,25 @@ class _Twin:
         for tile in self.binding.by_name[gradients.name].tiles:
             self.gradient(tile.name, gradients.sums(tile.first_row, tile.rows))
 
-    def renew(self, name: str, copy: Tensor) -> None:
+    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def expect_room(self, key: AssembledKey) -> None:
+        pass
+
+    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
         pass
 
     def thawed(self, name: str) -> None:
         pass
 
-    def changed(self, key: Key) -> None:
+    def changed(self, key: WeightKey) -> None:
         pass
 
-    def escaped(self, key: Key) -> None:  # noqa: ARG002
+    def escaped(self, key: WeightKey) -> None:  # noqa: ARG002
         raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
 
     def gradient(self, name: str, gradient: Tensor) -> None:
@@ -120,7 +130,7 @@ class _Twin:
         for _, touches in self._touches.gradient(name):
             self._moment(Phase.BACKWARD, name, touches)
 
-    def read_gradient(self, name: str) -> Tensor | None:  # noqa: ARG002
+    def has_gradient(self, name: str) -> bool:  # noqa: ARG002
         raise CannotTrace("the forward reads gradients")
 
     def drop_gradient(self, name: str) -> None:

@@ -1,0 +1,96 @@
+"""The same program without us, in a roomy budget and in a tight one.
+
+All tensors are multiples of 16 elements long: there our update has the bits of `torch.optim.AdamW(fused=True)` (`docs/bits.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import patrickstar
+from tests.parity.compare import compare_mappings
+
+CHUNK = 4096
+SLOT = 4 * CHUNK
+VOCABULARY = 64
+
+
+@dataclass
+class Run:
+    """What a program has computed. `moved`: bytes, where it ran under a session."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    moved: int = 0
+
+    def finish(self, model: nn.Module, optimizer: Any, session: patrickstar.Session | None) -> Run:
+        """Notes what is there at the end, and closes the session."""
+        for number, parameter in enumerate(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                self.state[f"{number}.{key}"] = value.clone()
+        if session is not None:
+            self.moved = sum(session.stats().moved.values())
+            session.close()
+        self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return self
+
+
+def expect_same(want: Run, got: Run, *, moves: bool) -> None:
+    """Every loss, norm, weight and moment has the same bits; in a tight budget something has moved."""
+    assert want.losses, "a program that computes nothing proves nothing"
+    for what in ("losses", "norms"):
+        pairs = [{str(n): torch.as_tensor(v) for n, v in enumerate(getattr(run, what))} for run in (want, got)]
+        assert not (found := compare_mappings(what, *pairs)), "\n".join(found)
+    found = compare_mappings("weight", want.weights, got.weights) + compare_mappings("state", want.state, got.state)
+    assert not found, "\n".join(found)
+    assert want.state
+    assert bool(got.moved) == moves, f"{got.moved} bytes moved"
+
+
+def budgets(disk: Path) -> Mapping[str, dict[str, Any]]:
+    """Memory of a session: roomy, and so tight that model data must move."""
+    return {
+        "roomy": {"device": "emulated", "device_memory": "64MiB"},
+        "tight": {"device": "emulated", "device_memory": 20 * SLOT},
+        "tight, on disk": {"device": "cpu", "host_memory": 20 * SLOT, "disk": disk},
+    }
+
+
+def manage(model: nn.Module, optimizer: Any, memory: Mapping[str, Any]) -> patrickstar.Session:
+    """A session in fp32, whose slots are poisoned as they are given back."""
+    options = patrickstar.Options(chunk_size=CHUNK, poison=True)
+    return patrickstar.manage(model, optimizer, precision="fp32", options=options, **memory)
+
+
+def llama(*, width: int = 32, layers: int = 4) -> LlamaForCausalLM:
+    """A decoder of the transformers library; the same bits at each call."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            use_cache=False,
+        )
+    )
+
+
+def sentences(n: int, *, length: int = 8) -> list[dict[str, Tensor]]:
+    """Examples for a language model."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (n, length), generator=generator)
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]

@@ -1,0 +1,78 @@
+"""TRL's trainer for supervised fine-tuning. `make test-full` installs it: its dependencies are large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, get_constant_schedule
+
+from tests.loops.runs import VOCABULARY, Run, budgets, expect_same, llama, manage, sentences
+
+pytestmark = [pytest.mark.campaign, pytest.mark.filterwarnings("default")]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One that is never asked for a token: the examples have theirs."""
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w1", eos_token="w2"
+    )
+
+
+def train(memory: Mapping[str, Any] | None, output: Path) -> Run:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, run = llama(width=64, layers=8), Run()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    session = None if memory is None else manage(model, optimizer, memory)
+    if session is not None:
+        optimizer = session.optimizer
+    arguments = SFTConfig(
+        output_dir=str(output),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+        max_grad_norm=0.5,
+        max_length=8,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        seed=0,
+    )
+    examples = Dataset.from_list([{"input_ids": example["input_ids"].tolist()} for example in sentences(12)])
+    trainer = SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=examples,
+        processing_class=tokenizer(),
+        optimizers=(optimizer, get_constant_schedule(optimizer)),
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    run.losses = [torch.tensor(entry["loss"]) for entry in logs]
+    run.norms = [torch.tensor(float(entry["grad_norm"])) for entry in logs]
+    return run.finish(model, optimizer, session)
+
+
+TIGHT = "2.5MiB"
+"""Half of the model data; its loss takes 2 MiB whatever the model."""
+
+
+@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+def test_fine_tuning_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
+    given = dict(budgets(tmp_path / "disk")[memory])
+    if memory != "roomy":
+        given["device_memory" if "device_memory" in given else "host_memory"] = TIGHT
+    got = train(given, tmp_path)
+    expect_same(train(None, tmp_path), got, moves=memory != "roomy")
+    assert max(float(norm) for norm in got.norms) > 0.5, "nothing was clipped"
