@@ -359,7 +359,7 @@ def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair:
             self.layers = mlp()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for value in x.sum(0).tolist()[:2]:
+            for value in self.layers[0](x).sum(0).tolist()[:2]:
                 x = x + value
             out: torch.Tensor = self.layers(x)
             return out

@@ -40,7 +40,7 @@ class Choreography:
         self.layout = layout
         self.gradients = gradients
         self._updates = updates
-        self._formats = formats
+        self.formats = formats
 
         self._uses: Counter[str] = Counter()
         self._uses_apart: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class Choreography:
     def gathered(self, name: str, numel: int) -> Rows:
         """What a lookup of so many elements uses."""
         units = self.layout.weight_units(name)
-        return Rows(units, numel * self._formats.of(units[0], self.layout).itemsize)
+        return Rows(units, numel * self.formats.of(units[0], self.layout).itemsize)
 
     def added(self, name: str, nbytes: int) -> Rows | None:
         """What so many bytes of gradients of rows are added to, where it rests; None where they go tile by tile as others do."""
@@ -93,5 +93,5 @@ class Choreography:
 
     def _update(self, part: Part) -> tuple[Touch, ...]:
         weight, _ = self.layout.weight_place(part)
-        planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if self._formats.is_split(part.chunk, self.layout) else ()))
+        planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if self.formats.is_split(part.chunk, self.layout) else ()))
         return (Touch(weight, True), *(Touch(PlaneRef(part.chunk, plane), True) for plane in planes))
