@@ -508,13 +508,13 @@ def test_smaller_shapes_go_by_the_plan_of_larger_ones(make_pair: MakePair, monke
     pair = make_pair()
     pair.each(train_step, 0, rows=6)
     traced: list[Any] = []
-    original = OfflineTracer.trace
+    original = OfflineTracer.foresee
 
-    def trace(self: OfflineTracer, *args: Any) -> Any:
+    def foresee(self: OfflineTracer, *args: Any) -> Any:
         traced.append(args)
         return original(self, *args)
 
-    monkeypatch.setattr(OfflineTracer, "trace", trace)
+    monkeypatch.setattr(OfflineTracer, "foresee", foresee)
     for number, rows in enumerate((5, 2, 6, 1), start=1):
         pair.each(train_step, number, rows=rows)
     assert not traced

@@ -23,7 +23,7 @@ from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.states import ParameterStates
 from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.training import Training
-from patrickstar.torch_private import backward_id
+from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Keeper"]
@@ -116,6 +116,8 @@ class Keeper:
         """See `nn.binding.Owner`."""
         self._check_watch()
         self._in_backward = True
+        if backward_makes_graph():
+            self._segments.differentiates()
         self._conductor.moment(Phase.BACKWARD, name, (Touch(ref),))
 
     def wrap(self, key: Key) -> Tensor:

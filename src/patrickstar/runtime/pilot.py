@@ -39,6 +39,7 @@ class Segment:
 
     position: int = 0
     gave_gradients: bool = False
+    differentiates: bool = False  # a backward of it has made a graph
     opened: bool = False  # what must happen before the first moment has happened
     worth: Worth | None = field(default=None, repr=False)
 
