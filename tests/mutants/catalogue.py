@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.binding import BINDING
 from tests.mutants.engine import ENGINE
+from tests.mutants.forecasts import FORECASTS
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
@@ -24,5 +25,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *SIXTEEN_BITS,
     *TILES,
     *TABLES,
+    *FORECASTS,
     *ENGINE,
 )
