@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar.torch_private import (
     Plain,
+    Undispatched,
     Unseen,
     at_end_of_backward,
     backward_id,
+    backward_makes_graph,
     inside_backward_node,
     top_saved_tensors_hooks,
 )
@@ -77,3 +81,45 @@ def test_the_end_of_a_nested_backward_is_inside_a_node_of_the_outer_one():
     x = torch.ones(1, 2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
     assert ends == [True]
+
+
+def test_undispatched_switches_dispatch_modes_off():
+    class Loud(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError("the mode was called")
+
+    with Loud(), Undispatched():
+        assert (torch.ones(2) + 1).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_backward_that_makes_a_graph_is_told_from_others(create_graph, retain_graph):
+    seen: list[bool] = []
+
+    class Watches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(backward_makes_graph())
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    (Watches.apply(x) ** 2).sum().backward(create_graph=create_graph, retain_graph=retain_graph or create_graph)
+    assert seen == [create_graph]
+    assert not backward_makes_graph()
+
+
+def test_nor_does_one_make_a_graph_that_recomputes_with_gradients_on():
+    seen: list[bool] = []
+
+    def block(x):
+        seen.append(backward_makes_graph())
+        return torch.tanh(x)
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert seen == [False, False]

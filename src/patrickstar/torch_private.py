@@ -9,9 +9,11 @@ import torch
 
 __all__ = [
     "Plain",
+    "Undispatched",
     "Unseen",
     "at_end_of_backward",
     "backward_id",
+    "backward_makes_graph",
     "computes_bf16",
     "computes_fp16",
     "inside_backward_node",
@@ -24,6 +26,9 @@ Plain = torch._C.DisableTorchFunctionSubclass
 Unseen = torch._C.DisableTorchFunction
 """Context in which neither tensor subclasses nor modes see what is called."""
 
+Undispatched = torch._C._DisableTorchDispatch
+"""Context in which dispatch modes do not see what is called: under a mode that makes tensors fake, real ones are computed with."""
+
 Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -35,6 +40,12 @@ def top_saved_tensors_hooks() -> Packing | None:
 def backward_id() -> int:
     """Number of the backward call running on this thread, the innermost one where they nest; -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+def backward_makes_graph() -> bool:
+    """Whether the innermost backward call running on this thread was asked for a graph of the gradients (`create_graph=True`)."""
+    # Gradients are on in other backwards too, where something is recomputed; only these keep their graph as well.
+    return torch.is_grad_enabled() and torch._C._autograd._get_current_graph_task_keep_graph() and backward_id() != -1
 
 
 def inside_backward_node() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.assembled import ASSEMBLED
 from tests.mutants.binding import BINDING
 from tests.mutants.engine import ENGINE
+from tests.mutants.forecasts import FORECASTS
 from tests.mutants.homes import HOMES
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
@@ -27,6 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *SIXTEEN_BITS,
     *TILES,
     *TABLES,
+    *FORECASTS,
     *ENGINE,
     *HOMES,
 )

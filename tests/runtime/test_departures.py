@@ -359,7 +359,7 @@ def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair:
             self.layers = mlp()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for value in x.sum(0).tolist()[:2]:
+            for value in self.layers[0](x).sum(0).tolist()[:2]:
                 x = x + value
             out: torch.Tensor = self.layers(x)
             return out
@@ -508,13 +508,13 @@ def test_smaller_shapes_go_by_the_plan_of_larger_ones(make_pair: MakePair, monke
     pair = make_pair()
     pair.each(train_step, 0, rows=6)
     traced: list[Any] = []
-    original = OfflineTracer.trace
+    original = OfflineTracer.foresee
 
-    def trace(self: OfflineTracer, *args: Any) -> Any:
+    def foresee(self: OfflineTracer, *args: Any) -> Any:
         traced.append(args)
         return original(self, *args)
 
-    monkeypatch.setattr(OfflineTracer, "trace", trace)
+    monkeypatch.setattr(OfflineTracer, "foresee", foresee)
     for number, rows in enumerate((5, 2, 6, 1), start=1):
         pair.each(train_step, number, rows=rows)
     assert not traced

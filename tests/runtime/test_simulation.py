@@ -329,7 +329,6 @@ def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
 # the zoo
 
 NOT_PLANNED: Mapping[str, str] = {
-    "weight-norm-hook": "the old weight norm keeps a tensor with a history, which torch does not deep-copy",
     "lstm": "oneDNN gives back a workspace of a size that its fake counterpart does not know",
     "penalised": "`autograd.grad` comes before the backward, which no forward can show",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar.tracing.signature import Signature, can_be_traced, signature
+from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
 
 
 def of(*args: Any, model: nn.Module | None = None, **kwargs: Any) -> Signature:
@@ -66,3 +66,11 @@ def test_modes_and_what_trains_tell_forwards_apart() -> None:
 def test_objects_that_a_trial_run_could_change_are_not_traced() -> None:
     assert can_be_traced(([torch.zeros(1), None], {"a": (1, 2.0, "x")}))
     assert not can_be_traced((object(),))
+
+
+def test_an_input_that_wants_a_gradient_is_found_wherever_it_is() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    for value in (x, (1, x), [{"a": {"b": (x,)}}]):
+        assert asks_for_gradients(value)
+    for value in (x.detach(), (1, "x", None), {"a": torch.zeros(2)}):
+        assert not asks_for_gradients(value)

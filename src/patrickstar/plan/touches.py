@@ -63,7 +63,7 @@ class Touches:
         self.layout = layout
         self.gradients = gradients
         self._updates = updates
-        self._formats = formats
+        self.formats = formats
 
         self._uses: Counter[str] = Counter()
         self._uses_apart: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class Touches:
         """A lookup of so many elements in a table."""
         phase = self._count(self.layout.leaves(name), in_graph=in_graph, in_backward=in_backward)
         units = self.layout.weight_units(name)
-        return phase, Rows(units, numel * self._formats.now.of(units[0], self.layout).itemsize)
+        return phase, Rows(units, numel * self.formats.now.of(units[0], self.layout).itemsize)
 
     def _count(self, names: Sequence[str], *, in_graph: bool, in_backward: bool) -> Phase:
         if in_backward:
@@ -103,7 +103,7 @@ class Touches:
             return iter(())
         if not self.updates_at_once(label):
             return gradient_parts(self.layout, label, writes=True)
-        return update_parts(self.layout, label, formats=self._formats.now)
+        return update_parts(self.layout, label, formats=self.formats.now)
 
     def updates_at_once(self, label: str) -> bool:
         """Whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""

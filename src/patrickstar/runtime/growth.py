@@ -86,7 +86,7 @@ class Growth:
         """
         if self._reserves:
             gradients = list(self._formats.now.units(self._layout, (GRAD,)))
-            why = f"the forward cannot be traced, so that any of the gradients may have to wait until the backward ends ({reason})"
+            why = f"any of the gradients may have to wait until the backward ends: {reason}"
             self._take_in(gradients, why=why)
 
     def reserve_for(self, name: str) -> None:

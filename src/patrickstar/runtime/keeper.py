@@ -23,7 +23,7 @@ from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.tables import TableRows
 from patrickstar.runtime.training import Training
-from patrickstar.torch_private import backward_id
+from patrickstar.torch_private import backward_id, backward_makes_graph
 
 __all__ = ["Keeper"]
 
@@ -107,6 +107,8 @@ class Keeper:
         """See `nn.binding.Owner`."""
         self._check_watch()
         self._in_backward = True
+        if backward_makes_graph():
+            self._segments.differentiates()
         phase, touches = self.touches.unpack(ref)
         self._conductor.moment(phase, name, touches)
 

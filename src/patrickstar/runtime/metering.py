@@ -43,9 +43,11 @@ class Metering:
         self._enforce = enforce
 
         self._meter: LiveBytes | None = None
+        self._acts = True
 
-    def start(self) -> Callable[[], int]:
-        """Switches the meter on; gives the function that restarts its peak."""
+    def start(self, *, acts: bool = True) -> Callable[[], int]:
+        """Switches the meter on; gives the function that restarts its peak. `acts`: whether chunks may leave for what it counts."""
+        self._acts = acts
         meter = LiveBytes(self._is_slot, self._on_change)
         meter.__enter__()
         self._meter = meter
@@ -84,7 +86,7 @@ class Metering:
 
     def _on_change(self, live: int) -> None:
         ledger = self._conductor.mover.ledger
-        if self._bounded and self.excess_bytes(ledger.chunks(self._compute)):
+        if self._bounded and self._acts and self.excess_bytes(ledger.chunks(self._compute)):
             # More than was foreseen: chunks that nothing uses right now leave, which is said, and only then it is an error.
             self._conductor.make_way(self._budget_bytes() - live)
             if self._enforce:

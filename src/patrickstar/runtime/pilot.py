@@ -42,6 +42,7 @@ class Segment:
     lets_go: set[PlaneRef] = field(default_factory=set)
     lets_go_at: int = 0
     let_go_at: int = 0
+    differentiates: bool = False  # a backward of it has made a graph
     opened: bool = False  # what must happen before the first moment has happened
     worth: Worth | None = field(default=None, repr=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,42 +25,20 @@ from patrickstar.plan.plan import Plan
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.growth import Growth
+from patrickstar.runtime.known import BEING_MEASURED, Known
 from patrickstar.runtime.metering import Metering
 from patrickstar.runtime.pilot import Segment
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.recorder import TraceRecorder
-from patrickstar.tracing.signature import Signature, can_be_traced, signature
+from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
 
-__all__ = ["Known", "Segments", "with_retention"]
+__all__ = ["Segments", "with_retention"]
 
 _KEPT_KINDS = 64
 _KEPT_PLANS = 64
-_MEASUREMENTS = 3
 _UNKNOWN_SHARE = 4
+_UNTRACEABLE = "the forward cannot be traced: {}"
 _log = logging.getLogger("patrickstar")
-
-
-@dataclass(slots=True)
-class Known:
-    """What is known of one kind of forward.
-
-    Attributes:
-        trace: what it is expected to do. offline: the forecast it started from. measured: what it did when it was last recorded.
-        reason: why there is no trace. measurements: how often a measured trace has taken the place of another.
-        departures: forwards in a row that did not go as the trace.
-        reserved: the trace for whose gradients there is room.
-        lets_go_at: before which moment gradients of the step before are let go of, where that is between forward and backward; 0: it is not.
-    """
-
-    trace: Trace | None = None
-    offline: Trace | None = None
-    measured: Trace | None = None
-    reason: str = ""
-    measurements: int = 0
-    departures: int = 0
-    lets_go_at: int = 0
-    measure_next: bool = False
-    reserved: Trace | None = None
 
 
 class Segments:
@@ -124,21 +102,25 @@ class Segments:
         """
         self.end()
         known = self._explore(model, named, args, kwargs)
+        expected = known.expected
         recorded = torch.is_grad_enabled()
         name = "training step" if recorded else "evaluation"
-        if known.trace is None:
+        if expected.trace is None:
             reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
-            segment = Segment(name, reserve_bytes=reserve, reason=f"the forward cannot be traced: {known.reason}")
+            segment = Segment(name, reserve_bytes=reserve, reason=expected.reason)
         else:
-            let_go = self._let_go(known) if recorded else set()
-            frees = tuple((known.lets_go_at - 1, ref) for ref in sorted(let_go))
-            segment = self._segment(name, known.trace, following="step" if recorded else name, frees=frees)
-            segment.lets_go, segment.lets_go_at = let_go, known.lets_go_at
-            if known.measure_next:
-                segment.reason = "the forward did not go as its trace; it is being measured"
-        if self._always_meter or known.trace is None or known.measure_next:
-            restart_peak = self._metering.start()
-            if known.trace is not None or can_be_traced((args, kwargs)):
+            let_go = self._let_go(expected) if recorded else set()
+            frees = tuple((expected.lets_go_at - 1, ref) for ref in sorted(let_go))
+            segment = self._segment(name, expected.trace, following="step" if recorded else name, frees=frees)
+            segment.lets_go, segment.lets_go_at = let_go, expected.lets_go_at
+            if expected.measure_next:
+                segment.reason = BEING_MEASURED
+        needed = self._always_meter or expected.trace is None or expected.measure_next
+        # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
+        wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
+        if needed or wanted:
+            restart_peak = self._metering.start(acts=needed)
+            if expected.trace is not None or can_be_traced((args, kwargs)):
                 self._conductor.recorder = TraceRecorder(restart_peak)
         self._current, self._recorded = known, False
         self._begin(segment)
@@ -157,26 +139,26 @@ class Segments:
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Known:
         if not can_be_traced((args, kwargs)):
-            unknown = Known(reason="its inputs hold objects that a trial run could change")
+            unknown = Known(reason=_UNTRACEABLE.format("its inputs hold objects that a trial run could change"))
             self._reserve(unknown)
             return unknown
         key = signature(model, args, kwargs)
         known = self._known.get(key)
         if known is None:
-            known = Known(trace=self._dominating(key))
+            known = self._like_a_larger_one(key)
         if key not in self._known and known.trace is None:
             try:
-                known.trace = known.offline = with_retention(
-                    self._tracer.trace(model, named, args, kwargs), self._budgets
-                )
+                foreseen = self._tracer.foresee(model, named, args, kwargs)
             except CannotTrace as problem:
-                known.reason = str(problem)
+                known.reason = _UNTRACEABLE.format(problem)
                 _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
             else:
+                known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
+                known.by_chance = foreseen.by_chance
                 need = worst_moment(known.trace, start=self._growth.with_room_for(known.trace))
                 expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
         # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
-        self._reserve(known)
+        self._reserve(known.expected)
         self._known[key] = known
         self._known.move_to_end(key)
         if len(self._known) > _KEPT_KINDS:
@@ -195,12 +177,17 @@ class Segments:
             self._growth.reserve(known.trace)
             known.reserved = known.trace
 
-    def _dominating(self, key: Signature) -> Trace | None:
-        """The least trace of those whose shapes are at least as large."""
-        traces = [
-            entry.trace for other, entry in self._known.items() if entry.trace is not None and other.dominates(key)
+    def _like_a_larger_one(self, key: Signature) -> Known:
+        """What is known of a kind that is new: the least trace of those whose shapes are at least as large."""
+        larger = [
+            (entry.trace.peak, entry)
+            for other, entry in self._known.items()
+            if entry.trace is not None and other.dominates(key)
         ]
-        return min(traces, key=lambda trace: trace.peak, default=None)
+        if not larger:
+            return Known()
+        _, least = min(larger, key=lambda item: item[0])
+        return Known(trace=least.trace, by_chance=least.by_chance)
 
     # any stretch
 
@@ -250,18 +237,18 @@ class Segments:
         recorder, self._conductor.recorder = self._conductor.recorder, None
         known, self._current = self._current, None
         if known is not None:
-            known.lets_go_at = segment.let_go_at or (0 if segment.lets_go else known.lets_go_at)
+            expected = known.expected
+            expected.lets_go_at = segment.let_go_at or (0 if segment.lets_go else expected.lets_go_at)
             if recorder is not None:
                 self._learn(known, recorder.trace(), segment)
-            elif known.trace is not None and not self._recorded:
-                known.departures = known.departures + 1 if segment.reason else 0
-                known.measure_next = known.departures > 1 and known.measurements < _MEASUREMENTS
+            elif not self._recorded:
+                known.learn(segment, None)
         self._metering.stop()
         if segment is not self._ended and segment.name != "outside":
             if segment.name == "evaluation" or (segment.name == "training step" and not segment.gave_gradients):
                 pass  # no part of a step: a forward alone, or a backward for other tensors than parameters
             elif segment.reason:
-                self._step_reasons.append(segment.reason)
+                self._step_reasons.append(segment.reason + (known.explain(segment) if known is not None else ""))
             elif not segment.complete:
                 self._step_reasons.append(f"the {segment.name} ended after {segment.position} moments of its trace")
         self._ended = segment
@@ -269,17 +256,16 @@ class Segments:
 
     def _learn(self, known: Known, recorded: Trace, segment: Segment) -> None:
         recorded = with_retention(recorded, self._budgets)
-        known.measure_next = False
         whole = any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or segment.name == "evaluation"
         if not recorded.moments or not whole:
+            known.expected.measure_next = False
             return
-        known.measured = recorded
         self._largest_bytes = max(self._largest_bytes, recorded.peak)
-        known.departures = known.departures + 1 if segment.reason else 0
-        # One odd step is no model for the next; two in a row are.
-        if known.trace is None or (known.departures > 1 and known.measurements < _MEASUREMENTS):
-            known.measurements += 1
-            known.trace = recorded
+        known.learn(segment, recorded)
+
+    def differentiates(self) -> None:
+        """The backward under way makes a graph: the step differentiates a gradient."""
+        self._conductor.pilot.segment.differentiates = True
 
     def backward_ended(self) -> None:
         """A backward call is over: its last moment ends, whatever the user does next."""

@@ -12,12 +12,13 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
@@ -27,17 +28,35 @@ from patrickstar.core.trace import Phase, Rows, Trace
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.leases import AssembledKey, Key, WeightKey
 from patrickstar.nn.lookups import RowGradients, WaitingRows
+from patrickstar.plan.minimum import minimum_bytes
 from patrickstar.plan.touches import Touches
-from patrickstar.torch_private import at_end_of_backward, backward_id
+from patrickstar.torch_private import Plain, at_end_of_backward, backward_id
 from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.recorder import TraceRecorder
+from patrickstar.tracing.values import Endless, KnownValues
 
-__all__ = ["CannotTrace", "OfflineTracer"]
+__all__ = ["CannotTrace", "Foreseen", "OfflineTracer"]
+
+_log = logging.getLogger("patrickstar")
+_LIKELY = 0.5
+_EXTREMES = (0.0, 1.0)
 
 
 class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)
     """Why a step cannot be traced without running it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a forward, with its backward, is expected to do.
+
+    `by_chance`: whether it branches on numbers that it draws. Then the trace is that of the branches which need the largest budget, and a step
+    that takes others departs from it.
+    """
+
+    trace: Trace
+    by_chance: bool = False
 
 
 class _Twin:
@@ -170,18 +189,67 @@ class OfflineTracer:
         self._gathers_rows = gathers_rows
         self._scales = scales
 
-    def trace(
+    def foresee(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Trace:
+    ) -> Foreseen:
         """The trace of `model(*args, **kwargs)`, and of a backward of its loss where gradients are on.
 
         The loss is the output's `loss`, or the output itself where it is a scalar. A loss outside the model cannot be seen: for it
         three times the bytes of the outputs, and 4 KiB, are reserved through the backward.
 
+        A forward that branches on numbers that it draws is tried with small, likely and large ones; see Note [Values in a trial run].
+
         Raises:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
         """
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        likely = self._try(model, named, args, kwargs, quantile=_LIKELY)
+        if not likely.by_chance:
+            return likely
+        tried = [self._try_extreme(model, named, args, kwargs, quantile=quantile) for quantile in _EXTREMES]
+        traces = [likely.trace, *(trace for trace in tried if trace is not None)]
+        formats = self._make_touches().formats.now
+        largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self._layout, formats=formats))
+        return Foreseen(largest, by_chance=True)
+
+    def trace(
+        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Trace:
+        """The trace alone of what `foresee` gives. CannotTrace as there."""
+        return self.foresee(model, named, args, kwargs).trace
+
+    def _try_extreme(
+        self,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        quantile: float,
+    ) -> Trace | None:
+        """The same with draws that are as small, or as large, as they can be; None where the model does not work with such draws.
+
+        Raises:
+            CannotTrace: with such draws it does not end, so that nothing bounds what it needs.
+        """
+        try:
+            return self._try(model, named, args, kwargs, quantile=quantile).trace
+        except CannotTrace as problem:
+            if isinstance(problem.__cause__, Endless):
+                raise
+            _log.info("the forecast leaves out draws at quantile %g: %s", quantile, problem)
+            return None
+
+    def _try(
+        self,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        quantile: float,
+    ) -> Foreseen:
+        """One run of the twin, in which every draw is that quantile of its distribution."""
+        fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
             stack.enter_context(_quiet_torch())
             stack.enter_context(_random_states_kept())
@@ -202,7 +270,8 @@ class OfflineTracer:
                     gradients=self._gradients,
                 )
                 owner.binding.bind()
-                inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
+                inputs, keywords = _fake((args, dict(kwargs)), fake_mode, values)
+                stack.enter_context(values)
                 stack.enter_context(MissingOperations())
                 stack.enter_context(owner.meter)
                 output = twin(*inputs, **keywords)
@@ -211,10 +280,16 @@ class OfflineTracer:
                     del output
             except CannotTrace:
                 raise
+            except Endless as problem:
+                raise CannotTrace(str(problem)) from problem
+            except DataDependentOutputException as error:
+                raise CannotTrace(
+                    f"it asks for a value (item(), tolist(), if tensor:) that depends on weights or on more data than a trial run knows: {error}"
+                ) from error
             except Exception as error:
                 reason = str(error).strip().split("\n")[0]
                 raise CannotTrace(f"{type(error).__name__}: {reason}") from error
-            return owner.recorder.trace()
+            return Foreseen(owner.recorder.trace(), values.branches)
 
 
 def _twin_of(
@@ -237,22 +312,27 @@ def _twin_of(
         memo.update(
             (id(buffer), torch.empty_like(buffer, device="cpu")) for buffer in model.buffers() if buffer.is_meta
         )
+        # What a module keeps of an earlier forward (the old weight norm its product, a recurrence its state) cannot be copied with its history.
+        kept = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
+        with Plain():
+            memo.update((id(tensor), torch.empty_like(tensor)) for tensor in kept if tensor.grad_fn is not None)
     # Outside of the mode: a real tensor cannot be copied under it.
     return copy.deepcopy(model, memo), twins
 
 
-def _fake(value: Any, mode: FakeTensorMode) -> Any:
+def _fake(value: Any, mode: FakeTensorMode, values: KnownValues) -> Any:
     if isinstance(value, Tensor):
         # Where the input came from is none of the model's business; whether it wants a gradient is.
         alike = mode.from_tensor(value.detach())
+        values.know(alike, value)
         return alike.requires_grad_() if value.requires_grad else alike
     if isinstance(value, Mapping):
-        faked = {name: _fake(item, mode) for name, item in value.items()}
+        faked = {name: _fake(item, mode, values) for name, item in value.items()}
         return faked if type(value) is dict else _rebuilt(value, faked)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_fake(item, mode) for item in value))
+        return type(value)(*(_fake(item, mode, values) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_fake(item, mode) for item in value)
+        return type(value)(_fake(item, mode, values) for item in value)
     return value
 
 

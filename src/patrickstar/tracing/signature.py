@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Signature", "can_be_traced", "signature"]
+__all__ = ["Signature", "asks_for_gradients", "can_be_traced", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +69,12 @@ def can_be_traced(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(can_be_traced(item) for item in value)
     return isinstance(value, Tensor | str | int | float | bool | None | torch.dtype | torch.device)
+
+
+def asks_for_gradients(value: Any) -> bool:
+    """Whether a tensor of the inputs wants a gradient."""
+    if isinstance(value, Mapping):
+        return any(asks_for_gradients(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(asks_for_gradients(item) for item in value)
+    return isinstance(value, Tensor) and value.requires_grad
