@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
@@ -67,7 +68,7 @@ class Growth:
         new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
         homes = self._prepare(new, slots, formats)
         # An fp16 weight alone becomes the fp32 master.
-        self._reform(homes, slots, formats, keep=weight if weight in new else None)
+        self._reform(homes, slots, keep=weight if weight in new else None, grow=partial(Formats.thaw, chunks=chunks))
         self._changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
@@ -83,18 +84,18 @@ class Growth:
         homes = self._prepare(narrow, slots, formats)
         for ref in narrow:
             keep = None if ref in state.free else ref
-            self._reform({ref: homes[ref]}, slots, self._formats.now.widen(ref.chunk), keep=keep)
+            self._reform({ref: homes[ref]}, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
         self._changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(
         self,
         homes: dict[PlaneRef, Tier],
         slots: dict[PlaneRef, int],
-        formats: Formats,
         *,
         keep: PlaneRef | None,
+        grow: Callable[[Formats], Formats],
     ) -> None:
-        """Takes units in, or in another size, as these formats have them. `keep`: the one whose contents stay, in its new type."""
+        """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type. `grow`: the formats that have them so."""
         conductor, state = self._conductor, self._conductor.mover.state
         with conductor.apart():
             values = None
@@ -104,7 +105,7 @@ class Growth:
             for ref in homes:
                 if ref in state.home:
                     conductor.mover.release(ref)
-            self._formats.now = formats
+            self._formats.now = grow(self._formats.now)
             conductor.mover.grow(homes, slots)
             if keep is not None and values is not None:
                 conductor.moment(Phase.STEP, "", (Touch(keep, True),))
