@@ -9,6 +9,7 @@ Note [Homes of gradients]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
@@ -145,7 +146,7 @@ class Growth:
         new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
         homes = self._prepare(new, slots, formats)
         # An fp16 weight alone becomes the fp32 master.
-        self._reform(homes, slots, formats, keep=weight if weight in new else None)
+        self._reform(homes, slots, keep=weight if weight in new else None, grow=partial(Formats.thaw, chunks=chunks))
         self._changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
@@ -165,18 +166,18 @@ class Growth:
                 self._formats.now = self._formats.now.widen(ref.chunk)
         for ref in narrow:
             keep = None if ref in state.free else ref
-            self._reform({ref: homes[ref]}, slots, self._formats.now.widen(ref.chunk), keep=keep)
+            self._reform({ref: homes[ref]}, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
         self._changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(
         self,
         homes: _Homes,
         slots: _Slots,
-        formats: Formats,
         *,
         keep: PlaneRef | None,
+        grow: Callable[[Formats], Formats],
     ) -> None:
-        """Takes units in, or in another size, as these formats have them. `keep`: the one whose contents stay, in its new type."""
+        """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type. `grow`: the formats that have them so."""
         conductor, state = self._conductor, self._conductor.mover.state
         with conductor.apart():
             values = None
@@ -186,7 +187,7 @@ class Growth:
             for ref in homes:
                 if ref in state.home:
                     conductor.mover.release(ref)
-            self._formats.now = formats
+            self._formats.now = grow(self._formats.now)
             conductor.mover.grow(homes, slots)
             if keep is not None and values is not None:
                 conductor.moment(Phase.STEP, "", (Touch(keep, True),))
