@@ -56,7 +56,7 @@ def refused(error: type[Exception], match: str, model: nn.Module, optimizer: Any
         ({"activations": "recompute"}, "activations"),
         ({"states": "compact"}, "states"),
         ({"weights": 7}, "weights"),
-        ({"mesh": object()}, "mesh"),
+        ({"mesh": 2}, "mesh"),
         ({"options": {"chunk_size": 2048}}, "options"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
