@@ -182,10 +182,9 @@ class Gradients:
         self._apply_factors(name)
         self.overflowed.pop(name, None)
         with self._conductor.quiet():
-            for part in self._layout.parts(name):
-                ref = PlaneRef(part.chunk, GRAD)
-                self._conductor.moment(Phase.STEP, name, (Touch(ref, True),))
-                target = self._conductor.tensor(ref)[part.start : part.stop]
+            for part, touches in gradient_parts(self._layout, name, writes=True):
+                self._conductor.moment(Phase.STEP, name, touches)
+                target = self._conductor.tensor(touches[0].ref)[part.start : part.stop]
                 written = flat[part.tensor_start : part.tensor_start + target.numel()]
                 if wholly or target.dtype == written.dtype:
                     target.copy_(written)

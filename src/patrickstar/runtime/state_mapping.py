@@ -47,7 +47,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         self._expect_open = expect_open
         self._begin_access = begin_access
 
-        self._names = {id(bound.parameter): bound.name for bound in binding}
+        self._names = binding.names
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         self._expect_open()
