@@ -12,7 +12,11 @@ from patrickstar.memory.mapping import reserve
 from patrickstar.testing.faults import Fails, FaultyIO, Short
 
 PAGE = 4096
-IO = pytest.mark.parametrize("io", [FileIO(), FaultyIO(), FaultyIO(Fails("preadv", errno.EIO, nth=1000))], ids=str)
+IO = pytest.mark.parametrize(
+    "io",
+    [FileIO(), FaultyIO(), FaultyIO(Fails("preadv", errno.EIO, nth=1000))],
+    ids=["real", "fails never", "fails later"],
+)
 
 
 def page(fill: int) -> memoryview:

@@ -118,6 +118,10 @@ def test_the_comparison_reads_bits_and_not_values() -> None:
     nan, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert same_bits(nan, nan)
     assert not same_bits(nan, other)
+    want, got = (Record(gradients=[{"a": value}]) for value in (nan, other))
+    assert differences(want, got)
+    assert differences(want, got, any_nan=True) == []
+    assert differences(want, Record(gradients=[{"a": torch.zeros(2)}]), any_nan=True)
     assert not same_bits(torch.zeros(2), -torch.zeros(2))
     assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
     assert not same_bits(torch.zeros(2), torch.zeros(1, 2))
