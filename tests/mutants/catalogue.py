@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.binding import BINDING
+from tests.mutants.changes import CHANGES
 from tests.mutants.engine import ENGINE
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
@@ -17,6 +18,7 @@ __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
     *BINDING,
+    *CHANGES,
     *PLANNING,
     *MOVING,
     *TRAINING,

@@ -57,6 +57,9 @@ class ToyOwner:
     def used(self, names: Sequence[str]) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def unpack(self, ref: PlaneRef, name: str) -> None:
         self.use([ref], [name], in_graph=True)
 

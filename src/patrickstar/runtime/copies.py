@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Layout, Part
+from patrickstar.core.layout import Part
 from patrickstar.core.plane import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import Error
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.split import split
 from patrickstar.optim.widen import BLOCK_NUMEL
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.precision import Precision
+from patrickstar.tracing.choreography import Choreography
 
 __all__ = ["Copies"]
 
@@ -22,10 +24,13 @@ __all__ = ["Copies"]
 class Copies:
     """Makes copies, and carries what is changed in them back."""
 
-    def __init__(self, binding: Binding, layout: Layout, conductor: Conductor, precision: Precision) -> None:
+    def __init__(
+        self, binding: Binding, conductor: Conductor, precision: Precision, choreography: Choreography
+    ) -> None:
         self._binding = binding
-        self._layout = layout
+        self._layout = choreography.layout
         self._conductor = conductor
+        self._choreography = choreography
         # Scratch for a value that has 16 bits and computes in fp32.
         rounding = precision.rounding
         self._rounded = None if rounding is None else torch.empty(BLOCK_NUMEL, dtype=rounding, device="cpu")
@@ -53,13 +58,14 @@ class Copies:
         """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
         copy = self._binding.leases.take(name)
         with self._conductor.lock, self._conductor.apart():
-            for part in self._layout.parts(name):
-                rest = PlaneRef(part.chunk, REST)
-                is_split = rest in self._conductor.mover.state.home
-                weight, _ = self._layout.weight_place(part)
-                touches = [Touch(weight, True)] + ([Touch(rest, True)] if is_split else [])
-                self._conductor.moment(Phase.STEP, name, tuple(sorted(touches, key=lambda touch: touch.ref)))
-                kept = self._kept(part)
+            for part, touches in self._choreography.master(name):
+                try:
+                    self._conductor.moment(self._conductor.change_phase(), name, touches)
+                except Error:
+                    self._binding.leases.forget(name)  # the next use is given a copy of what is kept
+                    raise
+                kept, rest = self._kept(part), PlaneRef(part.chunk, REST)
+                is_split = any(touch.ref == rest for touch in touches)
                 left = self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
                 self._take_changes(copy[_span(part)], kept, left)
                 self._convert(kept, copy[_span(part)])

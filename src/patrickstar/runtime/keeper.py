@@ -112,6 +112,10 @@ class Keeper:
         """See `nn.binding.Owner`."""
         self.states.left(names, in_forward=self._depth > 0 and backward_id() == -1 and self._records)
 
+    def settle(self) -> None:
+        """See `nn.binding.Owner`."""
+        self._conductor.settle()
+
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
         self._check_watch()
@@ -128,10 +132,15 @@ class Keeper:
 
     def changed(self, key: Key) -> None:
         """See `nn.binding.Owner`."""
-        if isinstance(key, PlaneRef):
-            self._conductor.mover.wrote(key)
-        else:
+        if not isinstance(key, PlaneRef):
             self._copies.changed(key)
+            return
+        self._conductor.mover.wrote(key)
+        phase = self._conductor.change_phase()
+        if phase is not Phase.STEP:
+            # A moment of its own: a plan that has it keeps what was written; where the trace has none, the plan ends here.
+            label = self.choreography.layout.run_of(key.chunk).tensors[0]
+            self._conductor.moment(phase, label, (Touch(key, True),))
 
     def escaped(self, key: Key) -> None:
         """See `nn.binding.Owner`."""

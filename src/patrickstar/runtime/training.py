@@ -21,10 +21,10 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.plane import GRAD
 from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError
+from patrickstar.nn.backward_sums import BackwardSums
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
-from patrickstar.runtime.backward_sums import BackwardSums
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.growth import Growth
@@ -113,7 +113,7 @@ class Training:
         if self._choreography.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
-            if self._gradients.dtype(bound) != gradient.dtype and not self._choreography.comes_whole(name):
+            if self._choreography.adds_up(name, gradient.dtype):
                 with self._conductor.quiet():
                     self._sums.add(name, gradient)
             else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import torch
+
 from patrickstar.core.formats import FP32, Formats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Part
@@ -69,6 +71,27 @@ class Choreography:
         # A parameter in tiles that is also used as a whole has gradients of both.
         owner, leaves = self.layout.owner(name), self.layout.leaves(name)
         return (owner == name or not self._uses[owner]) and (leaves == (name,) or not any(map(self._uses.get, leaves)))
+
+    def adds_up(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether what a backward brings of a gradient is added up until it ends, in the type that it is of, since it is kept in another one."""
+        if self.gradients is not GradientUse.CHUNK or self.comes_whole(name):
+            return False
+        kept = self._formats.of(PlaneRef(self.layout.parts(name)[0].chunk, GRAD), self.layout)
+        return getattr(torch, kept.dtype) is not dtype
+
+    def master(self, name: str) -> list[tuple[Part, tuple[Touch, ...]]]:
+        """The moments in which what was changed of a parameter, or of a tile, is carried to where it is kept: each piece, and what it touches."""
+        moments = []
+        for part in self.layout.parts(name):
+            touches = [Touch(self.layout.weight_place(part)[0], True)]
+            if self._formats.is_split(part.chunk, self.layout):
+                touches.append(Touch(PlaneRef(part.chunk, REST), True))
+            moments.append((part, tuple(sorted(touches, key=lambda touch: touch.ref))))
+        return moments
+
+    def keeps_rest(self, name: str) -> bool:
+        """Whether the master of a parameter is split: its weight does not show all of it."""
+        return self._formats.is_split(self.layout.parts(name)[0].chunk, self.layout)
 
     def gathered(self, name: str, numel: int) -> Rows:
         """What a lookup of so many elements uses."""

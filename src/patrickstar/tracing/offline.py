@@ -24,11 +24,13 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.rows import Rows
 from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.nn.backward_sums import BackwardSums
 from patrickstar.nn.binding import Binding
-from patrickstar.nn.bound import slot_strides
+from patrickstar.nn.bound import BoundParameter, slot_strides
+from patrickstar.nn.changes import UnseenChangeError
 from patrickstar.nn.leases import Key
 from patrickstar.nn.rows import RowGradients, WaitingRows
-from patrickstar.torch_private import at_end_of_backward, backward_id
+from patrickstar.torch_private import at_end_of_backward, backward_id, inside_backward_node
 from patrickstar.tracing.choreography import Choreography
 from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
@@ -52,15 +54,19 @@ class _Twin:
         self.binding: Binding | None = None
         self._making_slot = False
         self._rows = WaitingRows()
+        self._sums = BackwardSums()
+        self._backwards: set[int] = set()
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or (self.binding is not None and self.binding.leases.is_slot(tensor))
 
     def use(self, refs: Any, names: Any, *, in_graph: bool) -> None:
-        inside = backward_id() != -1
-        if not inside:
+        phase = self._phase()
+        if phase is Phase.FORWARD:
             self._choreography.used(names, in_graph=in_graph)
-        self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], [Touch(ref) for ref in refs])
+        else:
+            self._notice_backward()
+        self._moment(phase, names[0], [Touch(ref) for ref in refs])
 
     def used(self, names: Any) -> None:
         pass
@@ -87,19 +93,26 @@ class _Twin:
             self._making_slot = False
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:  # noqa: ARG002
-        inside = backward_id() != -1
-        if not inside:
+        phase = self._phase()
+        if phase is Phase.FORWARD:
             self._choreography.used(self._choreography.layout.leaves(name), in_graph=in_graph)
-        rows = self._choreography.gathered(name, values.numel())
-        self._moment(Phase.RECOMPUTE if inside else Phase.FORWARD, name, [], rows)
+        self._moment(phase, name, [], self._choreography.gathered(name, values.numel()))
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        if self._rows.add(name, ids, gradient, padding):
-            at_end_of_backward(self._bring_rows)
+        self._notice_backward()
+        self._rows.add(name, ids, gradient, padding)
 
-    def _bring_rows(self) -> None:
+    def _notice_backward(self) -> None:
+        if backward_id() not in self._backwards:
+            self._backwards.add(backward_id())
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
         for gradients in self._rows.take():
             self._take_rows(gradients)
+        if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
+            for name, gradient in self._sums.take().items():
+                self._add(name, gradient)
 
     def _take_rows(self, gradients: RowGradients) -> None:
         assert self.binding is not None
@@ -116,13 +129,39 @@ class _Twin:
     def thawed(self, name: str) -> None:
         pass
 
-    def changed(self, key: Key) -> None:
+    def settle(self) -> None:
         pass
+
+    def changed(self, key: Key) -> None:
+        if isinstance(key, PlaneRef):
+            self._moment(self._phase(), self._choreography.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
+        else:
+            self._carry(key)
+
+    def keeps_more(self, bound: BoundParameter) -> bool:
+        return not bound.is_copied and self._choreography.keeps_rest(bound.name)
+
+    def carry(self, bound: BoundParameter, before: Tensor | None) -> None:  # noqa: ARG002
+        self._carry(bound.name)
+
+    def _carry(self, name: str) -> None:
+        for _, touches in self._choreography.master(name):
+            self._moment(self._phase(), name, touches)
+
+    def _phase(self) -> Phase:
+        return Phase.FORWARD if backward_id() == -1 else Phase.RECOMPUTE
 
     def escaped(self, key: Key) -> None:  # noqa: ARG002
         raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
 
     def gradient(self, name: str, gradient: Tensor) -> None:
+        self._notice_backward()
+        if self._choreography.adds_up(name, gradient.dtype):
+            self._sums.add(name, gradient)
+        else:
+            self._add(name, gradient)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
         assert self.binding is not None
         flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
         for _, touches in self._choreography.gradient(name):
@@ -178,6 +217,7 @@ class OfflineTracer:
 
         Raises:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
+            UnseenChangeError: it changes a weight in a way that cannot be carried into its master.
         """
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
@@ -199,6 +239,7 @@ class OfflineTracer:
                     gathers_rows=self._gathers_rows,
                     gradients=self._gradients,
                 )
+                owner.binding.changes.rewriting = owner
                 owner.binding.bind()
                 inputs, keywords = _fake((args, dict(kwargs)), fake_mode)
                 stack.enter_context(MissingOperations())
@@ -207,7 +248,7 @@ class OfflineTracer:
                 if with_backward:
                     _backward(output, scales=self._scales)
                     del output
-            except CannotTrace:
+            except (CannotTrace, UnseenChangeError):
                 raise
             except Exception as error:
                 reason = str(error).strip().split("\n")[0]
