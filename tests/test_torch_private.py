@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from patrickstar.torch_private import (
     Plain,
@@ -15,7 +16,9 @@ from patrickstar.torch_private import (
     backward_id,
     backward_makes_graph,
     inside_backward_node,
+    is_checkpoints,
     top_saved_tensors_hooks,
+    writes_by_schema,
 )
 
 
@@ -50,6 +53,37 @@ def test_only_the_topmost_hooks_are_seen():
         assert hooks is not None
         assert hooks[0](torch.ones(1))[0] == "outer"
     assert top_saved_tensors_hooks() is None
+
+
+def test_checkpointings_hooks_are_told_from_others():
+    seen = []
+
+    def block(x):
+        hooks = top_saved_tensors_hooks()
+        assert hooks is not None
+        seen.append(is_checkpoints(hooks))
+        return x * x
+
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [True, True], "in forward, and where it is computed again"
+    for others in (
+        torch.autograd.graph.save_on_cpu(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    ):
+        with others:
+            hooks = top_saved_tensors_hooks()
+            assert hooks is not None
+            assert not is_checkpoints(hooks)
+
+
+def test_a_schema_tells_what_writes_its_arguments():
+    assert writes_by_schema(torch.ops.aten.embedding_renorm_)
+    assert writes_by_schema(torch.ops.aten.embedding_renorm_.default)
+    assert writes_by_schema(torch.ops.aten.add)  # its overload with out=
+    assert not writes_by_schema(torch.ops.aten.add.Tensor)
+    assert not writes_by_schema(torch.ops.aten.embedding.default)
+    assert not writes_by_schema(torch.add)
+    assert not writes_by_schema(nn.functional.embedding)
 
 
 def test_a_backward_has_an_id_a_node_and_an_end():

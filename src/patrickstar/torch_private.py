@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
     "Plain",
@@ -17,7 +18,9 @@ __all__ = [
     "computes_bf16",
     "computes_fp16",
     "inside_backward_node",
+    "is_checkpoints",
     "top_saved_tensors_hooks",
+    "writes_by_schema",
 ]
 
 Plain = torch._C.DisableTorchFunctionSubclass
@@ -35,6 +38,11 @@ Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 def top_saved_tensors_hooks() -> Packing | None:
     """The (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_checkpoints(hooks: Packing) -> bool:
+    """Whether this pair is gradient checkpointing's: what it packs is made again by running the forward again."""
+    return hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def backward_id() -> int:
@@ -66,3 +74,10 @@ def computes_fp16() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs the callback when the innermost backward call running now ends. Only inside a backward call."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def writes_by_schema(func: Callable[..., Any]) -> bool:
+    """Whether this is a registered operation of whose arguments some are written, as its schema says."""
+    if isinstance(func, OpOverloadPacket):
+        return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
+    return isinstance(func, OpOverload) and bool(func._schema.is_mutable)

@@ -55,6 +55,9 @@ class ToyOwner:
             self.memory, dtype=torch.float32, count=self.slot_numel, offset=index * self.slot_numel * 4
         )
 
+    def carry_out_pending(self) -> None:
+        pass
+
     def unpack(self, ref: PlaneRef, name: str) -> None:
         self.use([ref], [name], in_graph=True)
 

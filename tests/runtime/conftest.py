@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
+from patrickstar.testing.faults import FaultyIO
 from tests.runtime.builders import MACHINES, Pair
 
 
@@ -56,3 +57,11 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 def on_disk(tmp_path: Path) -> dict[str, Any]:
     """The machine with a disk tier, on which what a test itself makes is no matter of a bounded arena."""
     return MACHINES["cpu+disk"](tmp_path / "disk")
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> FaultyIO:
+    """The calls of the next session's disk: real ones, until a fault is added."""
+    io = FaultyIO()
+    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: io)
+    return io

@@ -144,14 +144,6 @@ def test_no_bit_depends_on_the_machine(make_pair: MakePair, machine: dict[str, A
 # faults while running
 
 
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> FaultyIO:
-    """The calls of the next session's disk: real ones, until a fault is added."""
-    io = FaultyIO()
-    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: io)
-    return io
-
-
 def arm(io: FaultyIO, call: str, number: int | None, *, after: int = 0, times: int = 1, nbytes: int = 0) -> None:
     """From the use after the next `after` of a call on, `times` of them fail or are short."""
     nth = io.counts[call] + 1 + after

@@ -351,6 +351,27 @@ def test_an_alias_made_before_steps_sees_and_makes_changes_after_them(make_pair:
     pair.expect_same()
 
 
+def test_a_view_that_is_held_over_a_step_sees_and_makes_changes_after_it(make_pair: MakePair) -> None:
+    """Of the view alone: the parameter itself, whose use would carry the step out, is not touched."""
+
+    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        with torch.no_grad():
+            view = model[0].weight.view(-1)
+        backward(model)
+        optimizer.step()
+        seen = view.detach().clone()
+        with torch.no_grad():
+            view.mul_(0.5)
+        optimizer.zero_grad()
+        return seen
+
+    pair = make_pair()
+    want, got = pair.each(act)
+    assert same_bits(want, got)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
 def test_a_numpy_view_that_is_kept_over_steps_sees_and_makes_changes(make_pair: MakePair) -> None:
     pair = make_pair()
     views = [model[0].weight.detach().numpy() for model in (pair.plain, pair.model)]

@@ -360,7 +360,27 @@ def foreach(model: nn.Module) -> None:
         torch._foreach_add_(list(model.parameters()), 0.25)
 
 
-@pytest.mark.parametrize("change", [clamp, some_elements, by_data, by_out, foreach], ids=lambda change: change.__name__)
+def by_init(model: nn.Module) -> None:
+    """torch passes their tensor by name."""
+    nn.init.constant_(model[0].weight, 0.125)
+    torch.manual_seed(3)
+    nn.init.uniform_(model[2].weight)
+    nn.init.kaiming_normal_(model[4].weight)
+
+
+def by_flag(model: nn.Module) -> None:
+    with torch.no_grad():
+        nn.functional.relu(model[2].weight, inplace=True)
+
+
+def by_lookup(model: nn.Module) -> None:
+    nn.functional.embedding(torch.tensor([3, 5, 3]), model[2].weight, max_norm=0.25)
+
+
+BY_HAND = [clamp, some_elements, by_data, by_out, foreach, by_init, by_flag, by_lookup]
+
+
+@pytest.mark.parametrize("change", BY_HAND, ids=lambda change: change.__name__)
 def test_a_change_by_hand_is_carried_into_the_master(pair: tuple[Twin, nn.Module, Any], change: Change) -> None:
     """What it changes has its new weight for a master; everything else keeps its own, down to the last bit."""
     twin, model, session = pair

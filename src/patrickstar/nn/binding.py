@@ -24,20 +24,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, PlaneRef
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import StateError
 from patrickstar.nn.assembled import STEP, AssembledTensors
 from patrickstar.nn.attributes import Attributes, not_its_own
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.changes import Changes
 from patrickstar.nn.classes import alias_classes, parameter_class
 from patrickstar.nn.detached import DetachedAliases
 from patrickstar.nn.differentiate import differentiate
 from patrickstar.nn.foreach import counted, is_foreach, one_by_one
 from patrickstar.nn.found import Found
-from patrickstar.nn.functions import ESCAPES, writes_to
+from patrickstar.nn.functions import ESCAPES
 from patrickstar.nn.gradient_access import GradientAccess
 from patrickstar.nn.leases import AssembledKey, Key, Leases, WeightKey
-from patrickstar.nn.owner import Owner, Rewriting
+from patrickstar.nn.owner import Owner
 from patrickstar.nn.packing import Packing
 from patrickstar.nn.places import Places
 from patrickstar.nn.records import make_records, names_by_id, with_tiles
@@ -60,7 +61,7 @@ class Binding:
         by_name: the parameters' records. records: these, and those of tiles. names: of the parameters, by `id()`.
         leases: of the slots in use. places: whose they are.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
-        rewriting: is told of parameters before and after they may be written in place, where somebody wants to know.
+        changes: what uses change in place.
         session_name: how messages call the session that this binding is part of.
     """
 
@@ -87,16 +88,20 @@ class Binding:
         self._detached = DetachedAliases(detached_class)
         self._attributes = Attributes(self, owner, self._detached)
         self.assembled = AssembledTensors(owner, self.leases, self.lock, assembled_class)
-        self._packing = Packing(self._find, self._fetch, self.assembled.lasting)
 
         self.session_name = "a session"
-        self.rewriting: Rewriting | None = None
         self.records = make_records(named, layout, dtypes=dtypes, copied=copied, gathers_rows=gathers_rows)
         self.by_name = {name: self.records[name] for name in named}
         self.names = names_by_id(named)
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self.places = Places(self.records)
+        self.changes = Changes(
+            owner, self.records, take=self.leases.take, owners_of=self._owners_of, keys_of=self._keys_of
+        )
+        self._packing = Packing(
+            self._find, self._fetch, self.assembled.lasting, was_recomputed=self.changes.was_recomputed
+        )
         self.gradients = GradientAccess(
             self.records, owner, self.lock, assembled=self.assembled, undress=self._undress, use=gradients
         )
@@ -225,37 +230,25 @@ class Binding:
         *,
         found: Found,
     ) -> Any:
+        if found.aliases:
+            self._owner.carry_out_pending()
         self.enter(found.parameters)
-        written = [*(bound.parameter for bound in found.parameters), *found.aliases]
-        versions = [-1 if tensor.is_inference() else tensor._version for tensor in written]
-        before = self.rewriting.before(self._owners_of(writes_to(func, args, kwargs))) if self.rewriting else None
         try:
-            with self._packing.around_use():
-                result = run(*args, **kwargs)
-            if func in ESCAPES:
-                for key in self._keys_of(found.aliases):
-                    if isinstance(key, AssembledKey):
-                        raise self.assembled.no_memory(func.__name__, key)
-                    self._owner.escaped(key)
-            return self.dress(result)
+            tensors = [*(bound.parameter for bound in found.parameters), *found.aliases]
+            watched = self.changes.watch(func, args, kwargs, tensors=tensors)
+            try:
+                with self._packing.around_use():
+                    result = run(*args, **kwargs)
+                if func in ESCAPES:
+                    for key in self._keys_of(found.aliases):
+                        if isinstance(key, AssembledKey):
+                            raise self.assembled.no_memory(func.__name__, key)
+                        self._owner.escaped(key)
+                return self.dress(result)
+            finally:
+                self.changes.tell(watched)
         finally:
-            for tensor, version in zip(written, versions, strict=True):
-                if version >= 0 and tensor._version != version:
-                    bound = self.bound(tensor)
-                    for key in self._keys_of([tensor]) if bound is None else [bound.key]:
-                        self._changed(key)
-            if self.rewriting is not None and before:
-                self.rewriting.after(before)
             self.leave(found.parameters)
-
-    def _changed(self, key: Key) -> None:
-        """What is leased has been written in place. Of a parameter in tiles, what autograd saved of the tiles is out of date too."""
-        if isinstance(key, AssembledKey):
-            self._owner.assembled_changed(key, wholly=False)
-            return
-        self._owner.changed(key)
-        if not isinstance(key, PlaneRef):
-            torch.autograd.graph.increment_version([tile.parameter for tile in self.records[key].tiles])
 
     def _owners_of(self, value: Any) -> list[BoundParameter]:
         """The parameters whose bytes these tensors are."""

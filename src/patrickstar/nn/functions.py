@@ -7,11 +7,16 @@ slow at worst, never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["ESCAPES", "HOOKS", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor", "writes_to"]
+from patrickstar.torch_private import writes_by_schema
+
+__all__ = ["ESCAPES", "HOOKS", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor", "uncounted", "writes_to"]
 
 
 def accessor(name: str, kind: str) -> Callable[..., Any]:
@@ -51,13 +56,42 @@ ESCAPES = _methods("numpy __array__ __dlpack__ data_ptr untyped_storage storage 
 """Hand out memory that can be written to behind torch's back: a digest tells whether it was."""
 
 
+_OPERATORS = "add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift"
+_ASSIGN = frozenset(f"__i{name}__" for name in _OPERATORS.split())
+"""`weight += x` and its like."""
+_RENORMALISE = (functional.embedding, functional.embedding_bag)
+"""With `max_norm`, they shorten the rows that are looked up, in the table itself."""
+_AVERAGE = MappingProxyType(
+    {
+        functional.batch_norm: 1,
+        functional.instance_norm: 1,
+        torch.batch_norm: 3,
+        torch.native_batch_norm: 3,
+        torch.instance_norm: 3,
+    }
+)
+"""In training they write running means and variances: the arguments from this one on, where they are not given by name."""
+
+
+def uncounted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a function may write in place without adding to torch's count of its changes."""
+    first = _AVERAGE.get(func)
+    if first is None:
+        return []
+    return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+
+
 def writes_to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function writes in place, by torch's naming: its first argument, or `out`; None where it writes nothing."""
-    if "out" in kwargs:
+    """What a function may write in place, as far as its name, its arguments or its schema tell; None: nothing."""
+    if kwargs.get("out") is not None:
         return kwargs["out"]
-    name = func.__name__
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
-    return args[0] if in_place and args else None
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _ASSIGN
+    if in_place or kwargs.get("inplace"):
+        return args[0] if args else list(kwargs.values())  # torch passes all by name for some (`nn.init.uniform_`)
+    if (func in _RENORMALISE and kwargs.get("max_norm") is not None) or writes_by_schema(func):
+        return [*args, *kwargs.values()]
+    return uncounted(func, args, kwargs) or None
 
 
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")

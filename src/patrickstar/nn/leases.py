@@ -105,6 +105,11 @@ class Leases:
         with torch.inference_mode(False):
             return torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
 
+    def forget(self, name: str) -> None:
+        """The copy of this parameter is nobody's from now on: what is asked for next is a new one."""
+        self._tensor.pop(name, None)
+        self._copies.pop(name, None)
+
     def locate(self, tensor: torch.Tensor) -> Located | None:
         """Where the tensor lies if it is over what is leased, else None."""
         if self._dead:

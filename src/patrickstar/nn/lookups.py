@@ -84,12 +84,10 @@ class WaitingRows:
     def __init__(self) -> None:
         self._waiting: dict[int, dict[str, RowGradients]] = {}
 
-    def add(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> bool:
-        """Keeps what the innermost backward has brought; whether it is the first that waits for its end."""
-        is_first = backward_id() not in self._waiting
+    def add(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
+        """Keeps what the innermost backward has brought."""
         tables = self._waiting.setdefault(backward_id(), {})
         tables.setdefault(name, RowGradients(name, padding)).parts.append((ids, gradient))
-        return is_first
 
     def take(self) -> list[RowGradients]:
         """All that the innermost backward has brought, by table, in the order of their first; they wait no longer."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
         `in_graph`: autograd records the use as one of the parameters themselves.
         """
 
+    def carry_out_pending(self) -> None:
+        """Does what was asked for and is still to be done: a view, which is held all the time, is about to be used."""
+
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident for a backward that needs what a use has saved."""
 
@@ -41,17 +44,20 @@ class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
         """A parameter that was frozen is to be trained. BudgetError where there is no room for that; it stays frozen then."""
 
     def changed(self, key: WeightKey) -> None:
-        """A weight unit's bytes, or a copy's, have been written in place."""
+        """A weight unit's bytes, or a copy's, have been written in place, and are still held. See Note [Changes in place] in `changes.py`."""
 
     def escaped(self, key: WeightKey) -> None:
         """Memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
 
 
 class Rewriting(Protocol):
-    """Who carries changes by hand elsewhere too."""
+    """Who keeps more of parameters than they show, and so must know which of their elements have been changed."""
 
-    def before(self, parameters: Iterable[BoundParameter]) -> list[Any]:
-        """These parameters, which are resident, may be written now. What it gives is for `after`."""
+    def keeps_more(self, bound: BoundParameter) -> bool:
+        """Whether it does, of this one."""
 
-    def after(self, before: list[Any]) -> None:
-        """They have been."""
+    def carry(self, bound: BoundParameter, before: Tensor | None) -> None:
+        """Elements of a parameter, which is resident, have been changed in place.
+
+        `before`: what they were, 1-D in slot order; None: nobody knows, and all of them count as changed.
+        """

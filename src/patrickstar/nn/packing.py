@@ -18,7 +18,7 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.nn.leases import WeightKey
-from patrickstar.torch_private import Plain, top_saved_tensors_hooks
+from patrickstar.torch_private import Plain, is_checkpoints, top_saved_tensors_hooks
 
 __all__ = ["Packing", "SavedSlice"]
 
@@ -32,6 +32,8 @@ class SavedSlice(NamedTuple):
     stride: tuple[int, ...]
     owner: torch.nn.Parameter
     version: int
+    is_recomputed: bool
+    """Whether the forward that saved it runs again before it is read, as gradient checkpointing does."""
 
 
 class SavedTensor(NamedTuple):
@@ -68,6 +70,7 @@ class Packing:
         find: gives (unit or copy, offset, parameter) of a tensor over a slot or copy, or None.
         fetch: gives a 1-D tensor over the unit's slot, fetching it where it is not resident, or the copy.
         lasting: gives what may be kept of any other tensor.
+        was_recomputed: whether a recomputation of a forward has left a parameter at a version.
     """
 
     def __init__(
@@ -75,21 +78,26 @@ class Packing:
         find: Callable[[torch.Tensor], tuple[WeightKey, int, torch.nn.Parameter] | None],
         fetch: Callable[[WeightKey], torch.Tensor],
         lasting: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        *,
+        was_recomputed: Callable[[torch.Tensor, int], bool],
     ) -> None:
         self._find = find
         self._fetch = fetch
         self._lasting = lasting
+        self._was_recomputed = was_recomputed
 
     def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which what is saved goes through us, and what is not ours through the hooks that were on top before."""
         underneath = top_saved_tensors_hooks()
+        is_recomputed = underneath is not None and is_checkpoints(underneath)
 
         def pack(tensor: torch.Tensor) -> SavedSlice | SavedTensor | SavedUnderneath:
             found = self._find(tensor)
             if found is not None:
                 key, offset, owner = found
                 with Plain():
-                    return SavedSlice(key, offset, tuple(tensor.shape), tensor.stride(), owner, owner._version)
+                    version = owner._version
+                return SavedSlice(key, offset, tuple(tensor.shape), tensor.stride(), owner, version, is_recomputed)
             tensor = self._lasting(tensor)
             if underneath is not None:
                 return SavedUnderneath(underneath[0](tensor), underneath[1])
@@ -103,7 +111,8 @@ class Packing:
             case SavedSlice():
                 with Plain():
                     now = saved.owner._version
-                if now != saved.version:
+                # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.
+                if now != saved.version and not (saved.is_recomputed and self._was_recomputed(saved.owner, now)):
                     raise WeightChangedError(changed_message(saved.shape, now, saved.version))
                 return torch.as_strided(self._fetch(saved.key), saved.shape, saved.stride, saved.offset)
             case SavedTensor():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ class Watch:
     Args:
         lease: a tensor over the resident unit or the copy that keeps it where it is. held: those that somebody has.
         changed: is told of those whose bytes are not what they were.
-        before, after: as `Rewriting` has them, for all parameters of one.
+        before: the elements of parameters in it of which more is kept than they show, by name. after: is given those of each that may have changed.
     """
 
     def __init__(
@@ -31,8 +30,8 @@ class Watch:
         held: Callable[[], Collection[Key]],
         changed: Callable[[WeightKey], None],
         *,
-        before: Callable[[WeightKey], list[Any]] = lambda _: [],
-        after: Callable[[list[Any]], None] = lambda _: None,
+        before: Callable[[WeightKey], dict[str, Tensor]] = lambda _: {},
+        after: Callable[[str, Tensor], None] = lambda *_: None,
     ) -> None:
         self._lease = lease
         self._held = held
@@ -40,7 +39,7 @@ class Watch:
         self._before = before
         self._after = after
 
-        self._values: dict[WeightKey, list[Any]] = {}
+        self._values: dict[WeightKey, dict[str, Tensor]] = {}
         self._digests: dict[WeightKey, bytes] = {}
         self._kept: list[Tensor] = []
 
@@ -62,7 +61,8 @@ class Watch:
             if now != digest:
                 self._digests[ref] = now
                 self._changed(ref)
-                self._after(self._values[ref])
+                for name, values in self._values[ref].items():
+                    self._after(name, values)
                 self._values[ref] = self._before(ref)
         self._kept.clear()
         held = self._held()

@@ -16,6 +16,7 @@ from torch import nn
 from patrickstar.hooks import Watched, watch_calls
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.changes import WatchedUse
 from patrickstar.torch_private import Plain
 
 __all__ = ["WholeCalls"]
@@ -48,6 +49,8 @@ class WholeCalls:
             with Plain():
                 self._binding.enter(found)
             stack.callback(self._leave, found)
+            parameters = [bound.parameter for bound in found]
+            stack.callback(self._tell, self._binding.changes.watch_call(type(module).__name__, parameters))
         stack.enter_context(_plain_class(found, self._binding))
 
     def _requires_grad(self, bound: BoundParameter) -> bool:
@@ -56,6 +59,10 @@ class WholeCalls:
     def _leave(self, found: list[BoundParameter]) -> None:
         with Plain():
             self._binding.leave(found)
+
+    def _tell(self, watched: WatchedUse) -> None:
+        with Plain():
+            self._binding.changes.tell(watched)
 
     def after_forward(self, module: nn.Module) -> None:
         """The call is over."""

@@ -121,6 +121,25 @@ class Touches:
         in_tiles = leaves != (label,) and any(map(self._uses.get, leaves))
         return not (as_whole or in_tiles)
 
+    def adds_up(self, label: str, dtype: str) -> bool:
+        """Whether what a backward brings of a gradient is added up until it ends, in the type that it is of, since it is kept in another one."""
+        if self.gradients is not GradientUse.CHUNK or self.comes_whole(label):
+            return False
+        kept = self.formats.now.of(PlaneRef(self.layout.parts(label)[0].chunk, GRAD), self.layout)
+        return kept.dtype != dtype
+
+    def master(self, label: str) -> list[tuple[Part, tuple[Touch, ...]]]:
+        """What was changed of a parameter, or of a tile, is carried to where it is kept: the piece that each moment is about, and what it touches."""
+        formats = self.formats.now
+        return [
+            (part, master_touches(part, self.layout, is_split=formats.is_split(part.chunk, self.layout), writes=True))
+            for part in self.layout.parts(label)
+        ]
+
+    def keeps_rest(self, label: str) -> bool:
+        """Whether the master of a parameter is split: its weight does not show all of it."""
+        return self.formats.now.is_split(self.layout.parts(label)[0].chunk, self.layout)
+
     def row_gradients(self, name: str, nbytes: int) -> Rows | None:
         """The arrival of so many bytes of gradients of rows; None where they go tile by tile as others do."""
         if self.gradients is not GradientUse.CHUNK:

@@ -22,7 +22,7 @@ from patrickstar.plan.rows import link_of
 from patrickstar.runtime.mover import Mover
 from patrickstar.runtime.pilot import Pilot, Segment
 from patrickstar.runtime.pressure import Pressure
-from patrickstar.torch_private import Plain
+from patrickstar.torch_private import Plain, backward_id
 from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.recorder import TraceRecorder
 
@@ -137,6 +137,14 @@ class Conductor:
             for touch in touches:
                 if touch.writes:
                     self.mover.wrote(touch.ref)
+
+    def change_phase(self) -> Phase:
+        """What a change in place that has just been noticed is part of: of a stretch that is recorded or goes as planned, or of none."""
+        if backward_id() != -1:
+            return Phase.RECOMPUTE
+        segment = self.pilot.segment
+        is_known = self.recorder is not None or (segment.planned and not segment.complete)
+        return Phase.FORWARD if is_known else Phase.STEP
 
     @contextmanager
     def making(self, nbytes: int) -> Iterator[None]:

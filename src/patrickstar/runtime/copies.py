@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Layout, Part
+from patrickstar.core.layout import Part
 from patrickstar.core.plane import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import Error
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.split import split
 from patrickstar.optim.widen import BLOCK_NUMEL, blocks
-from patrickstar.plan.touches import master_touches
+from patrickstar.plan.touches import Touches
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.precision import Precision
 
@@ -21,10 +22,11 @@ __all__ = ["Copies"]
 class Copies:
     """Makes copies, and carries what is changed in them back."""
 
-    def __init__(self, binding: Binding, layout: Layout, conductor: Conductor, precision: Precision) -> None:
+    def __init__(self, binding: Binding, conductor: Conductor, precision: Precision, touches: Touches) -> None:
         self._binding = binding
-        self._layout = layout
+        self._layout = touches.layout
         self._conductor = conductor
+        self._touches = touches
         # Scratch for a value that has 16 bits and computes in fp32.
         rounding = precision.rounding
         self._rounded = None if rounding is None else torch.empty(BLOCK_NUMEL, dtype=rounding, device="cpu")
@@ -52,12 +54,14 @@ class Copies:
         """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
         copy = self._binding.leases.take(name)
         with self._conductor.lock, self._conductor.apart():
-            for part in self._layout.parts(name):
-                rest = PlaneRef(part.chunk, REST)
-                is_split = rest in self._conductor.mover.state.home
-                touches = master_touches(part, self._layout, is_split=is_split, writes=True)
-                self._conductor.moment(Phase.STEP, name, touches)
-                kept = self._kept(part)
+            for part, touches in self._touches.master(name):
+                try:
+                    self._conductor.moment(self._conductor.change_phase(), name, touches)
+                except Error:
+                    self._binding.leases.forget(name)  # the next use is given a copy of what is kept
+                    raise
+                kept, rest = self._kept(part), PlaneRef(part.chunk, REST)
+                is_split = any(touch.ref == rest for touch in touches)
                 left = self._conductor.tensor(rest)[part.start : part.stop] if is_split else None
                 self._take_changes(copy[_span(part)], kept, left)
                 self._convert(kept, copy[_span(part)])

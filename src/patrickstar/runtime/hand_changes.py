@@ -1,4 +1,4 @@
-"""Weights that are changed by hand while their masters are split: the master of a changed element is its new weight.
+"""Weights that are changed in place while their masters are split, by hand or by a forward: the master of a changed element is its new weight.
 
 Of an operation in place nobody can tell afterwards which elements it has changed, so they are copied before and compared after. What has not
 changed keeps its master, down to the last bit.
@@ -6,54 +6,70 @@ changed keeps its master, down to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Layout
+from patrickstar.core.layout import Part
 from patrickstar.core.plane import REST, PlaneRef
-from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import Error
 from patrickstar.nn.bound import BoundParameter
+from patrickstar.optim.widen import BLOCK_NUMEL
+from patrickstar.plan.touches import Touches
 from patrickstar.runtime.conductor import Conductor
 
 __all__ = ["HandChanges"]
 
 
-class Before(NamedTuple):
-    """What a parameter's elements were, in slot order."""
-
-    bound: BoundParameter
-    values: Tensor
-
-
 class HandChanges:
-    """Carries changes of 16-bit weights into their masters."""
+    """Carries changes of 16-bit weights into their masters (`nn.owner.Rewriting`)."""
 
-    def __init__(self, layout: Layout, conductor: Conductor) -> None:
-        self._layout = layout
+    def __init__(self, conductor: Conductor, touches: Touches) -> None:
         self._conductor = conductor
+        self._touches = touches
 
-    def before(self, parameters: Iterable[BoundParameter]) -> list[Before]:
-        """These parameters, which are resident, may be written now."""
-        with self._conductor.apart():
-            return [Before(bound, self._values(bound).clone()) for bound in parameters if self._is_split(bound)]
+    def keeps_more(self, bound: BoundParameter) -> bool:
+        """Whether the parameter's master is split, and it shows the upper half itself."""
+        return not bound.is_copied and self._touches.keeps_rest(bound.name)
 
-    def after(self, before: Iterable[Before]) -> None:
-        """They have been."""
+    def carry(self, bound: BoundParameter, before: Tensor | None) -> None:
+        """Elements of a resident parameter have been changed, of which `before` has what they were; None: all of them.
+
+        Where a part of the master cannot be reached, its elements are put back to what they were.
+        """
+        moments = self._touches.master(bound.name)
         with self._conductor.lock, self._conductor.apart():
-            for bound, values in before:
-                changed = self._values(bound).view(torch.int16) != values.view(torch.int16)
-                for part in self._layout.parts(bound.name):
-                    mine = changed[part.tensor_start : part.tensor_start + part.stop - part.start]
-                    if bool(mine.any()):
-                        rest = PlaneRef(part.chunk, REST)
-                        self._conductor.moment(Phase.STEP, bound.name, (Touch(rest, True),))
-                        self._conductor.tensor(rest)[part.start : part.stop].masked_fill_(mine, 0)
+            for number, (part, touches) in enumerate(moments):
+                try:
+                    self._conductor.moment(self._conductor.change_phase(), bound.name, touches)
+                except Error:
+                    if before is not None:
+                        for left, _ in moments[number:]:
+                            self._weight(left).copy_(_piece(before, left))
+                    raise
+                self._carry(part, before)
 
-    def _is_split(self, bound: BoundParameter) -> bool:
-        return not bound.is_copied and PlaneRef(bound.ref.chunk, REST) in self._conductor.mover.state.home
+    def _carry(self, part: Part, before: Tensor | None) -> None:
+        rest = self._conductor.tensor(PlaneRef(part.chunk, REST))[part.start : part.stop]
+        if before is None:
+            rest.zero_()
+            return
+        pieces = (tensor.split(BLOCK_NUMEL) for tensor in (self._weight(part), _piece(before, part), rest))
+        for now, was, lacks in zip(*pieces, strict=True):
+            lacks.masked_fill_(now.view(torch.int16) != was.view(torch.int16), 0)
 
-    def _values(self, bound: BoundParameter) -> Tensor:
-        return self._conductor.tensor(bound.ref)[bound.offset : bound.offset + bound.shape_only.numel()]
+    def carry_if_changed(self, bound: BoundParameter, before: Tensor) -> None:
+        """The same of a parameter that may have been changed."""
+        with self._conductor.apart():
+            now = self._conductor.tensor(bound.ref)[bound.offset : bound.offset + before.numel()]
+            is_changed = not torch.equal(now.view(torch.int16), before.view(torch.int16))
+        if is_changed:
+            self.carry(bound, before)
+
+    def _weight(self, part: Part) -> Tensor:
+        ref, start = self._touches.layout.weight_place(part)
+        return self._conductor.tensor(ref)[start : start + part.stop - part.start]
+
+
+def _piece(flat: Tensor, part: Part) -> Tensor:
+    """The part's elements of its parameter's."""
+    return flat[part.tensor_start : part.tensor_start + part.stop - part.start]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
 from patrickstar.nn.leases import AssembledKey, Key, WeightKey
 from patrickstar.nn.lookups import WaitingRows
@@ -103,6 +104,10 @@ class Keeper:
         phase, touches = self.touches.use(refs, names, in_graph=in_graph, in_backward=inside)
         self._conductor.moment(phase, names[0], touches)
 
+    def carry_out_pending(self) -> None:
+        """See `nn.binding.Owner`."""
+        self._conductor.settle()
+
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
         self._check_watch()
@@ -127,10 +132,15 @@ class Keeper:
 
     def changed(self, key: WeightKey) -> None:
         """See `nn.binding.Owner`."""
-        if isinstance(key, PlaneRef):
-            self._conductor.mover.wrote(key)
-        else:
+        if not isinstance(key, PlaneRef):
             self._copies.changed(key)
+            return
+        self._conductor.mover.wrote(key)
+        phase = self._conductor.change_phase()
+        if phase is not Phase.STEP:
+            # A moment of its own: a plan that has it keeps what was written; where the trace has none, the plan ends here.
+            label = self.touches.layout.run_of(key.chunk).tensors[0]
+            self._conductor.moment(phase, label, (Touch(key, True),))
 
     def escaped(self, key: WeightKey) -> None:
         """See `nn.binding.Owner`."""

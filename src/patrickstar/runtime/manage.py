@@ -322,8 +322,8 @@ def _build_session(
         conductor=conductor,
         segments=segments,
         training=training,
-        watch=_watch(binding, keeper, HandChanges(layout, conductor), mixed=precision.mixed),
-        copies=Copies(binding, layout, conductor, precision),
+        watch=_watch(binding, keeper, HandChanges(conductor, keeper.touches), mixed=precision.mixed),
+        copies=Copies(binding, conductor, precision, keeper.touches),
         growth=growth,
         assembling=assembling,
         tables=TableRows(binding, conductor, in_chunks, keeper.touches, rounding=precision.rounding),
@@ -387,13 +387,13 @@ def _pressure(budgets: Budgets) -> Pressure | None:
 def _watch(binding: Binding, keeper: Keeper, hand_changes: HandChanges, *, mixed: bool) -> Watch:
     """Changes of weights by hand are noticed, and carried into masters that are split."""
     if mixed:
-        binding.rewriting = hand_changes
+        binding.changes.rewriting = hand_changes
     return Watch(
         binding.leases.take,
         binding.leases.living,
         keeper.changed,
-        before=lambda key: hand_changes.before(binding.places.parameters_in(key)),
-        after=hand_changes.after,
+        before=lambda key: binding.changes.remember(binding.places.parameters_in(key)),
+        after=lambda name, before: hand_changes.carry_if_changed(binding.records[name], before),
     )
 
 

@@ -19,11 +19,11 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.errors import StateError, some
+from patrickstar.nn.backward_sums import BackwardSums
 from patrickstar.nn.binding import Binding
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.plan.touches import Touches, gradients_freed
-from patrickstar.runtime.backward_sums import BackwardSums
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.growth import Growth
@@ -105,7 +105,7 @@ class Training:
         if self._touches.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
-            if self._gradients.dtype(bound) != gradient.dtype and not self._touches.comes_whole(name):
+            if self._touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
                 with self._conductor.quiet():
                     self._sums.add(name, gradient)
             else:

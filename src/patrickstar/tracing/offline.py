@@ -24,13 +24,16 @@ from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.strides import dense_strides
-from patrickstar.core.trace import Phase, Rows, Trace
+from patrickstar.core.trace import Phase, Rows, Touch, Trace
+from patrickstar.nn.backward_sums import BackwardSums
 from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
+from patrickstar.nn.changes import UnseenChangeError
 from patrickstar.nn.leases import AssembledKey, Key, WeightKey
 from patrickstar.nn.lookups import RowGradients, WaitingRows
 from patrickstar.plan.minimum import minimum_bytes
 from patrickstar.plan.touches import Touches
-from patrickstar.torch_private import Plain, at_end_of_backward, backward_id
+from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
 from patrickstar.tracing.meter import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.recorder import TraceRecorder
@@ -70,11 +73,15 @@ class _Twin:
         self.binding: Binding | None = None
         self._making_slot = False
         self._rows = WaitingRows()
+        self._sums = BackwardSums()
+        self._backwards: set[int] = set()
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or (self.binding is not None and self.binding.leases.is_counted(tensor))
 
     def use(self, refs: Any, names: Any, *, in_graph: bool) -> None:
+        if backward_id() != -1:
+            self._notice_backward()
         phase, touches = self._touches.use(refs, names, in_graph=in_graph, in_backward=backward_id() != -1)
         self._moment(phase, names[0], touches)
 
@@ -106,12 +113,20 @@ class _Twin:
         self._moment(phase, name, [], rows)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        if self._rows.add(name, ids, gradient, padding):
-            at_end_of_backward(self._bring_rows)
+        self._notice_backward()
+        self._rows.add(name, ids, gradient, padding)
 
-    def _bring_rows(self) -> None:
+    def _notice_backward(self) -> None:
+        if backward_id() not in self._backwards:
+            self._backwards.add(backward_id())
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
         for gradients in self._rows.take():
             self._take_rows(gradients)
+        if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
+            for name, gradient in self._sums.take().items():
+                self._add(name, gradient)
 
     def _take_rows(self, gradients: RowGradients) -> None:
         assert self.binding is not None
@@ -123,6 +138,9 @@ class _Twin:
             self.gradient(tile.name, gradients.sums(tile.first_row, tile.rows))
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
+        pass
+
+    def carry_out_pending(self) -> None:
         pass
 
     def settle(self) -> None:
@@ -138,12 +156,35 @@ class _Twin:
         pass
 
     def changed(self, key: WeightKey) -> None:
-        pass
+        if isinstance(key, PlaneRef):
+            self._moment(self._phase(), self._touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
+        else:
+            self._carry(key)
+
+    def keeps_more(self, bound: BoundParameter) -> bool:
+        return not bound.is_copied and self._touches.keeps_rest(bound.name)
+
+    def carry(self, bound: BoundParameter, before: Tensor | None) -> None:  # noqa: ARG002
+        self._carry(bound.name)
+
+    def _carry(self, name: str) -> None:
+        for _, touches in self._touches.master(name):
+            self._moment(self._phase(), name, touches)
+
+    def _phase(self) -> Phase:
+        return Phase.FORWARD if backward_id() == -1 else Phase.RECOMPUTE
 
     def escaped(self, key: WeightKey) -> None:  # noqa: ARG002
         raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
 
     def gradient(self, name: str, gradient: Tensor) -> None:
+        self._notice_backward()
+        if self._touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
+            self._sums.add(name, gradient)
+        else:
+            self._add(name, gradient)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
         assert self.binding is not None
         flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
         for _, touches in self._touches.gradient(name):
@@ -201,6 +242,7 @@ class OfflineTracer:
 
         Raises:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
+            UnseenChangeError: it changes a weight in a way that cannot be carried into its master.
         """
         likely = self._try(model, named, args, kwargs, quantile=_LIKELY)
         if not likely.by_chance:
@@ -269,6 +311,7 @@ class OfflineTracer:
                     gathers_rows=self._gathers_rows,
                     gradients=self._gradients,
                 )
+                owner.binding.changes.rewriting = owner
                 owner.binding.bind()
                 inputs, keywords = _fake((args, dict(kwargs)), fake_mode, values)
                 stack.enter_context(values)
@@ -278,7 +321,7 @@ class OfflineTracer:
                 if with_backward:
                     _backward(output, scales=self._scales)
                     del output
-            except CannotTrace:
+            except (CannotTrace, UnseenChangeError):
                 raise
             except Endless as problem:
                 raise CannotTrace(str(problem)) from problem
