@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import hypothesis
 import pytest
@@ -13,6 +15,41 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("campaign", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+# Every combination of something: left out by `make test-fast`, as single tests of many seconds are.
+SLOW: Final = frozenset(
+    {
+        "checkpoint/test_crash.py",
+        "cli/test_configuration.py",
+        "cli/test_train.py",
+        "runtime/test_deferred.py",
+        "runtime/test_engine.py",
+        "runtime/test_export.py",
+        "runtime/test_forecasts.py",
+        "runtime/test_forward_changes.py",
+        "runtime/test_gradient_homes.py",
+        "runtime/test_hand_changes.py",
+        "runtime/test_layerdrop.py",
+        "runtime/test_simulation.py",
+        "runtime/test_sixteen_bits.py",
+        "runtime/test_tables.py",
+        "runtime/test_tiles.py",
+        "runtime/test_weights_memory.py",
+    }
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests come first; those that measure memory stay in one process."""
+    tests = Path(__file__).parent
+    for item in items:
+        file = item.path.relative_to(tests).as_posix()
+        if file in SLOW:
+            item.add_marker(pytest.mark.slow)
+        if file.startswith("memory/"):
+            item.add_marker(pytest.mark.xdist_group("memory"))
+    items.sort(key=lambda item: "slow" in item.keywords)
 
 
 @pytest.fixture(autouse=True, scope="session")

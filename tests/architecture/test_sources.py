@@ -1,6 +1,7 @@
 import ast
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.architecture.sources import (
     paths,
     wrong_all,
 )
+from tests.conftest import SLOW
 
 ALL = pytest.mark.parametrize("path", paths(), ids=name_of)
 TO_BE_DONE = re.compile("|".join(["TODO", "FIXME", "XXX"]))
@@ -171,3 +173,7 @@ def test_an_exact_all_passes():
 def test_a_foreign_import_is_found(code):
     assert len(foreign_imports(ast.parse(code))) == 1
     assert foreign_imports(ast.parse("import os.path\nfrom patrickstar.units import GIB")) == []
+
+
+def test_files_that_are_slow_as_a_whole_exist():
+    assert [name for name in SLOW if not (Path(__file__).parents[1] / name).is_file()] == []

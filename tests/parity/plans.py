@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import torch
 
-from patrickstar import Options
+from patrickstar import BudgetError, Options
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.plan import make
 from patrickstar.plan.plan import Plan
@@ -122,7 +122,13 @@ def plans_of(row: Row) -> list[Plan]:
 
 def _digest_all(names: Sequence[str]) -> dict[str, str]:
     torch.set_num_threads(1)
-    return {name: forecast_digest(name) if name in FORECASTS else digest(plans_of(Row.parse(name))) for name in names}
+    found = {}
+    for name in names:
+        try:
+            found[name] = forecast_digest(name) if name in FORECASTS else digest(plans_of(Row.parse(name)))
+        except BudgetError as refusal:  # it is told in test_parity.py too
+            print(f"{name} is refused at {LIMITS[name]}: {refusal}", file=sys.stderr)
+    return found
 
 
 def _make_anew(wanted: str) -> None:
