@@ -103,6 +103,8 @@ class Keeper:
         self._in_backward |= inside
         if not inside:
             self.choreography.used(names, in_graph=in_graph)
+        elif self._training is not None:
+            self._training.inside_backward()
         self._conductor.moment(
             Phase.RECOMPUTE if inside else Phase.FORWARD, names[0], tuple(Touch(ref) for ref in refs)
         )

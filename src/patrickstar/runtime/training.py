@@ -90,6 +90,7 @@ class Training:
         self.step_seconds = 0.0
         self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
         self._backward: int | None = None
+        self._outer: int | None = None
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
@@ -147,11 +148,21 @@ class Training:
             self._backward = now
             at_end_of_backward(self._backward_ends)
 
+    def inside_backward(self) -> None:
+        """A block is computed again: where only the backward inside of this one brings gradients, this one's end must be noticed too."""
+        if self._outer != backward_id():
+            self._outer = backward_id()
+            at_end_of_backward(self._outer_ends)
+
+    def _outer_ends(self) -> None:
+        if self._nested and not inside_backward_node():
+            self._backward_ends()
+
     def _backward_ends(self) -> None:
         self._before_end()
         self._backward = None
         if inside_backward_node():
-            # A nested backward of re-entrant checkpointing: the outer one goes on, and may have nothing more to tell us.
+            # A nested backward of re-entrant checkpointing: the outer one goes on, and its end is the end of all.
             self._unfinished, self._nested = False, True
             return
         self._nested = False
