@@ -189,4 +189,13 @@ TRAINING: tuple[Mutant, ...] = (
         new="pass",
         tests=(f"{CHECKPOINTS}::test_a_flipped_byte_is_found_before_anything_has_changed[0.7]",),
     ),
+    Mutant(
+        name="the-end-of-a-backward-whose-gradients-came-inside-is-missed",
+        file="runtime/keeper.py",
+        old="            self._training.inside_backward()",
+        new="            pass",
+        tests=(
+            "tests/runtime/test_sixteen_bits.py::test_gradients_of_which_only_a_backward_inside_of_another_tells[bf16-fp32-1]",
+        ),
+    ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import patrickstar
 from patrickstar import BudgetError
@@ -417,6 +418,52 @@ def test_writing_through_the_session_sets_the_whole_master(pair: tuple[Twin, nn.
     twin.narrow()
     expect_same(twin, session)
     assert same_bits(model[4].weight.detach().clone(), twin.model[4].weight.detach())
+
+
+class Reentrant(nn.Module):
+    """All of it is one checkpointed block, which goes through every layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.twice, x.clone().requires_grad_(), use_reentrant=True)
+        return out
+
+    def twice(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.layers(x))
+        return out
+
+
+WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
+"""Where fp32 computes, gradients of all layers wait for the end of a backward."""
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_which_only_a_backward_inside_of_another_tells(kind: str, backwards: int) -> None:
+    """They add up within one backward, and are kept when the outer one ends."""
+    twin, model = Twin(kind, Reentrant), Reentrant()
+    with manage(model, kind, given={"accumulate": backwards}, **WAITING) as session:
+        for number in range(3):
+            want = twin.step(backwards=backwards, first=2 * number)
+            got = managed_step(session, model, backwards=backwards, first=2 * number)
+            assert all(map(same_bits, want, got))
+            expect_same(twin, session)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_backward_inside_of_another_widens_gradients(kind: str) -> None:
+    twin, model = Twin(kind, Reentrant), Reentrant()
+    with manage(model, kind, **WAITING) as session:
+        for number in range(2):
+            twin.backward(number, adds_up=number > 0)
+            managed_backward(session, model, number)
+        twin.optimizer.step()
+        session.scaler.step(session.optimizer)
+        twin.narrow()
+        expect_same(twin, session)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -123,7 +123,7 @@ class Touches:
 
     def adds_up(self, label: str, dtype: str) -> bool:
         """Whether what a backward brings of a gradient is added up until it ends, in the type that it is of, since it is kept in another one."""
-        if self.gradients is not GradientUse.CHUNK or self.comes_whole(label):
+        if self.gradients not in {GradientUse.CHUNK, GradientUse.UPDATE} or self.comes_whole(label):
             return False
         kept = self.formats.now.of(PlaneRef(self.layout.parts(label)[0].chunk, GRAD), self.layout)
         return kept.dtype != dtype

@@ -101,6 +101,8 @@ class Keeper:
         self._check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
+        if inside and self._training is not None:
+            self._training.inside_backward()
         phase, touches = self.touches.use(refs, names, in_graph=in_graph, in_backward=inside)
         self._conductor.moment(phase, names[0], touches)
 

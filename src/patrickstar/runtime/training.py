@@ -21,6 +21,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.errors import StateError, some
 from patrickstar.nn.backward_sums import BackwardSums
 from patrickstar.nn.binding import Binding
+from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.plan.touches import Touches, gradients_freed
@@ -85,6 +86,7 @@ class Training:
         self.step_seconds = 0.0
         self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
         self._backward: int | None = None
+        self._outer: int | None = None
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
@@ -105,11 +107,7 @@ class Training:
         if self._touches.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
-            if self._touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
-                with self._conductor.quiet():
-                    self._sums.add(name, gradient)
-            else:
-                self._gradients.add(bound, gradient)
+            self._keep(bound, gradient)
             return
         owner = bound.owner
         hyper = self._backward_hypers.get(owner)
@@ -122,9 +120,17 @@ class Training:
             self._updated |= {name, owner}
             self._updates.update_now(bound, gradient, hyper=hyper, step=self.steps[owner])
         else:
-            self._gradients.add(bound, gradient)
+            self._keep(bound, gradient)
             if hyper is not None:
                 self._postponed.add(owner)
+
+    def _keep(self, bound: BoundParameter, gradient: Tensor) -> None:
+        """What has come of a gradient goes to its plane; first to what the rest of this backward is added to, where that is of another type."""
+        if self._touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
+            with self._conductor.quiet():
+                self._sums.add(bound.name, gradient)
+        else:
+            self._gradients.add(bound, gradient)
 
     def arrives(self) -> None:
         """A backward has a gradient to give, now or at its end."""
@@ -139,11 +145,21 @@ class Training:
             self._backward = now
             at_end_of_backward(self._backward_ends)
 
+    def inside_backward(self) -> None:
+        """A block is computed again: where only the backward inside of this one brings gradients, this one's end must be noticed too."""
+        if self._outer != backward_id():
+            self._outer = backward_id()
+            at_end_of_backward(self._outer_ends)
+
+    def _outer_ends(self) -> None:
+        if self._nested and not inside_backward_node():
+            self._backward_ends()
+
     def _backward_ends(self) -> None:
         self._before_end()
         self._backward = None
         if inside_backward_node():
-            # A nested backward of re-entrant checkpointing: the outer one goes on, and may have nothing more to tell us.
+            # A nested backward of re-entrant checkpointing: the outer one goes on, and its end is the end of all.
             self._unfinished, self._nested = False, True
             return
         self._nested = False
