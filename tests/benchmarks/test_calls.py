@@ -99,7 +99,7 @@ def test_events_that_are_not_seen_are_an_error(calls, monkeypatch):
         calls.count(calls.CPU, moves=False)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_all_of_it():
     command = [sys.executable, str(ROOT / "benchmarks" / "calls.py"), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

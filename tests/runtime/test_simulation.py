@@ -394,11 +394,21 @@ IN_16_BITS: Mapping[str, tuple[str, ...]] = {
 }
 """What each model adds: modules of a library with attention; tied weights; a weight of several chunks; frozen and thawed parameters."""
 
+IN_BRIEF = ("conv", "tied", "adapted")
+"""Those that `make test` runs in 16 bits; `make test-full` runs all."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "fp32") for name in CASES), *((n, kind) for kind, names in IN_16_BITS.items() for n in names)],
+    [
+        *((name, "fp32") for name in CASES),
+        *(
+            pytest.param(name, kind, marks=[] if name in IN_BRIEF else pytest.mark.campaign)
+            for kind, names in IN_16_BITS.items()
+            for name in names
+        ),
+    ],
 )
 def test_every_model_is_executed_as_simulated_and_as_foreseen(name: str, kind: str) -> None:
     case = CASES[name]
