@@ -20,10 +20,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 # Every combination of something: left out by `make test-fast`, as single tests of many seconds are.
 SLOW: Final = frozenset(
     {
+        "benchmarks/test_calls.py",
         "checkpoint/test_crash.py",
         "cli/test_configuration.py",
         "cli/test_train.py",
         "runtime/test_deferred.py",
+        "runtime/test_disk_tier.py",
         "runtime/test_engine.py",
         "runtime/test_export.py",
         "runtime/test_forecasts.py",

@@ -14,8 +14,14 @@ MORE = 1.02
 """Of what is planned: padding, and the few pages that a session takes beside its data."""
 
 
+IN_BRIEF = ("fp32", "bf16-in-backward")
+"""Those that `make test` measures; `make test-full` measures all."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_BRIEF else pytest.mark.campaign) for name in CASES]
+)
 def test_the_process_grows_by_what_a_parameter_is_to_take(name: str) -> None:
     command = [sys.executable, "-m", "tests.memory.bytes_child", name]
     environment = {**os.environ, "LD_PRELOAD": "", "OMP_NUM_THREADS": "1"}
