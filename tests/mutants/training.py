@@ -192,7 +192,7 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="the-end-of-a-backward-whose-gradients-came-inside-is-missed",
         file="runtime/keeper.py",
-        old="            self._training.inside_backward()",
+        old="            self._training.backwards.notice_recomputation()",
         new="            pass",
         tests=(
             "tests/runtime/test_sixteen_bits.py::test_gradients_of_which_only_a_backward_inside_of_another_tells[bf16-fp32-1]",

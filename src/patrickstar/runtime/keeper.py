@@ -102,7 +102,7 @@ class Keeper:
         inside = backward_id() != -1
         self._in_backward |= inside
         if inside and self._training is not None:
-            self._training.inside_backward()
+            self._training.backwards.notice_recomputation()
         phase, touches = self.touches.use(refs, names, in_graph=in_graph, in_backward=inside)
         self._conductor.moment(phase, names[0], touches)
 

@@ -25,6 +25,7 @@ from patrickstar.nn.bound import BoundParameter
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.plan.touches import Touches, gradients_freed
+from patrickstar.runtime.backwards import Backwards
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.growth import Growth
@@ -32,7 +33,7 @@ from patrickstar.runtime.in_plane import InPlane
 from patrickstar.runtime.segments import Segments
 from patrickstar.runtime.step_traces import StepTraces
 from patrickstar.runtime.updates import StepOrder, Updates
-from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
+from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Training"]
 
@@ -51,6 +52,7 @@ class Training:
         max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
 
     Attributes:
+        backwards: calls of it that are under way.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry. step_seconds: of the last update.
     """
 
@@ -85,13 +87,12 @@ class Training:
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
         self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
-        self._backward: int | None = None
-        self._outer: int | None = None
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
         self._sums = BackwardSums()
-        self._unfinished = self._nested = False
+        self.backwards = Backwards(self._backward_ends)
+        self._unfinished = False
 
     @property
     def in_backward(self) -> bool:
@@ -134,35 +135,19 @@ class Training:
 
     def arrives(self) -> None:
         """A backward has a gradient to give, now or at its end."""
-        now = backward_id()
         self._conductor.pilot.segment.gave_gradients = True
-        if self._backward is None and self.in_backward:
-            if self._updated and not self._nested:
+        if not self.backwards.bring and self.in_backward:
+            if self._updated and not self.backwards.nested:
                 raise StateError(_SECOND_BACKWARD)
             self._backward_hypers = dict(self._hypers())
             self._unfinished = True
-        if self._backward != now:
-            self._backward = now
-            at_end_of_backward(self._backward_ends)
+        self.backwards.notice_gradient()
 
-    def inside_backward(self) -> None:
-        """A block is computed again: where only the backward inside of this one brings gradients, this one's end must be noticed too."""
-        if self._outer != backward_id():
-            self._outer = backward_id()
-            at_end_of_backward(self._outer_ends)
-
-    def _outer_ends(self) -> None:
-        if self._nested and not inside_backward_node():
-            self._backward_ends()
-
-    def _backward_ends(self) -> None:
+    def _backward_ends(self, inside: bool) -> None:
         self._before_end()
-        self._backward = None
-        if inside_backward_node():
-            # A nested backward of re-entrant checkpointing: the outer one goes on, and its end is the end of all.
-            self._unfinished, self._nested = False, True
+        if inside:  # of another, which goes on
+            self._unfinished = False
             return
-        self._nested = False
         for name, gradient in self._sums.take().items():
             self._gradients.add(self._binding.records[name], gradient)
         assert not self._gradients.incomplete, "some tiles of a parameter have been used without the others"
@@ -209,7 +194,7 @@ class Training:
     def forget_unfinished(self) -> None:
         """Everything has been loaded anew."""
         self._unfinished = False
-        self._backward = None
+        self.backwards.forget()
         self._updated.clear()
         self._postponed.clear()
         self._sums.take()
@@ -301,7 +286,7 @@ class Training:
         if self.in_backward:
             self._update_postponed()
             self._updated.clear()
-            self._backward, self._nested = None, False
+            self.backwards.forget()
             self._segments.step_ended()
             return
         self._conductor.settle()
