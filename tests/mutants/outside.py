@@ -128,4 +128,40 @@ OUTSIDE: tuple[Mutant, ...] = (
         new="if False:",
         tests=("tests/checkpoint/test_matching.py::test_tied_tensors_that_differ_are_refused",),
     ),
+    Mutant(
+        name="an-update-is-taken-for-a-change-behind-torchs-back",
+        file="runtime/keeper.py",
+        old="            self._watch.renew()",
+        new="            pass",
+        tests=(
+            "tests/runtime/test_sixteen_bits.py::test_memory_that_is_handed_out_and_not_written_changes_nothing[bf16]",
+        ),
+    ),
+    Mutant(
+        name="what-is-written-unseen-after-a-step-comes-before-it",
+        file="runtime/session.py",
+        old="        if keeper.watches:",
+        new="        if False:",
+        tests=(
+            "tests/runtime/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[bf16-after the step]",
+        ),
+    ),
+    Mutant(
+        name="what-is-written-unseen-is-not-looked-for-before-state-is-read",
+        file="runtime/session.py",
+        old="        self._parts.keeper.check_watch()\n        self._parts.segments.pause()",
+        new="        self._parts.segments.pause()",
+        tests=(
+            "tests/runtime/test_sixteen_bits.py::test_a_change_behind_torchs_back_is_carried_before_anything_is_read[bf16]",
+        ),
+    ),
+    Mutant(
+        name="memory-that-was-written-unseen-and-let-go-is-lost",
+        file="nn/watch.py",
+        old="        self._kept = [self._lease(ref) for ref in self._digests]",
+        new="        self._kept = []",
+        tests=(
+            "tests/runtime/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[fp16-after the step]",
+        ),
+    ),
 )

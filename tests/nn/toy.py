@@ -92,6 +92,9 @@ class ToyOwner:
             return self.gradients[ref.name].reshape(-1).clone()
         return self.slot(self.resident[ref])
 
+    def updated(self) -> None:
+        pass
+
     def thawed(self, name: str) -> None:
         pass
 

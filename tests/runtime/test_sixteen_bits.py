@@ -410,6 +410,72 @@ def test_a_change_behind_torchs_back_is_carried_too(pair: tuple[Twin, nn.Module,
     expect_same(twin, session)
 
 
+def as_integers(model: nn.Module) -> Any:
+    """A weight's memory, which torch does not see written."""
+    weight = model[2].weight.detach()  # type: ignore[operator]
+    return weight.view(torch.int16 if weight.itemsize == 2 else torch.int32).numpy()
+
+
+def write_unseen(view: Any, dtype: torch.dtype) -> None:
+    three = torch.tensor(3.0, dtype=dtype)
+    view[4, 4] = three.view(torch.int16 if dtype.itemsize == 2 else torch.int32).item()
+
+
+def test_a_change_behind_torchs_back_is_carried_before_anything_is_read(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    twin.step()
+    managed_step(session, model)
+    for changed in (twin.model, model):
+        write_unseen(as_integers(changed), twin.types.compute)
+    twin.carry()
+    expect_same(twin, session)
+
+
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_a_change_behind_torchs_back_comes_where_it_came(pair: tuple[Twin, nn.Module, Any], when: str) -> None:
+    """Of memory that was handed out before: no use of the parameter is there to notice it."""
+    twin, model, session = pair
+    view = as_integers(model)
+    twin.backward(0)
+    managed_backward(session, model)
+    if when == "before the step":
+        write_unseen(view, twin.types.compute)
+        write_unseen(as_integers(twin.model), twin.types.compute)
+        twin.carry()
+    twin.optimizer.step()
+    twin.optimizer.zero_grad()
+    twin.narrow()
+    session.scaler.step(session.optimizer)
+    if when == "after the step":
+        write_unseen(view, twin.types.compute)
+        write_unseen(as_integers(twin.model), twin.types.compute)
+        twin.carry()
+    session.scaler.update()
+    session.optimizer.zero_grad()
+    del view
+    expect_same(twin, session)
+    twin.step(first=1)
+    managed_step(session, model, first=1)
+    expect_same(twin, session)
+
+
+def test_memory_that_is_handed_out_and_not_written_changes_nothing(pair: tuple[Twin, nn.Module, Any]) -> None:
+    """An update writes it as well, which is nobody's change by hand."""
+    twin, model, session = pair
+    view = as_integers(model)
+    for number in range(3):
+        twin.step(first=number)
+        managed_step(session, model, first=number)
+    session.write("4.weight", torch.ones(32, 32))
+    dict(twin.masters.named_parameters())["4.weight"].data = torch.ones(32, 32)
+    twin.narrow()
+    expect_same(twin, session)
+    del view
+    twin.step(first=3)
+    managed_step(session, model, first=3)
+    expect_same(twin, session)
+
+
 def test_writing_through_the_session_sets_the_whole_master(pair: tuple[Twin, nn.Module, Any]) -> None:
     twin, model, session = pair
     value = torch.randn(32, 32, generator=torch.Generator().manual_seed(9))

@@ -121,6 +121,7 @@ class Binding:
         for bound in with_tiles(self.records, names) if living else ():
             if bound.name in living:
                 self._owner.renew(bound.name, self.leases.take(bound.name))
+        self._owner.updated()
 
     def stepped(self, names: Iterable[str]) -> None:
         """An update has changed the parameters, or tiles, and what the optimizer keeps of them."""

@@ -40,6 +40,9 @@ class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """Writes a parameter's value, or what is kept of it, which has changed, into a copy that is still held."""
 
+    def updated(self) -> None:
+        """Parameters have been written by the library: an update, a value that was loaded."""
+
     def thawed(self, name: str) -> None:
         """A parameter that was frozen is to be trained. BudgetError where there is no room for that; it stays frozen then."""
 

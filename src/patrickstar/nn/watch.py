@@ -16,10 +16,10 @@ __all__ = ["Watch"]
 class Watch:
     """Compares digests of what has been handed out, before anything moves.
 
-    A unit is watched while its memory can be reached: as long as a lease on it lives, and at least until the next moment.
+    A unit is watched while its memory can be reached: as long as somebody has a lease on it, and until the check that follows.
 
     Args:
-        lease: a tensor over the resident unit or the copy that keeps it where it is. held: those that somebody has.
+        lease: a tensor over the resident unit or the copy that keeps it where it is. held: those of which there is one.
         changed: is told of those whose bytes are not what they were.
         before: the elements of parameters in it of which more is kept than they show, by name. after: is given those of each that may have changed.
     """
@@ -54,6 +54,12 @@ class Watch:
             self._values[ref] = self._before(ref)
         self._kept.append(lease)
 
+    def renew(self) -> None:
+        """The library itself has written parameters: what is in memory now is what it should be."""
+        for ref in self._digests:
+            self._digests[ref] = _digest(self._lease(ref))
+            self._values[ref] = self._before(ref)
+
     def check(self) -> None:
         """Before a moment: says what has changed, and stops watching what can no longer be reached."""
         for ref, digest in self._digests.items():
@@ -68,6 +74,8 @@ class Watch:
         held = self._held()
         for ref in [ref for ref in self._digests if ref not in held]:
             del self._digests[ref], self._values[ref]
+        # What is written and let go before the next check is still there then.
+        self._kept = [self._lease(ref) for ref in self._digests]
 
 
 def _digest(unit: Tensor) -> bytes:

@@ -98,7 +98,7 @@ class Keeper:
 
     def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
         """See `nn.binding.Owner`."""
-        self._check_watch()
+        self.check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
         if inside and self._training is not None:
@@ -112,7 +112,7 @@ class Keeper:
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """See `nn.binding.Owner`."""
-        self._check_watch()
+        self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
             self._segments.differentiates()
@@ -157,7 +157,7 @@ class Keeper:
         if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
             self.forget_abandoned_backward()
             self._segments.pause()
-        self._check_watch()
+        self.check_watch()
         self._conductor.settle()
 
     def expect_room(self, key: AssembledKey) -> None:
@@ -168,6 +168,11 @@ class Keeper:
         """See `nn.assembled.AssembledOwner`."""
         self._kept().changed(key, wholly=wholly)
 
+    def updated(self) -> None:
+        """See `nn.binding.Owner`."""
+        if self._watch:
+            self._watch.renew()
+
     def thawed(self, name: str) -> None:
         """See `nn.binding.Owner`."""
         if self._training is not None:
@@ -175,7 +180,7 @@ class Keeper:
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """See `nn.binding.Owner`."""
-        self._check_watch()
+        self.check_watch()
         if gradient.layout is not torch.strided:
             raise StateError(
                 f"{name} has a gradient of layout {gradient.layout}: sparse gradients cannot be managed; use sparse=False"
@@ -189,7 +194,7 @@ class Keeper:
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:
         """See `nn.lookups.RowOwner`."""
-        self._check_watch()
+        self.check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
         phase, rows = self.touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=inside)
@@ -197,7 +202,7 @@ class Keeper:
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
         """See `nn.lookups.RowOwner`."""
-        self._check_watch()
+        self.check_watch()
         assert self._training is not None
         self._in_backward = True
         self._rows.add(name, ids, gradient, padding)
@@ -217,7 +222,15 @@ class Keeper:
         if self._training is not None:
             self._training.drop_gradient(name)
 
-    def _check_watch(self) -> None:
+    # memory that was handed out
+
+    @property
+    def watches(self) -> bool:
+        """Whether somebody may write to a weight unseen."""
+        return bool(self._watch)
+
+    def check_watch(self) -> None:
+        """What was written unseen is carried to where it belongs."""
         if self._watch:
             self._watch.check()
 
@@ -233,7 +246,7 @@ class Keeper:
         self.expect_own_parameters()
         if self._training is not None:
             self._training.begin_forward()
-        self._check_watch()
+        self.check_watch()
         self._conductor.settle()
         args, kwargs = cast_inputs((args, kwargs), self._compute)
         with self._conductor.lock:

@@ -251,8 +251,12 @@ class Session:
 
     def step_groups(self) -> None:
         """The optimizer's step."""
-        self._parts.keeper.forget_abandoned_backward()
+        keeper = self._parts.keeper
+        keeper.forget_abandoned_backward()
+        keeper.check_watch()
         self._training().step()
+        if keeper.watches:  # what is written to that memory from now on comes after this update
+            self._parts.conductor.settle()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """The optimizer's `zero_grad`."""
@@ -315,6 +319,7 @@ class Session:
         """
         if self._closed:
             return
+        self._parts.keeper.check_watch()
         if self._closing is None:
             self._closing = Closing(
                 self._parts,
@@ -357,4 +362,5 @@ class Session:
         self._expect_open()
         self._parts.keeper.forget_abandoned_backward()
         self._parts.conductor.settle()
+        self._parts.keeper.check_watch()
         self._parts.segments.pause()

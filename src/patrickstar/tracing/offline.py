@@ -143,6 +143,9 @@ class _Twin:
     def carry_out_pending(self) -> None:
         pass
 
+    def updated(self) -> None:
+        pass
+
     def settle(self) -> None:
         pass
 
