@@ -164,4 +164,18 @@ OUTSIDE: tuple[Mutant, ...] = (
             "tests/runtime/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[fp16-after the step]",
         ),
     ),
+    Mutant(
+        name="a-directory-that-cannot-be-written-is-a-lack-of-memory",
+        file="runtime/manage.py",
+        old="        expect_usable(memory.disk)",
+        new="        pass",
+        tests=(f"{DISK}::test_a_directory_that_cannot_be_written_is_no_lack_of_memory[is there-EROFS]",),
+    ),
+    Mutant(
+        name="the-file-that-tries-a-directory-stays",
+        file="memory/filesystem.py",
+        old="            undo.callback(_remove, io, probe)",
+        new="            pass",
+        tests=("tests/memory/test_filesystem.py::test_a_directory_is_tried_and_left_as_it_was[is there]",),
+    ),
 )

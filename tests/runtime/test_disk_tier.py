@@ -86,6 +86,32 @@ def test_a_directory_in_which_files_cannot_be_made(tmp_path: Path, monkeypatch: 
     refused(tmp_path / "disk", re.escape(os.strerror(errno.EROFS)))
 
 
+@pytest.mark.parametrize(
+    "number", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=lambda number: errno.errorcode[number]
+)
+@pytest.mark.parametrize("there", [True, False], ids=["is there", "is yet to be made"])
+def test_a_directory_that_cannot_be_written_is_no_lack_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, there: bool
+) -> None:
+    """Where nothing can be written nothing is free, as a rule: which is not what is said."""
+    disk = tmp_path / "disk"
+    if there:
+        disk.mkdir()
+    monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", number, times=99)))
+    full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
+    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
+    refused(disk, f"disk='{re.escape(str(disk))}': files cannot be made in .*{re.escape(os.strerror(number))}; ")
+    assert disk.exists() is there
+    assert not ours(tmp_path)
+
+
+def test_a_full_disk_is_no_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
+    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
+    refused(tmp_path / "disk", "nothing is free")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_disk_without_space_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("fallocate", errno.ENOSPC, nth=3)))
     refused(tmp_path / "disk", re.escape(os.strerror(errno.ENOSPC)))

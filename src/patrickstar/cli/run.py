@@ -36,6 +36,7 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.schedules import Rates
 from patrickstar.config.engine.settings import OptimizerSettings
 from patrickstar.memory.allocator import release_free_memory
+from patrickstar.memory.filesystem import expect_usable
 from patrickstar.optim.configured import build_optimizer
 from patrickstar.optim.scheduler import Scheduler
 from patrickstar.runtime.initialize import memory_for
@@ -128,6 +129,8 @@ def _train(
         request = replace(request, arguments=arguments)
     batches = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
     validation = data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
+    if request.arguments.disk is not None:
+        expect_usable(request.arguments.disk)  # or the forecast would find too little memory
     allowed = budgets(model, request.arguments)
     forecast = predict(
         model,

@@ -135,11 +135,6 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int 
 
 
 def _disk_budget(directory: Path, wanted: int | str | None) -> int:
-    existing = directory if directory.exists() else directory.parent
-    if not existing.is_dir():
-        raise DeviceError(
-            f"disk={str(directory)!r}: {existing} is no directory; give one that exists, or whose parent does"
-        )
     if wanted is None:
         return default_disk_bytes(directory)
     return parse_size(wanted, name="disk_memory", total_bytes=free_bytes(directory))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patrickstar.config.arguments import check_arguments
+from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
@@ -124,7 +124,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         )
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
-        return Forecast(False, str(refusal), nothing, {}, minimum, **facts)  # type: ignore[arg-type]
+        return Forecast(False, f"{refusal}{_full_disk(memory, budgets)}", nothing, {}, minimum, **facts)  # type: ignore[arg-type]
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
 
 
@@ -135,6 +135,16 @@ def _updated_late(step: Trace, layout: Layout) -> set[str]:
         for moment in step.moments
         if any(touch.ref.plane == GRAD for touch in moment.touches)
     }
+
+
+def _full_disk(memory: MemoryOptions, budgets: Budgets) -> str:
+    """What to add to a refusal where the disk has a budget of nothing, because nothing is free there."""
+    if memory.disk is None or budgets.machine.budget[Tier.DISK]:
+        return ""
+    return (
+        f"\n  nothing is free in disk={str(memory.disk)!r} (0 bytes): free space there, name a directory on another disk, "
+        "or give disk_memory to plan for one"
+    )
 
 
 def _model_data_bytes(

@@ -24,6 +24,7 @@ from patrickstar.core.plane import PlaneRef
 from patrickstar.hooks import watch_root
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
+from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.store import ChunkStore
 from patrickstar.nn.binding import Binding
 from patrickstar.nn.deferred import present_and_absent_bytes
@@ -139,6 +140,8 @@ def manage(
         )
     layout = layout_of(model, named, memory, types, trained=lambda parameter: _is_trained(parameter, optimizer))
     present, absent = present_and_absent_bytes(named.values())
+    if memory.disk is not None:
+        expect_usable(memory.disk)
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     formats = SessionFormats(types.formats)
