@@ -5,7 +5,7 @@ from __future__ import annotations
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.pilot import Stretch
-from patrickstar.step.known_forwards import Known
+from patrickstar.step.known_forwards import KnownForward
 
 
 def trace(*words: str) -> Trace:
@@ -36,7 +36,7 @@ def departed(followed: Trace | None, *, position: int = 3, twice: bool = False) 
 
 
 def test_one_odd_step_is_no_model_for_the_next_and_two_in_a_row_are() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE), DROPPED)
     known.learn(step(WHOLE), WHOLE)
     known.learn(departed(WHOLE), DROPPED)
@@ -46,7 +46,7 @@ def test_one_odd_step_is_no_model_for_the_next_and_two_in_a_row_are() -> None:
 
 
 def test_after_two_odd_steps_that_were_not_written_down_the_next_is() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE), None)
     assert not known.measure_next
     known.learn(departed(WHOLE), None)
@@ -57,13 +57,13 @@ def test_after_two_odd_steps_that_were_not_written_down_the_next_is() -> None:
 
 
 def test_a_forward_without_a_forecast_is_expected_to_do_what_it_did() -> None:
-    known = Known(reason="it cannot be traced")
+    known = KnownForward(reason="it cannot be traced")
     known.learn(departed(None), DROPPED)
     assert known.trace is DROPPED
 
 
 def test_no_more_than_three_measurements_take_the_place_of_another() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     found = [trace(f"f{number}", "b0") for number in range(9)]
     for one in found:
         assert known.trace is not None
@@ -76,7 +76,7 @@ def test_no_more_than_three_measurements_take_the_place_of_another() -> None:
 
 
 def test_steps_that_took_other_branches_are_no_model_however_many() -> None:
-    known = Known(trace=WHOLE, by_chance=True)
+    known = KnownForward(trace=WHOLE, by_chance=True)
     for _ in range(9):
         known.learn(departed(WHOLE, position=1), DROPPED)
         known.learn(departed(WHOLE, position=1), None)
@@ -86,7 +86,7 @@ def test_steps_that_took_other_branches_are_no_model_however_many() -> None:
 
 
 def test_steps_that_departed_in_backward_are() -> None:
-    known = Known(trace=WHOLE, by_chance=True)
+    known = KnownForward(trace=WHOLE, by_chance=True)
     known.learn(departed(WHOLE, position=3), OTHER_BACKWARD)
     known.learn(departed(WHOLE, position=1), DROPPED)
     assert known.trace is WHOLE
@@ -95,7 +95,7 @@ def test_steps_that_departed_in_backward_are() -> None:
 
 
 def test_so_they_are_where_steps_are_not_written_down() -> None:
-    known = Known(trace=WHOLE, by_chance=True)
+    known = KnownForward(trace=WHOLE, by_chance=True)
     known.learn(departed(WHOLE, position=3), None)
     known.learn(departed(WHOLE, position=2), None)
     assert not known.measure_next
@@ -107,7 +107,7 @@ def test_so_they_are_where_steps_are_not_written_down() -> None:
 
 
 def test_what_was_measured_with_a_gradient_differentiated_is_kept_only_with_the_branches_that_need_most() -> None:
-    known = Known(trace=WHOLE, by_chance=True)
+    known = KnownForward(trace=WHOLE, by_chance=True)
     known.learn(departed(WHOLE, position=1, twice=True), DROPPED)
     assert known.expected.trace is None
     known.learn(departed(None, twice=True), TWICE)
@@ -118,7 +118,7 @@ def test_what_was_measured_with_a_gradient_differentiated_is_kept_only_with_the_
 
 
 def test_a_step_that_differentiates_a_gradient_is_a_model_for_the_next_at_once() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), TWICE)
     assert known.expected.trace is TWICE
     assert known.trace is WHOLE
@@ -129,7 +129,7 @@ def test_a_step_that_differentiates_a_gradient_is_a_model_for_the_next_at_once()
 
 
 def test_one_that_was_not_written_down_is_measured_next() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), None)
     assert known.expected.trace is None
     assert "measured" in known.expected.reason
@@ -139,7 +139,7 @@ def test_one_that_was_not_written_down_is_measured_next() -> None:
 
 
 def test_a_plain_step_afterwards_goes_by_the_plain_trace_again() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), TWICE)
     known.learn(departed(TWICE), WHOLE)
     assert known.expected is known
@@ -155,14 +155,14 @@ def test_a_plain_step_afterwards_goes_by_the_plain_trace_again() -> None:
 
 
 def test_a_forward_without_a_step_says_nothing_of_what_follows() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), TWICE)
     known.learn(Stretch("training step", TWICE, position=2), None)
     assert known.expected.trace is TWICE
 
 
 def test_each_course_has_departures_of_its_own() -> None:
-    known = Known(trace=WHOLE)
+    known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), TWICE)
     other = trace("f0", "b0", "b0")
     known.learn(departed(TWICE, twice=True), other)
@@ -176,9 +176,9 @@ def test_each_course_has_departures_of_its_own() -> None:
 
 
 def test_a_departure_is_explained() -> None:
-    known = Known(trace=WHOLE, by_chance=True)
+    known = KnownForward(trace=WHOLE, by_chance=True)
     assert "draws" in known.explain(departed(WHOLE, position=1))
     assert not known.explain(departed(WHOLE, position=3)), "the forward was as foreseen"
     assert "create_graph=True" in known.explain(departed(WHOLE, twice=True))
-    assert not Known(trace=WHOLE).explain(departed(WHOLE, position=1))
+    assert not KnownForward(trace=WHOLE).explain(departed(WHOLE, position=1))
     assert not known.explain(departed(None))
