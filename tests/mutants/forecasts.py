@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 __all__ = ["FORECASTS"]
 
 VALUES = "tests/tracing/test_trial_values.py"
-KNOWN = "tests/session/test_known.py"
+KNOWN = "tests/session/test_known_forwards.py"
 LAYERDROP = "tests/session/test_layerdrop.py"
 TWICE = "tests/session/test_double_backward.py"
 
