@@ -76,7 +76,7 @@ class Assembling:
 
         `wholly`: every element of it, also those that are shown rounded and have the same bits as before.
         """
-        copy = self._binding.leases.take(key)
+        copy = self._binding.leases.take_copy(key, self.make)
         with self._executor.lock, self._executor.apart():
             if key.plane == STEP:
                 self._steps[key.name] = count_of(key, copy)
@@ -101,7 +101,7 @@ class Assembling:
         held = self._binding.leases.assembled_bytes()
         self._binding.assembled.making_bytes += nbytes
         try:
-            with self._executor.rising(nbytes):
+            with self._executor.assembling(nbytes):
                 yield
         except BudgetError as refusal:
             taken = held + nbytes
