@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from patrickstar.core.layout import Layout, build_layout
-from patrickstar.core.plane import PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
+from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.binding import Binding
 from patrickstar.torch_private import Plain

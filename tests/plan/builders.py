@@ -9,10 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from patrickstar.core.formats import FP32
-from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of

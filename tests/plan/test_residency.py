@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.formats import FP32, Formats, PlaneFormat
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait, parse_action
 from patrickstar.plan.check import check

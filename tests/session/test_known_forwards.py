@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.pilot import Stretch
 from patrickstar.step.known_forwards import KnownForward

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Final
 
-from patrickstar.core.layout import aligned
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import TensorSpec, aligned
 from patrickstar.errors import LayoutError
 
 GRAIN: Final = 2048  # elements: a slot is whole pages of 4096 bytes in 16 bit too

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 
 __all__ = ["FP32", "Formats", "PlaneFormat", "SessionFormats", "bf16_formats", "fp16_formats"]
 

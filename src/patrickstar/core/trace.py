@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from urllib.parse import quote, unquote
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 
 
 class Phase(str, Enum):

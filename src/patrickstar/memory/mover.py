@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan import residency

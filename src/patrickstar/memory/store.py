@@ -19,7 +19,7 @@ from torch import Tensor
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import CompletedTicket

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.plan.residency import DIRTY, HERE, Residency

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Ranking, Uses, policy_named

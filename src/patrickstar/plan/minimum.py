@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.plan import frees_by_moment
 from patrickstar.plan.refusal import refuse_moment

@@ -17,7 +17,7 @@ from typing import Final
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
 from patrickstar.plan.refusal import refuse_homes
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of

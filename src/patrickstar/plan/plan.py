@@ -26,7 +26,7 @@ from itertools import zip_longest
 from typing import Final
 
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.plan.actions import Action, parse_action
 from patrickstar.plan.snapshot import Snapshot
 

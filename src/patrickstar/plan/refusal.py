@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import GRAD
+from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
 from patrickstar.units import GIB, KIB, MIB

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import LINKS, Machine, Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop
 from patrickstar.plan.eviction import NEVER, Uses

@@ -29,7 +29,7 @@ from typing import NoReturn
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.snapshot import CopyState, Snapshot
 

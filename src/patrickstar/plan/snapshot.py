@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Final
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 
 
 class CopyState(Enum):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from patrickstar.core.plane import WEIGHT, PlaneRef
+from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import return_state
 from patrickstar.parameters.bound import BoundParameter

@@ -12,7 +12,7 @@ from patrickstar.checkpoint.matching import Wanted, match
 from patrickstar.checkpoint.naming import naming_of
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import WEIGHT
+from patrickstar.core.planes import WEIGHT
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import some
 from patrickstar.parameters.records import names_by_id

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import BudgetError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State, pack, unpack

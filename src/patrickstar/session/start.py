@@ -10,11 +10,9 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import Formats
-from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.minimum import expect_room, worst_moment

@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import STEP, title

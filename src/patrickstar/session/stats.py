@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
-from patrickstar.core.plane import GRAD
+from patrickstar.core.planes import GRAD
 from patrickstar.memory.mover import Mover
 from patrickstar.step.stretches import Stretches
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Part
-from patrickstar.core.plane import REST, PlaneRef
+from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import Error
 from patrickstar.optim.split import split

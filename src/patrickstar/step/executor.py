@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.memory.mover import Mover
 from patrickstar.plan.actions import Action, Copy, Create, Drop

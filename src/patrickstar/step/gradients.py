@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.widen import BLOCK_NUMEL, scaled_blocks

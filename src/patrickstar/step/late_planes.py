@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from patrickstar.core.formats import Formats, SessionFormats
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.plan.minimum import Need, expect_room
 from patrickstar.plan.placement import place_gradients, place_more

@@ -17,7 +17,7 @@ from torch import nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.minimum import Need, expect_room, worst_moment

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, aligned
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel

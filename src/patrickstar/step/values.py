@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout, Part
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.deferred.recording import DeferredRecorder
 from patrickstar.errors import ConfigError

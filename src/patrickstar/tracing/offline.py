@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Rows, Touch, Trace
 from patrickstar.memory.leases import AssembledKey, Key, WeightKey
