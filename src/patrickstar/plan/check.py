@@ -36,8 +36,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Rows, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.plan import Plan
-from patrickstar.plan.snapshot import Condition, Snapshot
+from patrickstar.plan.plan import Condition, Plan, Snapshot
 
 
 def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[str]:

@@ -17,10 +17,11 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
-from patrickstar.plan.minimum import expect_room, pinned_at, worst_moment
+from patrickstar.plan.fit import expect_room, pinned_at, worst_moment
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
-from patrickstar.plan.residency import Order, Residency, apply, make_room, mark_free, mark_written
+from patrickstar.plan.residency import Residency, apply, mark_free, mark_written
+from patrickstar.plan.room import Order, make_room
 from patrickstar.plan.rows import prepare_rows, state_after
 
 

@@ -19,7 +19,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
-from patrickstar.plan.refusal import refuse_homes
+from patrickstar.plan.fit import refuse_homes
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 
 _TO_DISK: Final = (EXP_AVG_SQ, EXP_AVG, REST, GRAD, WEIGHT)

@@ -19,8 +19,8 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
 from patrickstar.plan import residency
+from patrickstar.plan.fit import minimum_bytes, worst_moment
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import minimum_bytes, worst_moment
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency

@@ -15,9 +15,8 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.minimum import expect_room, worst_moment
+from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
 from patrickstar.plan.placement import place, place_gradients
-from patrickstar.plan.refusal import name_gradients
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import step_trace
 from patrickstar.session.tiling import find_tables, find_tiles

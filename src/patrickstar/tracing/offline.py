@@ -30,7 +30,7 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.lookups import RowGradients, WaitingRows
-from patrickstar.plan.minimum import minimum_bytes
+from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
