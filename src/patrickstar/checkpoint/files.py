@@ -1,4 +1,4 @@
-"""Every file operation of a checkpoint, one method each: the seam at which tests make disks fail.
+"""Every file operation of a checkpoint, one method each, and the memory that files pass through: the seam at which tests make disks fail.
 
 The operations are the operating system's own: short transfers and errors come through as they are, and those who use
 them continue or report. Nothing here follows a symbolic link: what lies in a checkpoint was written there.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -16,7 +17,10 @@ from pathlib import Path
 
 from patrickstar.errors import CheckpointError, DeviceError, Error
 
-__all__ = ["Files", "reading", "writing"]
+__all__ = ["ALIGNMENT", "BLOCK_BYTES", "Blocks", "Files", "reading", "writing"]
+
+ALIGNMENT = 4096  # of offset, size and memory of a direct transfer
+BLOCK_BYTES = 4 << 20
 
 
 class Files:
@@ -138,6 +142,18 @@ class Files:
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         """Bytes read into the buffer, which may be fewer than it has room for; 0 at the file's end."""
         return os.preadv(descriptor, [buffer], offset)
+
+
+class Blocks:
+    """Two blocks of memory, page aligned as direct I/O wants them: one to fill while the other is on its way."""
+
+    def __init__(self, nbytes: int = BLOCK_BYTES) -> None:
+        assert nbytes > 0
+        assert nbytes % ALIGNMENT == 0
+        self.nbytes = nbytes
+        # Private: shared anonymous memory would be counted, and kept, as a file's.
+        whole = memoryview(mmap.mmap(-1, 2 * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.views = (whole[:nbytes], whole[nbytes:])
 
 
 @contextlib.contextmanager

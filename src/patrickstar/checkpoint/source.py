@@ -15,9 +15,8 @@ from concurrent.futures import Executor
 from itertools import pairwise
 from pathlib import Path
 
-from patrickstar.checkpoint.blocks import ALIGNMENT, BLOCK_BYTES, Blocks
 from patrickstar.checkpoint.contents import Identity, identity
-from patrickstar.checkpoint.files import Files, reading
+from patrickstar.checkpoint.files import ALIGNMENT, BLOCK_BYTES, Blocks, Files, reading
 from patrickstar.errors import CheckpointError
 
 __all__ = ["OneSource", "Source"]

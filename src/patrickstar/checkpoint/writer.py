@@ -7,8 +7,7 @@ import errno
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from patrickstar.checkpoint.blocks import ALIGNMENT, Blocks
-from patrickstar.checkpoint.files import Files, writing
+from patrickstar.checkpoint.files import ALIGNMENT, Blocks, Files, writing
 
 __all__ = ["FileWriter", "write_file"]
 

@@ -38,8 +38,7 @@ from patrickstar.config.engine.settings import OptimizerSettings
 from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
-from patrickstar.optim.configured import build_optimizer
-from patrickstar.optim.scheduler import Scheduler
+from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.step.precision import default_precision, find_precision
 
 if TYPE_CHECKING:

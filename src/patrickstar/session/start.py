@@ -14,16 +14,17 @@ from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.errors import BudgetError
+from patrickstar.errors import BudgetError, LayoutError
+from patrickstar.parameters.records import names_by_id
+from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
 from patrickstar.plan.placement import place, place_gradients
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import step_trace
-from patrickstar.session.tiling import find_tables, find_tiles
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.precision import Precision, lies_in
 
-__all__ = ["add_gradients", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
+__all__ = ["add_gradients", "find_tables", "find_tiles", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
 
 
 _GRAIN_16_BITS = 2048
@@ -63,6 +64,54 @@ def _in_tiles(spec: TensorSpec, chunk_numel: int) -> TensorSpec:
         return replace(spec, table=False)
     row = spec.numel // spec.shape[0]
     return replace(spec, tile_numel=max(1, chunk_numel // row) * row)
+
+
+def find_tables(model: nn.Module, named: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """The weights of embeddings that no linear shares, by name.
+
+    Raises:
+        LayoutError: one has hooks, which a gradient of rows would not call.
+    """
+    names = names_by_id(named)
+    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
+        if weight is None or id(weight) in linears or weight.shape[0] < 2 or not weight.numel():
+            continue
+        _expect_no_hooks(names[id(weight)], weight, "would be used by rows")
+        tables.add(names[id(weight)])
+    return frozenset(tables)
+
+
+def _expect_no_hooks(name: str, weight: nn.Parameter, use: str) -> None:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise LayoutError(f"{name} has hooks, and {use}: {NOT_ONE_TENSOR}")
+
+
+def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | None) -> dict[str, int]:
+    """Elements of a tile, by name, of the weights of linears and embeddings that have more rows than this; None: no weight has tiles.
+
+    The output of `nn.MultiheadAttention` has none: torch uses its weight inside of one operation for the whole attention.
+
+    Raises:
+        LayoutError: such a weight has hooks, which a gradient that comes in tiles would not call.
+    """
+    if rows is None:
+        return {}
+    names = names_by_id(named)
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    not_called = {part for attention in attentions for part in attention.modules()}
+    tiles = {}
+    for module in model.modules():
+        has_some = isinstance(module, nn.Linear | nn.Embedding) and module not in not_called
+        weight = module._parameters.get("weight") if has_some else None
+        if weight is None or weight.shape[0] <= rows or not weight.numel():
+            continue
+        name = names[id(weight)]
+        _expect_no_hooks(name, weight, f"would be used in tiles of {rows} rows")
+        tiles[name] = rows * (weight.numel() // weight.shape[0])
+    return tiles
 
 
 def gathers_rows(machine: Machine) -> bool:

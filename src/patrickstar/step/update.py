@@ -15,9 +15,8 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, Pla
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.masters import SplitKernel, WideningKernel, scaled_blocks
 from patrickstar.optim.norm import GlobalNorm
-from patrickstar.optim.split import SplitKernel
-from patrickstar.optim.widen import WideningKernel, scaled_blocks
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts, update_parts, updated_chunks
 from patrickstar.step.executor import Executor
