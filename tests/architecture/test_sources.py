@@ -1,6 +1,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,44 +20,44 @@ from tests.architecture.sources import (
 )
 from tests.conftest import SLOW
 
-ALL = pytest.mark.parametrize("path", paths(), ids=name_of)
 TO_BE_DONE = re.compile("|".join(["TODO", "FIXME", "XXX"]))
 
 
+@cache
 def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@ALL
-def test_only_hooks_py_registers_module_hooks(path):
-    if name_of(path) != "hooks.py":
-        assert hook_registrations(tree(path)) == []
+def offenders(rule):
+    """All that breaks a rule in any file, with the file's name."""
+    return [f"{name_of(path)}: {found}" for path in paths() for found in rule(path)]
 
 
-@ALL
-def test_no_module_has_state_that_can_change(path):
-    assert mutable_state(tree(path)) == []
+def test_only_hooks_py_registers_module_hooks():
+    assert offenders(lambda path: hook_registrations(tree(path)) if name_of(path) != "hooks.py" else []) == []
 
 
-@ALL
-def test_every_all_is_sorted_and_names_what_is_there(path):
-    assert wrong_all(tree(path), exact=path == PACKAGE / "__init__.py") == []
+def test_no_module_has_state_that_can_change():
+    assert offenders(lambda path: mutable_state(tree(path))) == []
 
 
-@ALL
-def test_files_stay_below_the_length_where_a_second_noun_is_likely(path):
-    n_lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert n_lines <= MAX_LINES, f"{n_lines} lines: ask what the second noun is"
+def test_every_all_is_sorted_and_names_what_is_there():
+    assert offenders(lambda path: wrong_all(tree(path), exact=path == PACKAGE / "__init__.py")) == []
 
 
-@ALL
-def test_nothing_is_left_to_be_done(path):
-    assert TO_BE_DONE.findall(path.read_text(encoding="utf-8")) == []
+def test_files_stay_below_the_length_where_a_second_noun_is_likely():
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths()}
+    assert {name: n_lines for name, n_lines in lengths.items() if n_lines > MAX_LINES} == {}, "what is the second noun?"
 
 
-@pytest.mark.parametrize("path", [path for path in paths() if name_of(path).split("/")[0] in PURE], ids=name_of)
-def test_the_pure_layers_import_the_standard_library_only(path):
-    assert foreign_imports(tree(path)) == []
+def test_nothing_is_left_to_be_done():
+    assert offenders(lambda path: TO_BE_DONE.findall(path.read_text(encoding="utf-8"))) == []
+
+
+def test_the_pure_layers_import_the_standard_library_only():
+    assert set(PURE) <= {name_of(path).partition("/")[0] for path in paths()}
+    is_pure = {path for path in paths() if name_of(path).partition("/")[0] in PURE}
+    assert offenders(lambda path: foreign_imports(tree(path)) if path in is_pure else []) == []
 
 
 def test_no_file_and_no_class_has_the_name_of_another():
