@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree.
+"""Errors that this package raises on purpose, as a tree.
 
     Error
     ├── BudgetError      something does not fit a tier's budget

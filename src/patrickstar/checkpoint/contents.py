@@ -1,4 +1,4 @@
-"""What lies in a step's directory, held against what its index says.
+"""Contents of a step's directory, held against what its index says.
 
 What every step's directory satisfies, or is refused:
 
@@ -48,7 +48,7 @@ def read_index(path: Path, disk: Files) -> Index:
 
 
 def check_files(path: Path, index: Index, disk: Files) -> dict[str, Identity]:
-    """Rules (2) and (3); which file each one is, to know it again."""
+    """Checks rules (2) and (3); gives each file's identity, to know the file again."""
     with reading(f"{path}: cannot list the directory"):
         names = set(disk.names(path))
     if missing := sorted(index.files.keys() - names):

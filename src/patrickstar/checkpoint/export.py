@@ -98,7 +98,7 @@ def _index(shards: Sequence[Shard], nbytes: int) -> bytes:
 
 
 def _sync_files(directory: Path, disk: Files) -> None:
-    """The library has written these, and synced none."""
+    """Syncs the files that the library has written, which syncs none."""
     for name in disk.names(directory):
         descriptor, _ = disk.open(directory / name)
         try:

@@ -27,7 +27,7 @@ class Files:
     """The operating system's files. Every method may raise `OSError`."""
 
     def status(self, path: Path) -> os.stat_result | None:
-        """What lies at a path, the link itself where it is one; None where nothing does."""
+        """Status of what lies at a path, of the link itself where it is one; None where nothing does."""
         try:
             return path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -38,7 +38,7 @@ class Files:
         return sorted(path.name for path in directory.iterdir())
 
     def free_bytes(self, directory: Path) -> int:
-        """Bytes this user may still write there."""
+        """Bytes this user may still write into a directory's file system."""
         found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
@@ -110,7 +110,7 @@ class Files:
         source.rename(target)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename over what is there, in one step."""
+        """Rename a file over what is at its new name, in one step."""
         source.replace(target)
 
     def remove_file(self, path: Path) -> None:

@@ -159,7 +159,7 @@ def write_step(
 
 
 def _sweep(directory: Path, disk: Files) -> None:
-    """Remove what a crash left behind, and put back what it left aside."""
+    """Remove what a crash left behind, and put back what the crash left aside."""
     with writing(f"{directory}: cannot remove what an interrupted checkpoint left"):
         for name in disk.names(directory):
             path = directory / name

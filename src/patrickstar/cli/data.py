@@ -51,7 +51,7 @@ class TextData:
     def prepare(
         cls, given: Sequence[str], *, vocab_size: int, own_tokenizer: Path | None, display: Display
     ) -> TextData:
-        """Reads and encodes; says what it found.
+        """Reads and encodes text; says what was found.
 
         Raises:
             ConfigError, DataError: see `read_corpus` and `make_tokenizer`.
@@ -74,7 +74,7 @@ class TextData:
         return validation_batches(self.held_out, batch_size=batch_size, seq_len=seq_len, most=VALIDATION_BATCHES)
 
     def row(self) -> dict[str, Any]:
-        """For the log."""
+        """Entries for the log."""
         return {
             "corpus": self.source,
             "tokenizer": self.tokenizer,
@@ -98,12 +98,12 @@ class RandomData:
         return RandomBatches(self.vocab_size, batch_size=batch_size, seq_len=seq_len, seed=seed)
 
     def validation(self, *, batch_size: int, seq_len: int) -> list[Batch]:
-        """Other random tokens, the same ones in every run."""
+        """Batches of other random tokens than training has, the same ones in every run."""
         shape = (batch_size, seq_len)
         return [_draw(self.vocab_size, shape, seed=0, stream=_VALIDATION, at=at) for at in range(VALIDATION_BATCHES)]
 
     def row(self) -> dict[str, Any]:
-        """For the log."""
+        """Entries for the log."""
         return {"corpus": "random tokens", "tokenizer": None, "train_tokens": None, "validation_tokens": None}
 
 

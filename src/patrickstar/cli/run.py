@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the command line asked for, checked."""
+    """A request of the command line, checked."""
 
     source: ModelSource
     data: Sequence[str]
@@ -69,13 +69,13 @@ class Request:
 
     @property
     def rates(self) -> Rates:
-        """Those of the config, where it has a scheduler."""
+        """The rates of the config's scheduler, where it has one, else of the flags."""
         of_config = None if self.configuration is None else self.configuration.schedule
         return self.schedule if of_config is None else of_config
 
     @property
     def optimizer(self) -> OptimizerSettings | None:
-        """That of the config; None: AdamW as `train` has it, at `lr`."""
+        """The optimizer's settings in the config; None: AdamW as `train` has it, at `lr`."""
         return None if self.configuration is None else self.configuration.optimizer
 
 
@@ -111,7 +111,7 @@ def run(request: Request, signals: StopSignals) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Managed:
-    """What a plain run is compared with."""
+    """A managed run that a plain one is compared with."""
 
     losses: Sequence[float]
     final: Mapping[str, str]
@@ -210,7 +210,7 @@ def _compare(request: Request, data: Data, display: Display, managed: _Managed) 
 
 
 def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision | None:
-    """That of the run; None: fp32."""
+    """The 16-bit precision of the run; None: fp32."""
     precision, options = arguments.precision or default_precision(), arguments.options
     if precision == "fp32":
         return None
@@ -225,7 +225,7 @@ def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: 
 
 
 def _scaling(training: TrainingRun) -> Scaling | None:
-    """How its losses were scaled, in this process's steps."""
+    """Scaling of the run's losses, in this process's steps."""
     scaler = training.session.scaler
     if not scaler.is_enabled():
         return None
@@ -248,7 +248,7 @@ def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> f
 
 
 def _config(request: Request, data: Data) -> dict[str, Any]:
-    """What the log says was asked for."""
+    """Entries of the log about what was asked for."""
     arguments = request.arguments
     configuration = request.configuration
     return {

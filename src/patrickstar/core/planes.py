@@ -41,7 +41,7 @@ class PlaneRef(NamedTuple):
 
 
 class GradientUse(Enum):
-    """Where a gradient goes when it arrives."""
+    """The use of a gradient when it arrives."""
 
     CHUNK = "into its chunk's grad plane, until the step"
     UPDATE = "into the update of its parameter, at once"
@@ -50,7 +50,7 @@ class GradientUse(Enum):
 
     @property
     def rest(self) -> bool:
-        """Whether every gradient lies in its chunk until the step, and so has a home from the start."""
+        """Tells whether every gradient lies in its chunk until the step, and so has a home from the start."""
         return self is GradientUse.CHUNK
 
     @property

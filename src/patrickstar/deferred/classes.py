@@ -28,10 +28,10 @@ _ALLOWED = (
 
 
 class Records(Protocol):
-    """The recorder, as far as its classes know it."""
+    """The recorder, as far as the classes of its parameters know it."""
 
     def label(self, tensor: Tensor) -> str:
-        """How messages call a parameter."""
+        """The name of a parameter in messages."""
 
 
 def parameter_class(recorder: Records) -> type[Any]:
@@ -58,7 +58,7 @@ def parameter_class(recorder: Records) -> type[Any]:
 
 def alias_class(recorder: Records) -> type[Any]:
     class DeferredAlias(Tensor):
-        """A view of such a parameter, its `.data`, `detach()`."""
+        """A view of a deferred parameter, its `.data`, `detach()`."""
 
         deferred_by = recorder
 

@@ -51,7 +51,7 @@ class Scheduler(LRScheduler):
                 group["betas"] = betas
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is. What it does is the config's, and the rates themselves are the optimizer's."""
+        """The count of steps. What the schedule does is the config's, and the rates themselves are the optimizer's."""
         state = super().state_dict()
         del state["schedule"]
         return state

@@ -1,4 +1,4 @@
-"""What fits: the smallest budget of the compute tier with which a trace does, the moment that needs it, and refusals of less.
+"""Fit of a trace: the smallest budget of the compute tier that is enough, the moment that needs it, and refusals of less.
 
 What a moment touches, what is held from earlier ones, and what is at home on the compute tier must be there at once,
 beside the moment's non-model bytes; everything else can be moved out of the way. So the worst moment decides, and
@@ -28,7 +28,7 @@ _NAMED = 3  # of names in a message
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one moment must hold at once on the compute tier. `moment`: as `Trace.name` prints it."""
+    """Slots and bytes that one moment must hold at once on the compute tier. `moment`: as `Trace.name` prints it."""
 
     moment: str
     slots: int
@@ -37,12 +37,12 @@ class Need:
 
     @property
     def nbytes(self) -> int:
-        """The budget that is just enough for it."""
+        """The budget in bytes that is just enough for the need."""
         return self.slots * self.slot_bytes + self.nonmodel_bytes
 
 
 def minimum_bytes(*traces: Trace, layout: Layout, formats: Formats) -> int:
-    """The smallest budget of the compute tier with which all traces fit, when every unit's home is below it."""
+    """The smallest budget of the compute tier in bytes with which all traces fit, when every unit's home is below that tier."""
     pinned = {ref for trace in traces for moment in trace.moments for ref in pinned_at(moment)}
     slots = {ref: slots_of(ref, layout, formats) for ref in pinned}
     slot_bytes = bytes_of_slot(layout, formats)
@@ -67,7 +67,7 @@ def worst_moment(trace: Trace, *, start: Residency, frees: Iterable[tuple[int, P
 
 
 def expect_room(need: Need, machine: Machine) -> None:
-    """Raises BudgetError where the compute tier has less than this need, which is the largest there is."""
+    """Raises BudgetError where the compute tier has less than `need`, which is the largest there is."""
     budget_bytes = machine.budget[machine.compute]
     if need.nbytes > budget_bytes:
         raise refuse_moment(
@@ -134,7 +134,7 @@ def _slots_needed(
 def refuse_moment(
     *, tier: Tier, moment: str, slot_bytes: int, slots: int, nonmodel_bytes: int, budget_bytes: int, smallest_bytes: int
 ) -> BudgetError:
-    """A moment needs more of the compute tier than its budget.
+    """An error for a moment that needs more of the compute tier than its budget.
 
     Args:
         moment: as `Trace.name` prints it, `"118 backward layers.7.mlp.w1"`.
@@ -167,7 +167,7 @@ def refuse_moment(
 def refuse_homes(
     *, tier: Tier, parts: dict[str, int], budget_bytes: int, smallest_bytes: int, instead: str = "", why: str = ""
 ) -> BudgetError:
-    """What rests on a tier takes more than its budget.
+    """An error for what rests on a tier and takes more than the tier's budget.
 
     Args:
         parts: what rests there, and its bytes; instead: another change that would help; why: what is to rest there as well.
@@ -188,7 +188,7 @@ def refuse_homes(
 
 
 def name_gradients(trace: Trace) -> str:
-    """Which gradients a trace shows in their plane, and with that why they need room: for `refuse_homes`."""
+    """A phrase for the gradients that a trace shows in their plane, which is why they need room: for `refuse_homes`."""
     names = list(dict.fromkeys(m.label for m in trace.moments if any(touch.ref.plane == GRAD for touch in m.touches)))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"gradients that cannot be used as they arrive ({', '.join(names[:_NAMED])}{more})"

@@ -1,4 +1,4 @@
-"""From a trace to a plan. At each moment: make room, carry it out on the state, note what the moment did.
+"""Making a plan from a trace. At each moment: make room, carry that out on the state, note what the moment did.
 
     for each moment:  make_room ──> actions ──> apply ──> mark_written, mark_free
                           ^
@@ -78,7 +78,7 @@ def make_plan(
 
 
 def _before(state: Residency, moment: Moment, *, capacity_slots: int, order: Order) -> list[Action]:
-    """What must happen before the moment."""
+    """Actions that must happen before the moment."""
     pinned = pinned_at(moment)
     actions: list[Action] = []
     if state.void or state.slots_used > capacity_slots or not all(ref in state.resident for ref in pinned):

@@ -1,4 +1,4 @@
-"""Which tier each unit rests on: its home. Decided from sizes alone: once, before the first plan, and for units that come later, when they come.
+"""Homes: the tier that each unit rests on. Decided from sizes alone: once, before the first plan, and for units that come later, when they come.
 
 Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does
 not, everything rests one tier below and the compute tier keeps cached copies, so that eviction may choose freely at
@@ -35,7 +35,7 @@ def place(
     disk: bool = True,
     nonmodel_bytes: int = 0,
 ) -> dict[PlaneRef, Tier]:
-    """The home of every unit of these planes.
+    """The home of every unit of `planes`.
 
     Args:
         disk: whether the disk tier may be used; it is not where the machine has none.
@@ -182,7 +182,7 @@ def place_more(
     slot_bytes: int,
     disk: bool,
 ) -> dict[PlaneRef, Tier]:
-    """The homes of units that a session gets later than the rest, or that become larger: these keep theirs, unless only the disk has room.
+    """The homes of units that a session gets later than the rest, or that become larger: those keep their homes, unless only the disk has room.
 
     Args:
         home: of all units so far. slots: of all of them, the new ones included. disk: whether there is a disk to rest on.

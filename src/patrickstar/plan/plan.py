@@ -115,7 +115,7 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def diff(self, other: Plan) -> list[str]:
-        """What `other` has differently: two lines, `-` and `+`, per thing that differs; empty for equal plans."""
+        """Differences of `other`: two lines, `-` and `+`, per thing that differs; empty for equal plans."""
         lines: list[str] = []
         pairs: list[tuple[str, object, object]] = [
             ("moments", len(self.moments), len(other.moments)),
@@ -158,7 +158,7 @@ def _line(actions: tuple[Action, ...]) -> str:
 
 
 class CopyState(Enum):
-    """What is true of a unit's copy on the compute tier."""
+    """State of a unit's copy on the compute tier."""
 
     HERE = "here"  # the compute tier is its home: never evicted
     CLEAN = "clean"  # its home below holds the same bytes: may be dropped
@@ -166,7 +166,7 @@ class CopyState(Enum):
 
 
 class Condition(Enum):
-    """Where a unit's contents are, and whether it takes slots of the compute tier."""
+    """Place of a unit's contents, and whether the unit takes slots of the compute tier."""
 
     FREE = "free"  # no contents, no slots
     VOID = "void"  # no contents any more; its slots are yet to be given back
@@ -199,7 +199,7 @@ class Snapshot:
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def condition(self, ref: PlaneRef) -> Condition:
-        """What is true of a unit."""
+        """The condition of a unit."""
         copy = self.resident.get(ref)
         if ref in self.free:
             return Condition.FREE if copy is None else Condition.VOID

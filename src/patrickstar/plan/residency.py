@@ -1,4 +1,4 @@
-"""Which units are on the compute tier, and the one rule by which that changes. No bytes are moved here.
+"""Residency of units on the compute tier, and the one rule by which that changes. No bytes are moved here.
 
             Create                    written
     FREE ────────────> DIRTY <─────────────────────── CLEAN
@@ -46,7 +46,7 @@ class InvariantError(AssertionError):
 
 @dataclass(slots=True)
 class Residency:
-    """Where every unit is now.
+    """The place of every unit now.
 
     Attributes:
         compute, slot_bytes: never change. home, slots: change only by `grow`, for all copies.
@@ -79,7 +79,7 @@ class Residency:
         formats: Formats,
         free: Collection[PlaneRef] = (),
     ) -> Residency:
-        """Every unit of `home` lies there and nowhere else; those in `free` have no contents yet."""
+        """The state in which every unit lies at home and nowhere else; units in `free` have no contents yet."""
         slot_bytes = bytes_of_slot(layout, formats)
         slots = {ref: slots_of(ref, layout, formats) for ref in home}
         state = cls(compute, slot_bytes, dict(home), slots, free=set(free))
@@ -113,12 +113,12 @@ class Residency:
         )
 
     def snapshot(self) -> Snapshot:
-        """This state, frozen. Only between moments: nothing may be in flight or staged."""
+        """A frozen copy of the state. Only between moments: nothing may be in flight or staged."""
         self.expect_settled()
         return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.resident, frozenset(self.free))
 
     def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
-        """Units come in, or get another size: without contents, and at home there."""
+        """Adds units, or gives them another size: without contents, and at home on the given tiers."""
         self.home.update(homes)
         self.slots.update((ref, slots[ref]) for ref in homes)
         self.free.update(homes)
@@ -132,7 +132,7 @@ class Residency:
             raise InvariantError(9, f"{min(self.staged)} is still staged on the host")
 
     def stages(self, ref: PlaneRef) -> bool:
-        """Whether the unit reaches the compute tier only through the host."""
+        """Tells whether the unit reaches the compute tier only through the host."""
         return self.compute is Tier.DEVICE and self.home[ref] is Tier.DISK
 
     def unit_bytes(self, ref: PlaneRef) -> int:
@@ -151,7 +151,7 @@ def slots_of(ref: PlaneRef, layout: Layout, formats: Formats) -> int:
 
 
 def mark_written(state: Residency, ref: PlaneRef) -> None:
-    """A moment has written the unit: from now on its home is stale.
+    """Marks a unit as written by a moment: from now on the unit's home is stale.
 
     Raises:
         InvariantError: it is not resident (1), or a transfer still reads it (5).
@@ -166,7 +166,7 @@ def mark_written(state: Residency, ref: PlaneRef) -> None:
 
 
 def mark_free(state: Residency, ref: PlaneRef) -> None:
-    """Nobody wants the unit's contents any more; slots it has are void until they are dropped.
+    """Marks a unit as without contents that anybody wants; slots that the unit has are void until they are dropped.
 
     Raises:
         InvariantError: a transfer of it is in flight (5).
@@ -181,7 +181,7 @@ def mark_free(state: Residency, ref: PlaneRef) -> None:
 
 
 def release(state: Residency, ref: PlaneRef) -> list[Action]:
-    """`mark_free`, and what gives the unit's slots back at once, to be applied."""
+    """Marks a unit free, and gives the actions that give its slots back at once, to be applied."""
     mark_free(state, ref)
     return [Drop(ref, state.compute, state.slots[ref])] if ref in state.void else []
 
@@ -227,14 +227,14 @@ def _copy(state: Residency, action: Copy) -> None:
 
 
 def _is_leg(src: Tier, dst: Tier, compute: Tier, home: Tier) -> bool:
-    """Whether a copy from `src` to `dst` is on the way between the compute tier and a home below it."""
+    """Tells whether a copy from `src` to `dst` is on the way between the compute tier and a home below it."""
     if compute is Tier.DEVICE and home is Tier.DISK:
         return (src is Tier.HOST) != (dst is Tier.HOST)  # these two meet only through the host
     return home is not compute and ((src is compute and dst is home) or (src is home and dst is compute))
 
 
 def _valid_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
-    """Whether a tier holds the unit's last contents, arrived."""
+    """Tells whether a tier holds the unit's last contents, arrived."""
     if ref in state.free:
         return False
     if tier is state.compute:

@@ -16,7 +16,7 @@ Order = Callable[[Iterable[PlaneRef]], Iterable[PlaneRef]]
 
 
 class NoRoom(Exception):  # noqa: N818 - not an error yet: planner and pilot turn it into a BudgetError with names
-    """What a moment needs at once, and may not lose, takes more slots than there are."""
+    """A lack of slots: what a moment needs at once, and may not lose, takes more than there are."""
 
     def __init__(self, needed_slots: int, capacity_slots: int) -> None:
         super().__init__(f"{needed_slots} slots are needed at once, and there is room for {max(capacity_slots, 0)}")
@@ -32,7 +32,7 @@ def make_room(
     capacity_slots: int,
     order: Order,
 ) -> list[Action]:
-    """What makes every unit of `needed` resident in at most `capacity_slots` slots; changes nothing itself.
+    """Actions that make every unit of `needed` resident in at most `capacity_slots` slots; changes nothing itself.
 
     Victims are taken in `order` from what is neither needed, pinned, nor at home here, also where nothing is missing
     but less room is left than is in use. Clean ones are dropped, dirty ones copied home first. Transfers of a kind are

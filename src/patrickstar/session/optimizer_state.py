@@ -47,7 +47,7 @@ class OptimizerState:
         self._groups = groups
 
     def whole(self, *, room_bytes: int | None) -> dict[str, Any]:
-        """The state dict. `room_bytes`: what it may take; None: no bound.
+        """The state dict. `room_bytes`: bytes that the dict may take; None: no bound.
 
         Raises:
             BudgetError: it takes more.

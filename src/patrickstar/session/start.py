@@ -1,4 +1,4 @@
-"""Where everything lies and rests before the first step."""
+"""Layout and homes before the first step: where everything lies and rests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layout_of(
     *,
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
 ) -> Layout:
-    """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
+    """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
     tiles = find_tiles(model, named, memory.options.tile_rows)
     tables = find_tables(model, named) if memory.options.embedding_rows else frozenset()
     specs = [
@@ -115,12 +115,12 @@ def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | 
 
 
 def gathers_rows(machine: Machine) -> bool:
-    """Whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host."""
+    """Tells whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host."""
     return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget
 
 
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
-    """Where gradients go: with nothing to move them out of the way for, they stay where PyTorch puts them."""
+    """The use of gradients: with nothing to move them out of the way for, they stay where PyTorch puts them."""
     if memory.step == "in_backward":
         return GradientUse.UPDATE
     # 16-bit gradients of several backwards add up in fp32, which autograd does not do; and those of tiles have no parameter of the user's.
@@ -129,7 +129,7 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
 
 
 def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:
-    """Every unit at its home, without contents yet. Gradients that are used as they arrive have none: see Note [Homes of gradients].
+    """The state with every unit at home, without contents yet. Gradients that are used as they arrive have no home: see Note [Homes of gradients].
 
     Raises:
         BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
@@ -153,7 +153,7 @@ def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Ma
 
 
 def _homes(layout: Layout, machine: Machine, planes: tuple[str, ...], *, formats: Formats) -> dict[PlaneRef, Tier]:
-    """Where each unit rests: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
+    """The home of each unit: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
 
     What fits stays on the compute tier all the same, as cached copies that never have to move.
     """

@@ -1,4 +1,4 @@
-"""What a session has done so far, as numbers."""
+"""Statistics of what a session has done so far."""
 
 from __future__ import annotations
 
