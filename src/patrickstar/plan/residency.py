@@ -40,8 +40,11 @@ class InvariantError(AssertionError):
     """An action that would break a numbered invariant of `plan/check.py`: a mistake of ours, not of the user."""
 
     def __init__(self, number: int, text: str) -> None:
-        super().__init__(f"({number}) {text}")
+        super().__init__(number, text)  # both, so that it pickles
         self.number = number
+
+    def __str__(self) -> str:
+        return "({}) {}".format(*self.args)
 
 
 @dataclass(slots=True)
