@@ -81,6 +81,7 @@ def _check_file(path: Path, record: FileRecord, rows: list[tuple[str, Stored]], 
 
 
 def read_small(path: Path, most: int, disk: Files) -> bytes:
+    """The bytes of a file of at most `most` bytes. CheckpointError where it has more, or cannot be read."""
     with reading(f"{path}: cannot open the file"):
         descriptor, status = disk.open(path)
     try:
@@ -105,4 +106,5 @@ def _fill(disk: Files, descriptor: int, buffer: memoryview, offset: int, path: P
 
 
 def identity(status: os.stat_result) -> Identity:
+    """The numbers by which an opened file is known again: another file at its path, or other contents, have others."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -104,6 +104,7 @@ class Index:
 
     @property
     def fingerprint(self) -> str:
+        """Digest of the names and shapes of the model's parameters."""
         return fingerprint(self.parameters)
 
     def tensors_by_file(self) -> dict[str, list[tuple[str, Stored]]]:

@@ -57,6 +57,7 @@ class StepReader:
 
     @property
     def step(self) -> int:
+        """Number of the step that the checkpoint is of."""
         return self._index.step
 
     @property

@@ -42,9 +42,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
+        """The states as they are now."""
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002 - the global one is meant
 
     def restore(self) -> None:
+        """Puts every source of random numbers back where it stood."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002 - the global one is meant
@@ -206,6 +208,7 @@ def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 over type, shape and bytes of a tensor, in hexadecimal digits."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes()).hexdigest()
 

@@ -111,6 +111,7 @@ class EventLog:
             self._file.close()
 
     def write(self, row: Row) -> None:
+        """Appends a row and flushes it."""
         if self._file is not None:
             if self._begins_anew:
                 self._file.truncate(0)

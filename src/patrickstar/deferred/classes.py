@@ -35,6 +35,8 @@ class Records(Protocol):
 
 
 def parameter_class(recorder: Records) -> type[Any]:
+    """A class for the parameters of one recorder, which lets nobody read what is not there."""
+
     class DeferredParameter(nn.Parameter):
         """A parameter whose values are made when it is managed."""
 
@@ -57,6 +59,8 @@ def parameter_class(recorder: Records) -> type[Any]:
 
 
 def alias_class(recorder: Records) -> type[Any]:
+    """A class for views of the parameters of one recorder."""
+
     class DeferredAlias(Tensor):
         """A view of a deferred parameter, its `.data`, `detach()`."""
 
