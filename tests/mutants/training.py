@@ -73,17 +73,17 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="the-rest-of-a-split-master-is-forgotten",
-        file="optim/split.py",
+        file="optim/masters.py",
         old="rest.copy_(bits)  #",
         new="rest.zero_()  #",
-        tests=("tests/optim/test_split.py::test_joining_is_the_inverse_of_splitting[1]",),
+        tests=("tests/optim/test_masters.py::test_joining_is_the_inverse_of_splitting[1]",),
     ),
     Mutant(
         name="ties-of-a-split-master-go-to-even",
-        file="optim/split.py",
+        file="optim/masters.py",
         old="upper = torch.add(bits, _HALF, out=scratch)",
         new="upper = (bits + _HALF - 1 + ((bits >> 16) & 1))",
-        tests=("tests/optim/test_split.py::test_ties_go_away_from_zero",),
+        tests=("tests/optim/test_masters.py::test_ties_go_away_from_zero",),
     ),
     Mutant(
         name="a-change-by-hand-does-not-reach-a-split-master",

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.plane import GRAD
+from patrickstar.core.planes import GRAD, GradientUse
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title

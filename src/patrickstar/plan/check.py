@@ -1,4 +1,4 @@
-"""What every plan satisfies. `check()` returns violations; it never repairs.
+"""Invariants of every plan. `check()` returns violations; it never repairs.
 
 (1) A unit touched or held at a moment is resident on the compute tier then, arrived, with its last contents.
     Otherwise an operation reads bytes still in flight, or older than what was written.
@@ -33,11 +33,10 @@ from types import MappingProxyType
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Rows, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.plan import Plan
-from patrickstar.plan.snapshot import Condition, Snapshot
+from patrickstar.plan.plan import Condition, Plan, Snapshot
 
 
 def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[str]:
@@ -191,7 +190,7 @@ class _Replay:
         self._write(ref, action.tier)
 
     def happen(self, moment: Moment, pinned: Collection[PlaneRef]) -> None:
-        """The moment itself: what it uses must be there, what it writes is newer than every other copy."""
+        """Replays a moment itself: what it uses must be there, what it writes is newer than every other copy."""
         compute = self.start.compute
         for ref in sorted(pinned):
             if (ref, compute) in self.flights:
@@ -228,7 +227,7 @@ class _Replay:
         self.held[ref, tier] = self.newest[ref]
 
     def free(self, ref: PlaneRef) -> None:
-        """Nobody wants the unit's contents any more."""
+        """Replays that nobody wants the unit's contents any more."""
         if any(at == ref for at, _ in self.flights):
             self.violated(5, f"{ref} is freed while it is on its way")
         self.newest[ref] = 0
@@ -236,7 +235,7 @@ class _Replay:
             self.held.pop((ref, tier), None)
 
     def end(self, end: Snapshot, *, freed: Collection[PlaneRef]) -> None:
-        """After the last moment: everything arrived, nothing lost, and all of it written down."""
+        """Checks the state after the last moment: everything arrived, nothing lost, and all of it written down."""
         start = self.start
         for ref, tier in sorted(self.flights):
             self.violated(5, f"the transfer of {ref} to the {tier.label} was never waited for")
@@ -288,5 +287,5 @@ _DEPTH = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
 
 
 def _between(tier: Tier, compute: Tier, home: Tier) -> bool:
-    """Whether a tier lies on the way between the one that computes and a home below it."""
+    """Tells whether a tier lies on the way between the one that computes and a home below it."""
     return _DEPTH[compute] <= _DEPTH[tier] <= _DEPTH[home]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.formats import SessionFormats
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
+from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError, some
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
