@@ -1,4 +1,4 @@
-"""Private names of torch that we rely on, in one place; `tests/test_torch_private.py` tests what each must do (torch 2.11 to 2.13)."""
+"""Private names of torch that the library relies on, in one place; `tests/test_torch_private.py` tests what each must do (torch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
 top_saved_tensors_hooks: Callable[[], SavedTensorsHooks | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
-"""Gives the (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called. It is asked for at every use."""
+"""Gives the (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called. Asked at every use."""
 
 
 def is_checkpoints(hooks: SavedTensorsHooks) -> bool:
-    """Whether this pair is gradient checkpointing's: what it packs is made again by running the forward again."""
+    """Tells whether a pair of hooks is gradient checkpointing's: what it packs is made again by running the forward again."""
     return hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 backward_id = torch._C._current_graph_task_id
-"""A number of the innermost backward call that runs on this thread; -1 outside of any. A function of torch's own: it is asked at every use."""
+"""Gives a number of the innermost backward call that runs on this thread; -1 outside of any. A function of torch's own: asked at every use."""
 
 is_profiled = torch._C._autograd._profiler_enabled
-"""Whether a profiler is on."""
+"""Tells whether a profiler is on."""
 
 
 def backward_makes_graph() -> bool:

@@ -27,7 +27,7 @@ SLOT_ALIGNMENT = 4096  # bytes: slots are whole pages, and direct I/O on them ne
 
 
 class Arena:
-    """Slots `[0, virtual_slots)` of `slot_bytes`. Their addresses are reserved; only committed ones hold memory.
+    """Slots `[0, virtual_slots)` of `slot_bytes`. The addresses of all are reserved; only committed slots hold memory.
 
     Adjacent slots are adjacent in memory, so a run of them can be used as one tensor.
     """
@@ -73,7 +73,7 @@ class Arena:
         return slot if 0 <= slot < self.virtual_slots else -1
 
     def take(self, n: int = 1) -> int:
-        """The first of `n` adjacent free slots, now in use. Their bytes are whatever was left there.
+        """The first of `n` adjacent free slots, now in use. The bytes in such slots are whatever was left there.
 
         Raises:
             LookupError: there is no such run of slots: the arena was made with too few virtual ones.
@@ -88,7 +88,7 @@ class Arena:
         return first
 
     def give(self, first: int, n: int = 1, *, poison: bool = False) -> None:
-        """`n` slots from `first` on are free again; their pages stay until `trim`.
+        """Gives `n` slots from `first` on back: free again, with pages that stay until `trim`.
 
         With `poison` every byte becomes 0xFF, a NaN in every floating type, so that a late reader is found out.
         """
@@ -97,7 +97,7 @@ class Arena:
             ctypes.memset(self._start + first * self.slot_bytes, 0xFF, n * self.slot_bytes)
 
     def trim(self, max_committed_slots: int) -> None:
-        """Give the pages of free slots back to the system until at most so many slots hold any, if that can be."""
+        """Gives the pages of free slots back to the system until at most `max_committed_slots` slots hold any, if that can be."""
         for first, n in self._slots.trim(max_committed_slots):
             discard(self._start + first * self.slot_bytes, n * self.slot_bytes)
 
@@ -108,9 +108,9 @@ class Arena:
         return memoryview(self._open()).cast("B")[start : start + n * self.slot_bytes]
 
     def wrapping(self, first: int, n: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """What gives the whole of `n` slots as a flat tensor, over a storage of its own: 1 microsecond a call.
+        """A function that gives the whole of `n` slots as a flat tensor, over a fresh storage: 1 microsecond a call.
 
-        Every call makes a fresh storage, so that the death of one tells that nothing made from it is left. Not to be called in inference mode:
+        The death of a storage then tells that nothing made from it is left. Not to be called in inference mode:
         what is made there could neither be saved for backward nor written later.
         """
         self._check(first, n)
@@ -118,7 +118,7 @@ class Arena:
         return partial(torch.frombuffer, self._open(), dtype=dtype, count=numel, offset=first * self.slot_bytes)
 
     def close(self) -> None:
-        """Let go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena."""
+        """Lets go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena."""
         if self._memory is not None:
             if os.getpid() == self._owner:
                 self.trim(0)

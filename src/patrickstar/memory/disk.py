@@ -46,7 +46,7 @@ logger = logging.getLogger("patrickstar")
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a unit lies: `[offset, offset + nbytes)` of a file."""
+    """The place of a unit on disk: `[offset, offset + nbytes)` of a file."""
 
     path: Path
     fd: int
@@ -106,10 +106,10 @@ class DiskPool:
         self._announce()
 
     def add(self, units: Mapping[PlaneRef, int]) -> None:
-        """Makes room for more units, or for units that become larger: each lies there from its `take` on.
+        """Makes room for more units, or for units that become larger: each lies in its new place from `take` on.
 
         Raises:
-            BudgetError: they take more than is left of the budget. DeviceError: the directory has not that much space. Nothing has
+            BudgetError: the units take more than is left of the budget. DeviceError: the directory has not that much space. Nothing has
                 changed then.
         """
         replaced = sum(self._extents[ref].nbytes for ref in units if ref in self._extents)
@@ -126,7 +126,7 @@ class DiskPool:
         self._prepared |= made
 
     def take(self, ref: PlaneRef) -> None:
-        """The unit lies in its new place, and has lost what it had. Files in which nothing lies any more go."""
+        """Moves a unit to the place that `add` made for it; its bytes are lost. Files in which nothing lies any more go."""
         self._extents[ref] = self._prepared.pop(ref)
         if not self._prepared:
             used = {extent.path for extent in self._extents.values()}
@@ -134,27 +134,27 @@ class DiskPool:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files, while the pool is open."""
+        """The files of the pool, while it is open."""
         return tuple(self._files)
 
     def extent(self, ref: PlaneRef) -> Extent:
-        """Where a unit lies."""
+        """The extent of a unit. StateError where the pool is closed."""
         if not self._cleanup.alive:
             raise StateError(f"the disk pool in {self.directory} is closed")
         return self._extents[ref]
 
     def read(self, ref: PlaneRef, buffer: memoryview) -> Ticket:
-        """Issue the transfer of a unit into page-aligned memory of its size. `wait` raises `DeviceError`."""
+        """Issues the transfer of a unit into page-aligned memory of its size. `wait` raises `DeviceError`."""
         extent = self._extent_for(ref, buffer)
         return self._lane.issue(lambda: self._transfer(self._io.preadv, extent, buffer, doing="reading"))
 
     def write(self, ref: PlaneRef, buffer: memoryview) -> Ticket:
-        """Issue the transfer of a unit from page-aligned memory of its size. `wait` raises `DeviceError`."""
+        """Issues the transfer of a unit from page-aligned memory of its size. `wait` raises `DeviceError`."""
         extent = self._extent_for(ref, buffer)
         return self._lane.issue(lambda: self._transfer(self._io.pwritev, extent, buffer, doing="writing"))
 
     def close(self) -> None:
-        """Remove the files. Transfers in flight must have been waited for."""
+        """Removes the files. Transfers in flight must have been waited for."""
         self._cleanup()
 
     def _prepare(self, budget_bytes: int | None) -> None:
@@ -264,7 +264,7 @@ class DiskPool:
 
 
 def remove_stale_files(directory: Path, *, io: FileIO | None = None) -> int:
-    """Remove what pools of ended processes left in a directory; how many files. Never one that a living pool has."""
+    """Removes what pools of ended processes left in a directory, never a file that a living pool has; gives how many files."""
     io = io if io is not None else FileIO()
     removed = 0
     for path in sorted(directory.glob(f"{_PREFIX}*.*")):

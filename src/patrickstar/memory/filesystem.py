@@ -1,6 +1,6 @@
-"""The file system below a disk directory: whether the directory can be used, what is free there, whether it is a disk.
+"""The file system below a disk directory: whether the directory can be used, what is free there, whether files there are held in memory.
 
-Whether it can be used is tried, before any budget is computed: what cannot be written often has nothing free either, and would be taken for
+Using the directory is tried before any budget is computed: what cannot be written often has nothing free either, and would be taken for
 too little memory.
 """
 
@@ -22,7 +22,7 @@ _PROBE_BYTES: Final = 4096
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make the directory if it is not there and its parent is.
+    """Makes the directory if it is not there and its parent is.
 
     Raises:
         DeviceError: no parent, not a directory, or nothing can be written there.
@@ -39,7 +39,7 @@ def prepare_directory(directory: Path) -> None:
 
 
 def expect_usable(directory: Path, *, io: FileIO | None = None) -> None:
-    """Sets a page aside in a file there, and removes it: nothing is left behind. A directory yet to be made is tried at its parent.
+    """Sets a page aside in a file in the directory, and removes the file again. A directory yet to be made is tried at its parent.
 
     Raises:
         DeviceError: no parent, not a directory, nothing can be written there, or nothing is free.
@@ -68,7 +68,7 @@ def _remove(io: FileIO, probe: Path) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """What this user may still write there. For a directory yet to be made, what is free at its parent.
+    """Bytes that this user may still write in a directory. For one yet to be made, what is free at its parent.
 
     Raises:
         DeviceError: no parent, or not a directory.
@@ -82,7 +82,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def default_disk_bytes(directory: Path) -> int:
-    """The budget of the disk tier where none is given: 90 % of what is free there."""
+    """The budget of the disk tier where none is given: 90 % of what is free in the directory."""
     return free_bytes(directory) * 9 // 10
 
 
@@ -118,7 +118,7 @@ def _refused(directory: Path, what: str, error: OSError) -> DeviceError:
 
 
 def kept_in_memory(directory: Path, *, root: str = "") -> bool:
-    """Whether files in this directory are themselves held in memory, as on tmpfs: then it saves none."""
+    """Tells whether files in this directory are themselves held in memory, as on tmpfs: a disk tier there saves no memory."""
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -20,17 +20,17 @@ class Ticket(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not."""
+        """True once the transfer has ended, well or not."""
 
     def wait(self) -> None:
-        """Return when the transfer has ended, or raise what it raised."""
+        """Returns when the transfer has ended, or raises what the transfer raised."""
 
 
 class Lane(Protocol):
     """An ordered stream of transfers."""
 
     def issue(self, work: Callable[[], None]) -> Ticket:
-        """Have the work done after what was issued before."""
+        """Has the work done after what was issued before; gives the ticket to wait on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class CompletedTicket:
 
 
 class InlineLane:
-    """Does the work at issue, in the caller's thread."""
+    """A lane that does the work at issue, in the caller's thread."""
 
     def issue(self, work: Callable[[], None]) -> CompletedTicket:
         try:

@@ -11,7 +11,7 @@ Note [Copies]
     an fp16 weight), a use sees a copy of its parameter, converted when it is asked for. A copy is leased under the parameter's name; as long as
     anything holds it, it is the same one for everybody, so that a change made through one view is seen through all. It pins no slot, and its
     bytes count as any tensor's.
-    Gradients and the optimizer's state are seen so too (Note [Assembled tensors] in `assembled.py`), leased under an `AssembledKey`.
+    Gradients and the optimizer's state are seen so too (Note [Assembled tensors] in `parameters/assembled.py`), leased under an `AssembledKey`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["AssembledKey", "CopyKey", "Key", "Leases", "Located", "WeightKey"]
 
 
 class AssembledKey(NamedTuple):
-    """What is kept of one parameter beside its weight: its part of a plane, or the count of its updates (`STEP`)."""
+    """The key of something kept of one parameter beside its weight: its part of a plane, or the count of its updates (`STEP`)."""
 
     name: str
     plane: str
 
 
 WeightKey = PlaneRef | str
-"""What is leased of weights: a unit's slot, or a parameter's copy by the parameter's name."""
+"""The key of a lease on weights: a unit, whose slot is leased, or the name of a parameter, whose copy is."""
 
 CopyKey = str | AssembledKey
-"""What is leased in the stead of a slot: a parameter's copy, or what was put together."""
+"""The key of a tensor that is leased in the stead of a slot: a parameter's copy, or what was put together."""
 
 Key = WeightKey | AssembledKey
-"""What is leased: also what was put together for a use."""
+"""The key of any lease: on weights, or on what was put together for a use."""
 
 
 class Located(NamedTuple):
-    """Where a tensor lies in what is leased: the unit or copy, and the offset of its first element from the start of that."""
+    """The place of a tensor in what is leased: the unit or copy, and the offset of the tensor's first element from the start of that."""
 
     key: Key
     offset: int
@@ -74,7 +74,7 @@ class Leases:
         self._dead: deque[int] = deque()
 
     def take(self, ref: PlaneRef) -> torch.Tensor:
-        """A 1-D tensor over the unit's slot, where it stays while this tensor, or any view of it, lives."""
+        """A 1-D tensor over the unit's slot. The unit stays in that slot while this tensor, or any view of it, lives."""
         known = self._tensor.get(ref)
         tensor = known() if known is not None else None
         if tensor is not None:
@@ -85,7 +85,7 @@ class Leases:
             return self._note(ref, self._wrap(ref))
 
     def take_copy(self, key: CopyKey, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """The 1-D tensor that is held in the stead of a parameter's slot, or made now. It stays what it is while it, or any view of it, lives."""
+        """The 1-D tensor that is held in the stead of a parameter's slot, or made now. There is no other while a view of this tensor lives."""
         known = self._tensor.get(key)
         tensor = known() if known is not None else None
         if tensor is None:
@@ -120,12 +120,12 @@ class Leases:
             return torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
 
     def forget(self, name: str) -> None:
-        """The copy of this parameter is nobody's from now on: what is asked for next is a new one."""
+        """Forgets the copy of this parameter: what is asked for next is a new one."""
         self._tensor.pop(name, None)
         self._copies.pop(name, None)
 
     def locate(self, tensor: torch.Tensor) -> Located | None:
-        """Where the tensor lies if it is over what is leased, else None."""
+        """The place of a tensor that is over what is leased, else None."""
         if self._dead:
             self.settle()  # an ordinary tensor may have got the address of a lease that has died: it must not be taken for a slot
         ref = self._unit_of.get(tensor.untyped_storage()._cdata)
@@ -149,7 +149,7 @@ class Leases:
         self._assembled.pop(ref, None)
 
     def disown(self, ref: Key) -> None:
-        """Whoever still holds the copy keeps it as memory of its own, over which nothing lies any more."""
+        """Ends the leases under a key: whoever still holds the tensor keeps it as ordinary memory."""
         self.settle()
         if ref not in self._count:
             return
@@ -165,12 +165,12 @@ class Leases:
         return sum(self._assembled.values())
 
     def is_counted(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's bytes count elsewhere: those of a slot, or of what was put together for a use."""
+        """Tells whether the tensor's bytes count elsewhere: those of a slot, or of what was put together for a use."""
         place = self.locate(tensor)
         return place is not None and not isinstance(place.key, str)
 
     def living(self) -> Collection[Key]:
-        """What is leased now."""
+        """Keys of all that is leased now."""
         self.settle()
         return self._count.keys()
 

@@ -1,4 +1,4 @@
-"""Where the bytes of one unit are on the tiers below and above: exactly one of three conditions.
+"""Payloads: the condition of one unit's bytes on a tier, exactly one of three.
 
     Released ──issue──> InFlight ──wait──> Resident ──give──> Released
 
@@ -17,14 +17,14 @@ __all__ = ["InFlight", "Payload", "Released", "Resident", "readable_on"]
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """No bytes here. Nothing may be trusted: the slot once held may have its next tenant already."""
+    """No bytes of the unit on the tier. Nothing may be trusted: the slot once held may have its next tenant already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
     """The bytes lie in `slots` adjacent slots of a tier, from `slot` on, and may be read.
 
-    They are the newest unless a newer copy on the compute tier is dirty. Neither slot nor address outlasts this
+    These bytes are the newest unless a newer copy on the compute tier is dirty. Neither slot nor address outlasts this
     condition: what is kept longer than a pin or a lease is read anew. On disk, `slot` and `slots` are 0: the unit's
     extent there never changes.
     """
@@ -40,7 +40,7 @@ class InFlight:
 
     What lies on `dst`, from `slot` on, is undefined and belongs to the transfer; it may be neither read, written nor
     given back. What lies on `src` may be read, but neither written nor given back, since it may not have been read yet.
-    `slot` is on `dst`, or on `src` where `dst` is the disk, which has no slots. Only `ticket.wait()` ends this.
+    `slot` is on `dst`, or on `src` where `dst` is the disk, which has no slots. Only `ticket.wait()` ends this condition.
     """
 
     ticket: Ticket
@@ -53,7 +53,7 @@ Payload = Released | Resident | InFlight
 
 
 def readable_on(payload: Payload, tier: Tier) -> bool:
-    """Whether the bytes may be read on that tier now."""
+    """Tells whether the bytes may be read on a tier now."""
     match payload:
         case Resident(tier=here):
             return here is tier

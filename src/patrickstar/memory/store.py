@@ -1,6 +1,6 @@
 """The chunk store: where every unit is, and its bytes. State and bytes change in one place, and only as actions say.
 
-Where a unit's bytes are on a tier is a slot of that tier's arena, or an extent of the disk pool. What may be trusted where is the matter of
+On a tier a unit's bytes are in slots of that tier's arena, or in an extent of the disk pool. What may be trusted where is the matter of
 `plan/residency.py`, whose state the store owns.
 
     Create   slots are taken and filled with zeros
@@ -40,7 +40,7 @@ class ChunkStore:
     """Slots and extents of every unit, the bytes in them, and who holds them.
 
     Args:
-        state: where every unit is; from now on the store's, to be read by everybody.
+        state: where every unit is; belongs to the store from now on, to be read by everybody.
         arenas: an arena for each memory tier in use; disk: the disk tier, or None.
         dtype: torch type of a unit's elements.
         ledger: is told of every slot taken and given back, and of every byte that crosses a link; what rests below the compute tier is in it.
@@ -84,7 +84,7 @@ class ChunkStore:
     # what is there
 
     def dtype(self, ref: PlaneRef) -> torch.dtype:
-        """torch's type of a unit's elements."""
+        """The torch type of a unit's elements."""
         return self._dtype(ref)
 
     def tensor(self, ref: PlaneRef) -> Tensor:
@@ -99,7 +99,7 @@ class ChunkStore:
         return wrap()
 
     def tensor_at_home(self, ref: PlaneRef) -> Tensor:
-        """A 1-D tensor over a unit that rests on the host, below the compute tier. InvariantError as `tensor`."""
+        """A 1-D tensor over a unit that rests on the host, below the compute tier. InvariantError: its bytes are not there."""
         return self._wrapping(ref, Tier.HOST)()
 
     def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
@@ -109,7 +109,7 @@ class ChunkStore:
         return self._arenas[tier].wrapping(self._at[tier][ref], self.state.slots[ref], self._dtype(ref))
 
     def payload(self, ref: PlaneRef, tier: Tier) -> Payload:
-        """What is true of the unit's bytes on a memory tier."""
+        """The condition of a unit's bytes on a memory tier."""
         on_its_way = self._in_flight.get((ref, tier))
         if on_its_way is not None:
             return on_its_way
@@ -118,7 +118,7 @@ class ChunkStore:
 
     @property
     def has_disk(self) -> bool:
-        """Whether anything rests on a disk."""
+        """True where anything can rest on a disk."""
         return self._disk is not None
 
     @property
@@ -200,15 +200,15 @@ class ChunkStore:
                 self._give(ref, tier, slots)
 
     def wrote(self, ref: PlaneRef) -> None:
-        """A resident unit has been written on the compute tier."""
+        """Notes that a resident unit has been written on the compute tier."""
         residency.mark_written(self.state, ref)
 
     def forget(self, ref: PlaneRef) -> None:
-        """Nobody wants the unit's contents any more: its slots go when room is needed."""
+        """Drops a unit's contents, which nobody wants any more; its slots go when room is needed."""
         residency.mark_free(self.state, ref)
 
     def release(self, ref: PlaneRef) -> None:
-        """Nobody wants the unit's contents any more: its slots are given back."""
+        """Drops a unit's contents, which nobody wants any more, and gives its slots back."""
         if ref in self.state.free and ref not in self.state.resident:
             return
         self.carry_out(residency.release(self.state, ref))
@@ -216,13 +216,13 @@ class ChunkStore:
     # units that come later
 
     def prepare(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
-        """Sets aside on the disk what `grow` will need. DeviceError, BudgetError: it has no room; nothing has changed then."""
+        """Sets aside on the disk what `grow` will need. DeviceError, BudgetError: the disk has no room; nothing has changed then."""
         units = {ref: slots[ref] * self.state.slot_bytes for ref, tier in homes.items() if tier is Tier.DISK}
         if units:
             self._pool().add(units)
 
     def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
-        """Units that have been prepared come in, or get another size: without contents, and at home there."""
+        """Takes in units that have been prepared, or gives units another size: without contents, at home on these tiers."""
         state = self.state
         for ref, tier in homes.items():
             if ref in state.home:
@@ -236,7 +236,7 @@ class ChunkStore:
         state.grow(homes, slots)
 
     def _leave_home(self, ref: PlaneRef) -> None:
-        """A unit without contents gives the slots back in which it rests on a memory tier."""
+        """Gives the slots back in which a unit without contents rests on a memory tier."""
         for tier, places in self._at.items():
             if ref in places:
                 self._wrap.pop(ref, None)
@@ -252,19 +252,19 @@ class ChunkStore:
             self.committed_slots = arena.committed_slots
 
     def hold_beside(self, nbytes: int) -> None:
-        """Bytes of non-model data on the compute tier, now."""
+        """Notes how many bytes of non-model data are on the compute tier now."""
         self._beside_bytes = nbytes
         self._most_beside_bytes = max(self._most_beside_bytes, nbytes)
 
     def _tell_ledger(self) -> None:
-        """Between two changes of chunks only the most of what lay beside them makes a peak: the ledger learns it before the next change."""
+        """Tells the ledger the most of what lay beside chunks since they changed last, before they change again: only that makes a peak."""
         if self._most_beside_bytes != self._beside_bytes:
             self._ledger.nonmodel(self._compute, self._most_beside_bytes)
             self._most_beside_bytes = self._beside_bytes
         self._ledger.nonmodel(self._compute, self._beside_bytes)
 
     def close(self) -> None:
-        """Gives everything back. What still refers to a slot keeps its memory."""
+        """Gives everything back. Whatever still refers to a slot keeps the slot's memory."""
         self._wrap.clear()
         for arena in self._arenas.values():
             arena.close()

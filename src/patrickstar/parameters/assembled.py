@@ -4,8 +4,8 @@ Note [Assembled tensors]
     What `p.grad` gives, and what the entries of `optimizer.state` are, is a stand-in: a NaN expanded to the shape, of the class `Assembled`,
     whose `__torch_function__` sees every use. At a use the tensor is put together from its chunks, and the stand-in comes back when the
     operation is done. If its version has changed by then, it is written back. So a list of all gradients holds no bytes.
-    What was put together is leased as copies of weights are (Note [Copies] in `leases.py`): as long as anything holds it, such as a view that a
-    use has returned, it is the same one for everybody. A change made through one view is seen through all, and written back; a change where it
+    What was put together is leased as copies of weights are (Note [Copies] in `memory/leases.py`): as long as anything holds it, such as a view that
+    a use has returned, it is the same one for everybody. A change made through one view is seen through all, and written back; a change where it
     lies (another backward, a step) is written into it. It counts against the budget.
     A tensor whose contents were let go (`zero_grad()`) has nothing to show: its uses are refused. Views of what was put together before are
     ordinary memory from then on, with the last values.
@@ -30,7 +30,7 @@ from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, S
 __all__ = ["STEP", "AssembledOwner", "AssembledRecord", "AssembledTensors", "title"]
 
 STEP: Final = "step"
-"""The plane, so to speak, of a parameter's count of updates."""
+"""The name, in the place of a plane, of a parameter's count of updates."""
 
 _STAYS = frozenset({Tensor.requires_grad_, accessor("requires_grad", "__set__"), accessor("grad", "__get__")})
 _ANOTHER = frozenset({Tensor.detach, accessor("data", "__get__")})
@@ -39,31 +39,31 @@ _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_
 
 
 class AssembledOwner(Protocol):
-    """Who puts whole tensors together, and takes changes of them."""
+    """The one who puts whole tensors together, and takes changes of them."""
 
     def make_copy(self, key: CopyKey) -> Tensor:
         """A 1-D tensor with a parameter's value, whose units are resident, or what is kept of one, put together.
 
         Raises:
-            BudgetError: it does not fit.
+            BudgetError: the tensor does not fit.
         """
 
     def settle(self) -> None:
-        """What is pending is done: state is about to be read or written."""
+        """Does what is pending: state is about to be read or written."""
 
     def expect_room(self, key: AssembledKey) -> None:
-        """BudgetError where there is no room to put this one together, alone."""
+        """Raises BudgetError where there is no room to put this tensor together, alone."""
 
     def renew(self, key: AssembledKey, copy: Tensor) -> None:
-        """Writes what has changed in chunks into what was put together and is still held."""
+        """Writes what has changed in chunks into a tensor that was put together and is still held."""
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        """What was put together has been written in place. `wholly`: every element of it, whether it has other bits now or not."""
+        """Takes a change, in place, of a tensor that was put together. `wholly`: every element was written, with other bits or not."""
 
 
 @dataclass(slots=True, eq=False)
 class AssembledValue:
-    """What such tensors are of. `gone`: why there is nothing any more."""
+    """The gradient or state that assembled tensors show. `gone`: why there is nothing to show any more."""
 
     key: AssembledKey
     shape_only: Tensor
@@ -73,7 +73,7 @@ class AssembledValue:
 
 @dataclass(slots=True, eq=False)
 class AssembledRecord:
-    """One tensor, and what it is of. `depth`: uses that hold it now."""
+    """One assembled tensor, and what it shows. `depth`: uses that hold it now."""
 
     tensor: Callable[[], Tensor]
     source: AssembledValue
@@ -81,18 +81,18 @@ class AssembledRecord:
 
 
 def title(key: AssembledKey) -> str:
-    """How messages call it."""
+    """The name of such a tensor in messages."""
     return f"{key.name}.grad" if key.plane == GRAD else f"optimizer.state[{key.name}][{key.plane!r}]"
 
 
 class AssembledTensors:
-    """All of one binding.
+    """The assembled tensors of one binding.
 
     Args:
-        assembled_class: the class they have. lock: held while bytes come and go.
+        assembled_class: the class of these tensors. lock: held while bytes come and go.
 
     Attributes:
-        making_bytes: of what is being put together now; the owner says.
+        making_bytes: bytes of what is being put together now, as the owner says.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class AssembledTensors:
         self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
 
     def tensor(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
-        """The tensor that stands for what is kept: the same one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
+        """The tensor that stands for what is kept: one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
         if key not in self._tensors:
             with torch.inference_mode(False):
                 nan = torch.full((), float("nan"), dtype=shape_only.dtype)
@@ -123,7 +123,7 @@ class AssembledTensors:
         return self._tensors[key]
 
     def taken_bytes(self) -> int:
-        """What of the budget whole tensors take: those that are held, and what is being put together."""
+        """Bytes of the budget that whole tensors take: those that are held, and what is being put together."""
         return self._leases.assembled_bytes() + self.making_bytes
 
     def _dress(self, tensor: Tensor, source: AssembledValue) -> Tensor:
@@ -134,7 +134,7 @@ class AssembledTensors:
         return tensor
 
     def of(self, tensor: object) -> AssembledRecord | None:
-        """The record of such a tensor; else None."""
+        """The record of an assembled tensor; None for any other object."""
         return self._known[id(tensor)][1] if type(tensor) is self._class else None
 
     # what is no use
@@ -142,7 +142,7 @@ class AssembledTensors:
     def answer(
         self, func: Callable[..., Any], of: AssembledRecord, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What is asked of a tensor that is no use of its bytes; NotImplemented where it is one."""
+        """The result of a function that needs no bytes of its first tensor; NotImplemented where it is a use of them."""
         if func in NEEDS_NO_DATA or func in _STAYS:
             return func(*args, **kwargs)
         if func in SHAPE_ONLY:
@@ -162,7 +162,7 @@ class AssembledTensors:
         return NotImplemented
 
     def no_memory(self, asked: str, key: AssembledKey) -> StateError:
-        """Memory that outlives the use cannot be given."""
+        """The error that refuses memory which would outlive the use."""
         what = title(key)
         return StateError(
             f"{asked} of {what} asks for memory that outlives the use: it lies in chunks, and has memory of its own only while an operation uses "
@@ -170,7 +170,7 @@ class AssembledTensors:
         )
 
     def _another(self, of: AssembledRecord, func: Callable[..., Any]) -> Tensor:
-        """`detach()`, `.data`: another stand-in for the same bytes, with the version counter that torch gives it."""
+        """Another stand-in for the same bytes (`detach()`, `.data`), with the version counter that torch gives it."""
         made: Tensor = func(of.tensor())
         if of.depth:
             made.data = of.source.standin
@@ -184,7 +184,7 @@ class AssembledTensors:
             )
 
     def is_of(self, value: object, key: AssembledKey) -> bool:
-        """Whether a value is what stands for this, now. StateError where it stands for what was let go."""
+        """Tells whether a value stands for what has this key, now. StateError where it stands for what was let go."""
         record = self.of(value)
         if record is None:
             return False
@@ -195,12 +195,12 @@ class AssembledTensors:
 
     @contextmanager
     def using(self, records: Sequence[AssembledRecord], func: Callable[..., Any], first: object) -> Iterator[None]:
-        """Gives tensors their bytes, all of them at once, and takes them away again; those that were changed are written back.
+        """Gives tensors their bytes, all at once, and takes these away again; tensors that were changed are written back.
 
         Args:
             func, first: what is called, and its first argument.
         Raises:
-            BudgetError: they do not fit. StateError: one has nothing to show any more.
+            BudgetError: the bytes do not fit. StateError: a tensor has nothing to show any more.
         """
         self._owner.settle()
         with self._lock:
@@ -238,14 +238,14 @@ class AssembledTensors:
         return self.of(first) is of
 
     def expect_room(self, records: Sequence[AssembledRecord]) -> None:
-        """BudgetError where there is no room for one of them, alone: before the first of many is changed."""
+        """Raises BudgetError where there is no room for one of these tensors, alone: before the first of many is changed."""
         self._owner.settle()
         for of in records:
             self._expect_there(of.source)
             self._owner.expect_room(of.source.key)
 
     def lasting(self, tensor: Tensor) -> Tensor:
-        """What autograd may keep of a tensor in use: for one of these, an alias that keeps its bytes."""
+        """A tensor that autograd may keep of one in use: of an assembled tensor, an alias that keeps its bytes."""
         return tensor.detach() if type(tensor) is self._class else tensor
 
     def _expect_there(self, source: AssembledValue) -> None:
@@ -259,7 +259,7 @@ class AssembledTensors:
     # changes where it lies
 
     def changed(self, key: AssembledKey) -> None:
-        """What is kept has other values now: whoever holds a view of it sees them, and autograd that it was changed."""
+        """Shows new values of what is kept to whoever holds a view of it, and to autograd that it was changed."""
         tensor = self._tensors.get(key)
         if tensor is None:
             return
@@ -268,13 +268,13 @@ class AssembledTensors:
             self._owner.renew(key, self._leases.take_copy(key, self._owner.make_copy))
 
     def dropped(self, key: AssembledKey, why: str) -> None:
-        """It is kept no longer."""
+        """Lets a tensor go whose gradient or state is let go. `why`: for the error of a later use."""
         tensor = self._tensors.pop(key, None)
         if tensor is not None:
             self._known[id(tensor)][1].source.gone = why
             self._leases.disown(key)
 
     def release(self) -> None:
-        """The session ends."""
+        """Lets all tensors go: the session ends."""
         for key in list(self._tensors):
             self.dropped(key, "the session was closed")

@@ -1,4 +1,4 @@
-"""What is asked of a managed parameter that is no use of its bytes: its shape, its gradient, an alias of it, its memory."""
+"""Attributes of a managed parameter, answered without a use of its bytes: its shape, its gradient, an alias of it, its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Attributes", "DetachedAliases", "not_its_own"]
 
 
 class Attributes:
-    """Answers for the parameters of a binding, and for their detached aliases."""
+    """The answers for parameters of a binding, and for their detached aliases."""
 
     def __init__(self, binding: Binding, owner: Owner, detached: DetachedAliases) -> None:
         self._binding = binding
@@ -35,7 +35,7 @@ class Attributes:
     def answer(
         self, func: Callable[..., Any], bound: BoundParameter, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What a torch function gives whose first argument is the parameter; NotImplemented where it is a use of its bytes."""
+        """The result of a torch function whose first argument is the parameter; NotImplemented where it is a use of its bytes."""
         if bound.tiles and func in HOOKS:
             raise StateError(f"{func.__name__}() was called on {bound.name}, which is used in tiles: {NOT_ONE_TENSOR}")
         if func in NEEDS_NO_DATA:
@@ -64,8 +64,8 @@ class Attributes:
         return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().data)
 
     def _in_its_slot(self, bound: BoundParameter) -> Tensor:
-        """Inside of a backward: a view that holds the slot. Checkpointing detaches what a custom Function saves while it recomputes, and
-        autograd unpacks it without its class: a stand-in would be taken for values.
+        """A view that holds the slot, for use inside of a backward. Checkpointing detaches what a custom Function saves while it recomputes,
+        and autograd unpacks that without its class: a stand-in would be taken for values.
         """
         binding = self._binding
         binding.enter([bound])
@@ -83,7 +83,7 @@ class Attributes:
             raise StateError(not_its_own(bound, what))
 
     def _escape(self, func: Callable[..., Any], bound: BoundParameter, *args: Any, **kwargs: Any) -> Any:
-        """Memory is handed out: that of a view of its own, so that what holds the view holds the slot.
+        """Hands memory out: that of a view of its own, so that what holds the view holds the slot.
 
         Of an alias that nothing but a number is asked for (`data_ptr()`), the slot stays as long as the alias lives.
         """
@@ -116,7 +116,7 @@ class DetachedAliases:
     """The living stand-ins of a session for the same bytes as a parameter that are not the parameter. See Note [Binding].
 
     Args:
-        detached_class: the class they have.
+        detached_class: the class of these aliases.
     """
 
     def __init__(self, detached_class: type[Tensor]) -> None:
@@ -124,11 +124,11 @@ class DetachedAliases:
         self._known: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
 
     def of(self, tensor: object) -> BoundParameter | None:
-        """The record of such an alias; else None."""
+        """The record of a detached alias; None for any other object."""
         return self._known[id(tensor)][1] if type(tensor) is self._class else None
 
     def make(self, bound: BoundParameter, alias: Tensor) -> Tensor:
-        """Turns what torch gave for the stand-in, with the version counter it has, into a stand-in of its own."""
+        """Turns a tensor that torch made of a stand-in, with the version counter that it has, into a stand-in of its own."""
         if bound.depth:
             alias.data = bound.standin
         key, known = id(alias), self._known
@@ -142,7 +142,7 @@ class DetachedAliases:
         return alias
 
     def release(self, by_name: Mapping[str, BoundParameter]) -> None:
-        """Stand-ins become ordinary tensors over what their parameters are now."""
+        """Turns the aliases into ordinary tensors over what their parameters are now."""
         for reference, bound in list(self._known.values()):
             tensor = reference()
             if tensor is not None:

@@ -16,18 +16,18 @@ class BackwardSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds a part to the sum; the first one becomes it."""
+        """Adds a part of a gradient to its sum; the first part becomes the sum."""
         if name in self._sums:
             self._sums[name].add_(gradient)
         else:
             self._sums[name] = gradient
 
     def take(self) -> dict[str, Tensor]:
-        """The backward has ended: all of them, which are kept no longer."""
+        """All sums, at the end of the backward; none is kept after that."""
         sums, self._sums = self._sums, {}
         return sums
 
     def drop(self, names: Iterable[str]) -> None:
-        """These are not wanted."""
+        """Drops the sums of these parameters and tiles."""
         for name in names:
             self._sums.pop(name, None)

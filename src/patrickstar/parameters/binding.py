@@ -45,7 +45,7 @@ from patrickstar.torch_private import Plain, backward_id
 __all__ = ["Binding"]
 
 _UNCOUNTED = -1
-"""In place of how often a tensor has been changed, where nobody counts that."""
+"""A version, in the place of a count of changes, of a tensor whose changes nobody counts."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Found:
     """The managed tensors among the arguments of a function, in nested lists, tuples and dicts.
 
     Attributes:
-        parameters: the records of parameters and their detached aliases, each once. aliases: views of slots, and of what is held in their stead.
+        parameters: the records of parameters and their detached aliases, each once. aliases: views of slots, and of what is held in the stead of one.
         assembled: the records of gradients and state that lie in chunks, each once.
         others: the bindings of other sessions that have a part in the arguments too.
     """
@@ -71,11 +71,11 @@ class Binding:
         named: the parameters by name, each once, in layout order.
         owner: who owns the bytes. leases: of the slots in use. counts: of uses, which the binding counts.
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
-        copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). gradients: where they go.
+        copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
         gathers_rows: whether lookups in tables bring rows from where these rest.
 
     Attributes:
-        by_name: the parameters' records. records: these, and those of tiles. names: of the parameters, by `id()`.
+        by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
         places: whose the bytes of units are.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         changes: what uses change in place.
@@ -128,12 +128,12 @@ class Binding:
     # binding and releasing
 
     def changing(self, names: Iterable[str]) -> None:
-        """The parameters' values change: what autograd saved of them before is out of date."""
+        """Raises the versions of parameters whose values change: what autograd saved of them before is out of date."""
         with Plain():
             torch.autograd.graph.increment_version([bound.parameter for bound in with_tiles(self.records, names)])
 
     def changed_by_update(self, names: Iterable[str]) -> None:
-        """The parameters' values have changed: so have copies that somebody still holds."""
+        """Carries changed values of parameters to copies that somebody still holds, and raises their versions."""
         names = list(names)
         self.changing(names)
         living = self.leases.living()
@@ -143,7 +143,7 @@ class Binding:
         self._owner.updated()
 
     def stepped(self, names: Iterable[str]) -> None:
-        """An update has changed the parameters, or tiles, and what the optimizer keeps of them."""
+        """Tells whoever holds copies or state of parameters, or tiles, that an update has changed all of it."""
         names = list(names)
         self.changed_by_update(names)
         for owner in dict.fromkeys(self.records[name].owner for name in names):
@@ -151,7 +151,7 @@ class Binding:
                 self.assembled.changed(AssembledKey(owner, plane))
 
     def bind(self) -> None:
-        """Turns every parameter into a managed one. Its old data is let go."""
+        """Turns every parameter into a managed one. The old data is let go."""
         with Plain():
             for bound in self._bound.values():
                 bound.parameter.data = bound.standin
@@ -159,7 +159,7 @@ class Binding:
                 self.gradients.watch(bound)
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
-        """Turns every parameter into an ordinary one again, with the data given; None: it stays a stand-in."""
+        """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
         with Plain():
             for bound in self._bound.values():
                 for handle in bound.handles:
@@ -179,20 +179,20 @@ class Binding:
         return self._bound.get(id(tensor)) or self._detached.of(tensor)
 
     def is_managed(self, tensor: Tensor) -> bool:
-        """Whether this is a managed parameter, and has the class of one."""
+        """Tells whether a tensor is a managed parameter, and has the class of one."""
         return id(tensor) in self._bound and type(tensor) is self._parameter_class
 
     def __iter__(self) -> Iterator[BoundParameter]:
         return iter(self.by_name.values())
 
     def taken_bytes(self) -> int:
-        """What of the budget the user has taken: gradients of the user's own, whole tensors put together."""
+        """Bytes of the budget that the user has taken: gradients of the user's own, whole tensors put together."""
         return self.gradients.own_bytes() + self.assembled.taken_bytes()
 
     # one use
 
     def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a torch function does with managed parameters, or aliases of slots, among its arguments."""
+        """The result of a torch function with managed parameters, or aliases of slots, among its arguments."""
         if self._in_tiles and func in TILED:
             by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled, owner=self._owner)
             if by_tiles is not None:
@@ -216,7 +216,7 @@ class Binding:
             return self._use(func, args, kwargs, found=found, others=found.others)
 
     def _answer(self, func: Callable[..., Any], first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What is asked of the first argument that is no use of its bytes; NotImplemented where it is one."""
+        """The result of a function that needs no bytes of its first argument; NotImplemented where it is a use of them."""
         bound = self._bound.get(id(first))
         if bound is None and type(first) is self._detached_class:
             bound = self._detached.of(first)
@@ -331,7 +331,7 @@ class Binding:
         return list({bound.name: self.records[bound.name] for bound in (*found.parameters, *owners)}.values())
 
     def enter(self, found: Sequence[BoundParameter]) -> None:
-        """Gives parameters their bytes. Each `enter` has one `leave`."""
+        """Gives parameters bytes. Each `enter` has one `leave`."""
         if not found:
             return
         with self.lock:
@@ -369,11 +369,11 @@ class Binding:
                 counts.apart[name] = counts.apart.get(name, 0) + 1
 
     def lease(self, key: WeightKey) -> Tensor:
-        """What is leased at a use: a resident unit's slot, or the copy of a parameter whose units are resident."""
+        """The 1-D tensor that is leased at a use: over a resident unit's slot, or the copy of a parameter whose units are resident."""
         return self.leases.take(key) if isinstance(key, PlaneRef) else self.leases.take_copy(key, self._owner.make_copy)
 
     def leave(self, found: Sequence[BoundParameter]) -> None:
-        """Takes parameters' bytes away again; what else holds the slot keeps it."""
+        """Takes the bytes of parameters away again; whatever else holds a slot keeps it."""
         with self.lock:
             for bound in found:
                 bound.depth -= 1
@@ -383,7 +383,7 @@ class Binding:
     # what uses return and autograd saves
 
     def dress(self, result: Any) -> Any:
-        """What a use has returned: views of slots have the class for that."""
+        """The result of a use, in which views of slots now have the class `Alias`."""
         if isinstance(result, Tensor):
             if type(result) is self._base and result.layout is torch.strided and self.leases.locate(result) is not None:
                 result.__class__ = self._alias_class
@@ -421,7 +421,7 @@ class Binding:
             return units[0] if key == first.ref else self.lease(key)
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
-        """An ordinary parameter with the same values: what copying and pickling give."""
+        """An ordinary parameter with the values of a managed one: what copying and pickling give."""
         with Plain(), torch.no_grad():
             bound = self._bound[id(parameter)]
             self.enter([bound])

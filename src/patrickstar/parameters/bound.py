@@ -1,4 +1,4 @@
-"""Parameters under management: the records of where their bytes are, and whose the bytes of a unit are."""
+"""Records of parameters under management: where the bytes of each are, and whose the bytes of a unit are."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class BoundParameter:
 
     `shape_only` is a meta tensor with the parameter's shape and strides; `offset` is in elements from the start of the first of the units that it
     lies in, which are one but for a parameter in tiles. Dense parameters keep their strides (channels last, say), others and those in tiles are
-    contiguous. `tensor` gives the parameter, or a detached alias of it (Note [Binding]); `alive` is the parameter, so that the record keeps it so,
-    and None for an alias, which nothing of ours keeps alive.
+    contiguous. `tensor` gives the parameter, or a detached alias of it (Note [Binding]); `alive` is the parameter, so that the record keeps it
+    alive, and None for an alias, which nothing of ours keeps alive.
 
     Attributes:
-        key: what is leased at a use: the unit, or the copy of this parameter. touches: of a use.
-        view: shape, strides and start of its values in the 1-D tensor that is leased.
+        key: what is leased at a use: the unit, or the copy of this parameter. touches: the units that a use touches.
+        view: shape, strides and start of the parameter's values in the 1-D tensor that is leased.
     """
 
     name: str
     owner: str
-    """The parameter's name; of a tile, the name of the parameter that it is of."""
+    """The parameter's name; for a tile, the name of the parameter that the tile is of."""
     tensor: Callable[[], Tensor]
     alive: nn.Parameter | None
     refs: tuple[PlaneRef, ...]
@@ -45,22 +45,22 @@ class BoundParameter:
 
     standin: Tensor
     is_copied: bool = False
-    """Whether uses see a copy in the type that computes (Note [Copies] in `leases.py`), not the slot itself."""
+    """True where uses see a copy in the type that computes (Note [Copies] in `memory/leases.py`), not the slot itself."""
     lease: Tensor | None = (
         None  # of a detached alias whose address has been asked for: the slot stays as long as the alias lives
     )
     depth: int = 0  # uses and module calls that hold it now
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
     tiles: tuple[BoundParameter, ...] = ()
-    """The records of its tiles (Note [Tiles] in `tiles.py`)."""
+    """The records of the parameter's tiles (Note [Tiles] in `tiles.py`)."""
     first_row: int = 0
-    """Of a tile: which row of its parameter it begins with."""
+    """The row of its parameter that a tile begins with; else 0."""
     is_table: bool = False
-    """Whether tiles are for lookups alone: products see the whole."""
+    """True where tiles are for lookups alone: products see the whole."""
     by_rows: bool = False
-    """Whether lookups gather rows from where the tiles rest (`lookups.py`)."""
+    """True where lookups gather rows from where the tiles rest (`lookups.py`)."""
     is_detached: bool = False
-    """Whether this is the record of a detached alias."""
+    """True for the record of a detached alias."""
 
     key: WeightKey = field(init=False)
     touches: tuple[Touch, ...] = field(init=False)
@@ -73,12 +73,12 @@ class BoundParameter:
 
     @property
     def ref(self) -> PlaneRef:
-        """The unit that it lies in; of a parameter in tiles, the first."""
+        """The unit that the parameter lies in; for one in tiles, the first."""
         return self.refs[0]
 
     @property
     def rows(self) -> int:
-        """How many rows a tile has, or a parameter in tiles."""
+        """Number of rows of a tile, or of a parameter in tiles."""
         return int(self.shape_only.shape[0])
 
     def of(self, whole: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class BoundParameter:
 
 
 def names_by_id(named: Mapping[str, Tensor]) -> dict[int, str]:
-    """The name of each of these tensors, by its identity: parameters compare by element, and hooks and optimizers know no names."""
+    """The name of each of these tensors, by `id()`: parameters compare by element, and hooks and optimizers know no names."""
     return {id(tensor): name for name, tensor in named.items()}
 
 
@@ -115,10 +115,10 @@ def make_records(
     copied: Collection[str],
     gathers_rows: bool = False,
 ) -> dict[str, BoundParameter]:
-    """The records by name: of each parameter, and after it of its tiles.
+    """Records by name: of each parameter, and after it of its tiles.
 
     Args:
-        dtypes: what parameters are of while they are managed; fp32 where it says nothing. copied: those whose uses see a copy.
+        dtypes: types of parameters while they are managed, by name; fp32 where there is none. copied: the parameters whose uses see a copy.
         gathers_rows: whether lookups in tables bring rows from where these rest.
     """
     nans: dict[torch.dtype, Tensor] = {}
@@ -154,7 +154,7 @@ def make_records(
 
 
 def with_tiles(records: Mapping[str, BoundParameter], names: Iterable[str]) -> list[BoundParameter]:
-    """All whose values change where those of these parameters or tiles do: a parameter's tiles, and the parameter that a tile is of."""
+    """The records of all whose values change with those of these parameters or tiles: tiles of a parameter, the parameter of a tile."""
     changed = [records[name] for name in names]
     found = [record for bound in changed for record in (bound, *bound.tiles)]
     owners = {bound.owner for bound in changed if bound.owner != bound.name}
@@ -190,12 +190,12 @@ def _tiles(
 
 
 def _reference(parameter: nn.Parameter) -> Callable[[], Tensor]:
-    """What gives the parameter as long as the record, or the model, keeps it alive: a call without a function of ours."""
+    """A function that gives the parameter as long as the record, or the model, keeps it alive: a call without a function of ours."""
     return cast("Callable[[], Tensor]", weakref.ref(parameter))
 
 
 class Places:
-    """The parameters and tiles of a binding by where they lie: by unit, and by name where uses see copies.
+    """The parameters and tiles of a binding by place: by unit, and by name where uses see copies.
 
     Attributes:
         in_unit: the parameters in each unit by rising offset, and these offsets.
@@ -211,5 +211,5 @@ class Places:
             owners.append(bound)
 
     def parameters_in(self, key: WeightKey) -> Sequence[BoundParameter]:
-        """The parameters that lie in a weight unit, by rising offset, or the one of a copy."""
+        """The parameters that lie in a weight unit, by rising offset, or the parameter of a copy."""
         return self.in_unit[key][1] if isinstance(key, PlaneRef) else [self._by_name[key]]

@@ -1,4 +1,4 @@
-"""Weights that a use changes in place: how that is noticed, and who is told.
+"""Changes of weights in place, by a use: how such a change is noticed, and who is told.
 
 Note [Changes in place]
     torch counts the changes of every tensor, its views included (`_version`): what has more of them after a use than before it has been
@@ -30,7 +30,7 @@ __all__ = ["Changes", "UnseenChangeError", "WatchedUse"]
 
 
 _NOT_COUNTED, _CHANGES = -1, -2
-"""In place of how often a tensor has been changed: nobody counts that, and whatever is counted, it changes."""
+"""Versions, in the place of a count of changes, of a tensor whose changes nobody counts, and of one that changes whatever is counted."""
 
 
 class UnseenChangeError(StateError):
@@ -39,7 +39,7 @@ class UnseenChangeError(StateError):
 
 @dataclass(frozen=True, slots=True)
 class WatchedUse:
-    """A use that may change something: of what, its tensors and how often each has been changed, and what elements were, by parameter."""
+    """A use that may change something: what is called, its tensors and the version of each, and what elements were, by parameter."""
 
     what: object
     tensors: Sequence[Tensor]
@@ -48,11 +48,11 @@ class WatchedUse:
 
 
 class Changes:
-    """Notices what uses change.
+    """The one who notices what uses change.
 
     Args:
-        owner: is told. records: of parameters and tiles, by name. take: a 1-D tensor over what is leased.
-        owners_of: the records of the parameters that tensors, in nested containers, are or lie in. keys_of: what these lie in.
+        owner: is told. records: of parameters and tiles, by name. take: gives a 1-D tensor over what is leased.
+        owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in. keys_of: gives what tensors lie in.
 
     Attributes:
         rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
@@ -84,7 +84,7 @@ class Changes:
         *,
         tensors: Sequence[Tensor],
     ) -> WatchedUse:
-        """A function is about to run that is given these parameters, and views of slots; their bytes are there."""
+        """The watch over a function that is about to run, given these parameters, and views of slots, whose bytes are there."""
         hidden = {id(tensor) for tensor in uncounted(func, args, kwargs)}
         versions = [_CHANGES if id(tensor) in hidden else _version(tensor) for tensor in tensors]
         written = writes_to(func, args, kwargs) if self.rewriting is not None else None
@@ -92,11 +92,11 @@ class Changes:
         return WatchedUse(func, tensors, versions, before)
 
     def watch_call(self, what: object, parameters: Sequence[Tensor]) -> WatchedUse:
-        """A call is about to run in which these parameters, whose bytes are there, are ordinary ones."""
+        """The watch over a call that is about to run, in which these parameters, whose bytes are there, are ordinary ones."""
         return WatchedUse(what, parameters, [parameter._version for parameter in parameters], {})
 
     def remember(self, parameters: Sequence[BoundParameter]) -> dict[str, Tensor]:
-        """The elements of those of which more is kept than they show, by name: 1-D, in slot order."""
+        """Copies of the elements of those parameters of which more is kept than they show, by name: 1-D, in slot order."""
         rewriting = self.rewriting
         if rewriting is None:
             return {}
@@ -108,10 +108,10 @@ class Changes:
             }
 
     def tell(self, watched: WatchedUse) -> None:
-        """It has run: tells of what it has changed.
+        """Tells of what a use has changed, once it has run.
 
         Raises:
-            UnseenChangeError: nothing told that it would change a parameter of which more is kept than it shows.
+            UnseenChangeError: nothing told that the use would change a parameter of which more is kept than it shows.
         """
         changed = self._changed(watched)
         if not changed:
@@ -126,7 +126,7 @@ class Changes:
                 told.callback(self._owner.changed, key)
 
     def _changed(self, watched: WatchedUse) -> dict[str, BoundParameter]:
-        """The parameters that were changed, by name. Of one in tiles, what autograd saved of the tiles is out of date too."""
+        """The parameters that a use has changed, by name. For one in tiles, what autograd saved of the tiles is out of date too."""
         grown = [
             tensor
             for tensor, version in zip(watched.tensors, watched.versions, strict=True)
@@ -155,7 +155,7 @@ class Changes:
             )
 
     def was_recomputed(self, parameter: Tensor, version: int) -> bool:
-        """Whether a recomputation of a forward, in backward, has left a parameter at this version."""
+        """Tells whether a recomputation of a forward, in backward, has left a parameter at this version."""
         return self._recomputed.get(id(parameter)) == version
 
 

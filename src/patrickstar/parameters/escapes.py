@@ -1,4 +1,4 @@
-"""Weights whose memory has been handed out to code that can write to it unseen (`numpy()`, DLPack, `data_ptr()`)."""
+"""Escapes: memory of weights that has been handed out to code that can write to it unseen (`numpy()`, DLPack, `data_ptr()`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["EscapedMemory"]
 
 
 class EscapedMemory:
-    """Compares digests of what has been handed out, before anything moves.
+    """The watch over memory that has been handed out, by digests, compared before anything moves.
 
     A unit is watched while its memory can be reached: as long as somebody has a lease on it, and until the check that follows.
 
     Args:
-        lease: a tensor over the resident unit or the copy that keeps it where it is. held: those of which there is one.
-        changed: is told of those whose bytes are not what they were.
-        before: the elements of parameters in it of which more is kept than they show, by name. after: is given those of each that may have changed.
+        lease: gives a tensor over a resident unit or a copy, which keeps that where it is. held: gives what is leased now.
+        changed: is told of a unit or copy whose bytes are not what they were.
+        before: gives the elements of parameters in a unit of which more is kept than they show, by name.
+        after: is given these elements where they may have changed.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class EscapedMemory:
         self._kept: list[Tensor] = []
 
     def add(self, ref: WeightKey) -> None:
-        """The unit's memory has been handed out."""
+        """Begins to watch a unit, or a copy, whose memory has been handed out."""
         lease = self._lease(ref)
         if ref not in self.watched:
             self.watched[ref] = _digest(lease)
@@ -52,13 +53,13 @@ class EscapedMemory:
         self._kept.append(lease)
 
     def renew(self) -> None:
-        """The library itself has written parameters: what is in memory now is what it should be."""
+        """Takes what is in memory now for what it should be: the library itself has written parameters."""
         for ref in self.watched:
             self.watched[ref] = _digest(self._lease(ref))
             self._values[ref] = self._before(ref)
 
     def check(self) -> None:
-        """Before a moment: says what has changed, and stops watching what can no longer be reached."""
+        """Tells of what has changed, and stops watching what can no longer be reached. Called before a moment."""
         for ref, digest in self.watched.items():
             now = _digest(self._lease(ref))
             if now != digest:

@@ -1,4 +1,4 @@
-"""Which torch functions do what with a parameter that they are given.
+"""Tables of torch functions by what each does with a parameter that it is given.
 
 Everything that is in no table here is a *use*: the parameter's bytes are fetched for its duration. So a function that torch adds one day is
 slow at worst, never wrong.
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def accessor(name: str, kind: str) -> Callable[..., Any]:
-    """What torch's override protocol calls reading ("__get__"), writing ("__set__") or deleting ("__delete__") an attribute of a tensor."""
+    """The function by which torch's override protocol knows reading ("__get__"), writing ("__set__") or deleting ("__delete__") an attribute."""
     attribute: Any = getattr(Tensor, name)
     found: Callable[..., Any] = getattr(attribute, kind)
     return found
@@ -60,20 +60,20 @@ NEEDS_NO_DATA = (
     )
     | {accessor("_backward_hooks", "__set__"), accessor("_post_accumulate_grad_hooks", "__set__")}
 )
-"""Answered by the stand-in as it is: it has the shape, type, device, version and autograd state of the parameter."""
+"""Functions that the stand-in answers as it is: it has the shape, type, device, version and autograd state of the parameter."""
 
 SHAPE_ONLY = _methods("stride is_contiguous storage_offset")
-"""Answered by a meta tensor with the parameter's real strides, which the stand-in does not have."""
+"""Functions that are answered by a meta tensor with the parameter's real strides, which the stand-in does not have."""
 
 ESCAPES = _methods("numpy __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage")
-"""Hand out memory that can be written to behind torch's back: a digest tells whether it was."""
+"""Functions that hand out memory that can be written to behind torch's back: a digest tells whether it was."""
 
 
 _OPERATORS = "add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift"
 _ASSIGN = frozenset(f"__i{name}__" for name in _OPERATORS.split())
-"""`weight += x` and its like."""
+"""Names of operators in place, such as that of `weight += x`."""
 _RENORMALISE = (functional.embedding, functional.embedding_bag)
-"""With `max_norm`, they shorten the rows that are looked up, in the table itself."""
+"""Functions that with `max_norm` shorten the rows that are looked up, in the table itself."""
 _AVERAGE = MappingProxyType(
     {
         functional.batch_norm: 1,
@@ -83,11 +83,11 @@ _AVERAGE = MappingProxyType(
         torch.instance_norm: 3,
     }
 )
-"""In training they write running means and variances: the arguments from this one on, where they are not given by name."""
+"""Functions that in training write running means and variances: the arguments from this one on, where these are not given by name."""
 
 
 def uncounted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a function may write in place without adding to torch's count of its changes."""
+    """The arguments that a function may write in place without adding to torch's count of their changes."""
     first = _AVERAGE.get(func)
     if first is None:
         return []
@@ -95,7 +95,7 @@ def uncounted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def writes_to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function may write in place, as far as its name, its arguments or its schema tell; None: nothing."""
+    """The arguments that a function may write in place, as far as names, arguments or schema tell; None: none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     if _writes_by_name(getattr(func, "__name__", "")) or kwargs.get("inplace"):
@@ -110,13 +110,13 @@ def _writes_by_name(name: str) -> bool:
 
 
 class Effects(NamedTuple):
-    """What a function does with tensors that it is given, as far as the function itself tells; its arguments may tell more."""
+    """Effects of a function on tensors that it is given, as far as the function itself tells; its arguments may tell more."""
 
     only_reads: bool
-    """Whether it writes none of them, unless it is called with `out=` or `inplace=`."""
+    """True for a function that writes none of its tensors, unless it is called with `out=` or `inplace=`."""
     escapes: bool
     is_foreach: bool
-    """Whether it does the same with each tensor of a list."""
+    """True for a function that does the same with each tensor of a list."""
 
 
 def effects_of(func: Callable[..., Any]) -> Effects:
@@ -127,7 +127,7 @@ def effects_of(func: Callable[..., Any]) -> Effects:
 
 
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
-"""Ask to be told of a gradient."""
+"""Functions that ask to be told of a gradient."""
 
 REPOINTS = frozenset(
     {
@@ -165,7 +165,7 @@ def one_by_one(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """`handle` for each tensor of the lists, so that they need not be resident all at once. Same arithmetic, same bits."""
+    """The result of `handle` for each tensor of the lists in turn, which need not all be resident at once. Same arithmetic, same bits."""
     lengths = [len(value) for value in (*args, *kwargs.values()) if _is_list(value)]
     length = lengths[0]
     if set(lengths) != {length}:

@@ -1,4 +1,4 @@
-"""What `.grad` of a managed parameter is: taken off as it arrives, and bound by use when it is read."""
+"""Gradients as users know them: `.grad` of a managed parameter, taken off as it arrives, and bound by use when it is read."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["GradientAccess", "GradientOwner"]
 
 
 class GradientOwner(Protocol):
-    """Who keeps gradients."""
+    """The one who keeps gradients."""
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        """A gradient has arrived in backward. Takes it."""
+        """Takes a gradient that has arrived in backward."""
 
     def has_gradient(self, name: str) -> bool:
-        """Whether there is a gradient. StateError where it has been used and let go."""
+        """Tells whether a parameter has a gradient. StateError where that has been used and let go."""
 
     def drop_gradient(self, name: str) -> None:
-        """The gradient accumulated so far is no longer wanted."""
+        """Drops the gradient accumulated so far, which is no longer wanted."""
 
 
 class GradientAccess:
@@ -68,7 +68,7 @@ class GradientAccess:
 
     @property
     def stay(self) -> bool:
-        """Whether gradients stay the tensors that autograd made."""
+        """True where gradients stay the tensors that autograd made."""
         return self._use is GradientUse.TENSOR
 
     def watch(self, bound: BoundParameter) -> None:
@@ -102,14 +102,14 @@ class GradientAccess:
                 bound.of(own.detach()).add_(gradient)
 
     def get(self, bound: BoundParameter) -> Tensor | None:
-        """`p.grad`."""
+        """The value of `p.grad`."""
         gradient = bound.tensor().grad
         if gradient is None and self._is_parameter(bound) and self._owner.has_gradient(bound.name):
             return self._assembled.tensor(AssembledKey(bound.name, GRAD), bound.shape_only)
         return gradient
 
     def set(self, bound: BoundParameter, value: Tensor | None) -> None:
-        """`p.grad = value`, with torch's own checks of shape, type and device."""
+        """Does `p.grad = value`, with torch's own checks of shape, type and device."""
         if not self._is_parameter(bound):
             bound.tensor().grad = value
             return
@@ -131,7 +131,7 @@ class GradientAccess:
             self.own.add(bound.name)
 
     def is_not_own(self, name: str) -> None:
-        """The user has let go of the parameter's gradient: the next one is the owner's again, where it keeps any."""
+        """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""
         if not self.stay:
             self.own.discard(name)
 
@@ -141,18 +141,18 @@ class GradientAccess:
             return self._by_name[name].parameter.grad if name in self.own else None
 
     def owned(self) -> Iterator[tuple[str, Tensor]]:
-        """All of these, with the names of their parameters."""
+        """The gradients that are the user's own, each after the name of its parameter."""
         for name in self.own:
             own = self.own_of(name)
             if own is not None:
                 yield name, own
 
     def own_bytes(self) -> int:
-        """Bytes of all of these."""
+        """Bytes of all gradients that are the user's own."""
         return sum(gradient.nbytes for _, gradient in self.owned())
 
     def forget_own(self) -> None:
-        """All of these become None."""
+        """Sets all gradients that are the user's own to None."""
         with Plain():
             for name in self.own:
                 self._by_name[name].parameter.grad = None
@@ -160,5 +160,5 @@ class GradientAccess:
             self.own.clear()
 
     def _is_parameter(self, bound: BoundParameter) -> bool:
-        """Whether this is the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""
+        """Tells whether a record is of the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""
         return bound.tensor() is self._by_name[bound.name].tensor()

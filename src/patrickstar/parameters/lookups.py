@@ -1,6 +1,7 @@
 """Lookups of which only the rows that are asked for come from where the table rests. The table itself stays on the host.
 
-Autograd sees one operation with the table's parameter as its input, and no gradient of it: its rows go straight to whoever keeps gradients.
+Autograd sees one operation with the table's parameter as its input, and no gradient of the table: gradients of rows go straight to whoever keeps
+gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["RowGradients", "RowOwner", "WaitingRows", "expect_inside", "look_up"
 
 
 class RowOwner(Protocol):
-    """Who keeps tables."""
+    """The one who keeps tables."""
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:
         """Writes the rows of a table (ids: 1-D) into `values` (ids x width). `in_graph`: autograd records the lookup."""
@@ -30,7 +31,7 @@ class RowOwner(Protocol):
 
 
 def look_up(owner: RowOwner, table: BoundParameter, ids: Tensor, padding: int | None) -> Tensor:
-    """`F.embedding` of a table whose rows are gathered.
+    """The result of `F.embedding` in a table whose rows are gathered.
 
     Args:
         ids: of any shape. padding: the row that gets no gradient, not negative; None: every row gets one.
@@ -44,7 +45,7 @@ def look_up(owner: RowOwner, table: BoundParameter, ids: Tensor, padding: int | 
 
 
 def expect_inside(ids: Tensor, rows: int) -> None:
-    """IndexError where an id is not a row of a table of so many. Fake ids, whose values nobody knows, cost the same."""
+    """Raises IndexError where an id is not a row of a table of so many. Fake ids, whose values nobody knows, cost the same."""
     is_outside = ((ids < 0) | (ids >= rows)).any()
     if not isinstance(ids, FakeTensor) and bool(is_outside):
         raise IndexError(f"index out of range in self: a table of {rows} rows")
@@ -79,27 +80,27 @@ class RowGradients:
 
 
 class WaitingRows:
-    """Gradients of rows, until the backward that brings them ends: only then autograd would give their sum."""
+    """Gradients of rows that wait for the end of the backward that brings them: only then autograd would give their sum."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[str, RowGradients]] = {}
 
     def add(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        """Keeps what the innermost backward has brought."""
+        """Keeps gradients of rows that the innermost backward has brought."""
         tables = self._waiting.setdefault(backward_id(), {})
         tables.setdefault(name, RowGradients(name, padding)).parts.append((ids, gradient))
 
     def take(self) -> list[RowGradients]:
-        """All that the innermost backward has brought, by table, in the order of their first; they wait no longer."""
+        """All gradients of rows that the innermost backward has brought, by table, in the order of arrival; none waits after that."""
         return list(self._waiting.pop(backward_id(), {}).values())
 
     def clear(self) -> None:
-        """What backwards that an exception has left would have brought is not wanted."""
+        """Drops gradients of rows from backwards that an exception has left."""
         self._waiting.clear()
 
 
 class _Asked(NamedTuple):
-    """What a lookup is of, and of whom it is asked."""
+    """A lookup's table, and the one who is asked for its rows."""
 
     owner: RowOwner
     table: BoundParameter

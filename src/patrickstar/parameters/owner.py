@@ -1,4 +1,4 @@
-"""Whom the binding asks and tells."""
+"""The owner of the bytes of parameters, whom the binding asks and tells."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ __all__ = ["Owner", "Rewriting"]
 
 
 class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
-    """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
+    """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for."""
 
     def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:
-        """Makes the units resident, all at once, for a use of these parameters. BudgetError where they cannot be.
+        """Makes the units resident, all at once, for a use of these parameters. BudgetError where there is no room.
 
         `in_graph`: autograd records the use as one of the parameters themselves.
         """
 
     def carry_out_pending(self) -> None:
-        """Does what was asked for and is still to be done: a view, which is held all the time, is about to be used."""
+        """Does what was asked for and is still to be done: a view, held all the time, is about to be used."""
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident for a backward that needs what a use has saved."""
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
-        """Writes a parameter's value, or what is kept of it, which has changed, into a copy that is still held."""
+        """Writes a parameter's changed value, or what has changed of what is kept of it, into a copy that is still held."""
 
     def updated(self) -> None:
-        """Parameters have been written by the library: an update, a value that was loaded."""
+        """Notes that the library has written parameters: an update, a value that was loaded."""
 
     def thawed(self, name: str) -> None:
-        """A parameter that was frozen is to be trained. BudgetError where there is no room for that; it stays frozen then."""
+        """Makes room for training a parameter that was frozen. BudgetError where there is none; the parameter stays frozen then."""
 
     def changed(self, key: WeightKey) -> None:
-        """A weight unit's bytes, or a copy's, have been written in place, and are still held. See Note [Changes in place] in `changes.py`."""
+        """Notes that a weight unit's or copy's bytes, still held, were written in place. See Note [Changes in place] in `changes.py`."""
 
     def escaped(self, key: WeightKey) -> None:
-        """Memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
+        """Notes that memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
 
 
 class Rewriting(Protocol):
-    """Who keeps more of parameters than they show, and so must know which of their elements have been changed."""
+    """The one who keeps more of parameters than they show, and so must know which of their elements have been changed."""
 
     def keeps_more(self, bound: BoundParameter) -> bool:
-        """Whether it does, of this one."""
+        """Tells whether more is kept of a parameter than it shows."""
 
     def carry(self, bound: BoundParameter, before: Tensor | None) -> None:
-        """Elements of a parameter, which is resident, have been changed in place.
+        """Carries a change in place of a resident parameter to where more is kept of it.
 
-        `before`: what they were, 1-D in slot order; None: nobody knows, and all of them count as changed.
+        `before`: what its elements were, 1-D in slot order; None: nobody knows, and all of them count as changed.
         """

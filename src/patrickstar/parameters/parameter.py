@@ -1,6 +1,6 @@
 """The classes that managed parameters, and aliases of slots, have for a while. See Note [Binding] in `binding.py`.
 
-They are made for one binding each, so that a tensor leads to its binding without an attribute of its own, and two sessions never meet.
+These classes are made for each binding anew, so that a tensor leads to its binding without an attribute of its own, and two sessions never meet.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["alias_classes", "parameter_class"]
 
 
 class Handler(Protocol):
-    """The binding, as far as its classes know it."""
+    """The binding, as far as the classes of its parameters know it."""
 
     def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a torch function does with such tensors among its arguments."""
+        """The result of a torch function with parameters or aliases of the binding among its arguments."""
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
-        """An ordinary parameter with the same values."""
+        """An ordinary parameter with the values of a managed one."""
 
 
 def parameter_class(binding: Handler, base: type[Tensor]) -> type[Any]:

@@ -1,11 +1,11 @@
-"""What autograd saves for backward, as long as a managed parameter is in use.
+"""Tensors that autograd saves for backward while a managed parameter is in use.
 
 Note [Saved tensors]
     Autograd saves an alias of a weight (`nn.Linear` saves its transpose), not the leaf. With slots that move, an alias read in backward would
     be another chunk's bytes. So an alias of a slot is packed as *where it lies*, and resolved when backward unpacks it.
     Saved-tensor hooks do not nest: torch calls the topmost pair only. Pushed for a whole session ours would miss every weight saved during a
     non-re-entrant recomputation (checkpoint's own pair is on top there); pushed around a module they would switch the user's checkpointing
-    off. So they are pushed around each *use* of a parameter, and whatever is not a slot is handed to the pair underneath.
+    off. So our hooks are pushed around each *use* of a parameter, and whatever is not a slot is handed to the pair underneath.
     Under hooks torch does not check that a saved tensor is unchanged: both kinds carry the version they had, and unpacking checks it.
 """
 
@@ -33,18 +33,18 @@ class SavedSlice(NamedTuple):
     owner: torch.nn.Parameter
     version: int
     is_recomputed: bool
-    """Whether the forward that saved it runs again before it is read, as gradient checkpointing does."""
+    """True where the forward that saved the alias runs again before the alias is read, as gradient checkpointing does."""
 
 
 class SavedTensor(NamedTuple):
-    """Any other tensor saved by the same operation, with no hooks underneath."""
+    """A saved tensor that is no alias of a managed parameter, with no hooks underneath ours."""
 
     tensor: torch.Tensor
     version: int
 
 
 class SavedUnderneath(NamedTuple):
-    """Any other tensor saved by the same operation, packed by the hooks underneath ours."""
+    """A saved tensor that is no alias of a managed parameter, packed by the hooks underneath ours."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
@@ -64,11 +64,11 @@ class WeightChangedError(StateError, RuntimeError):
 
 
 class SavedTensors:
-    """The pair of saved-tensor hooks for one use.
+    """The pair of saved-tensor hooks around uses.
 
     Args:
         find: gives (unit or copy, offset, parameter) of a tensor over a slot or copy, or None.
-        fetch: gives a 1-D tensor over the unit's slot, fetching it where it is not resident, or the copy.
+        fetch: gives a 1-D tensor over the unit's slot, fetching the unit where it is not resident, or the copy.
         lasting: gives what may be kept of any other tensor.
         was_recomputed: whether a recomputation of a forward has left a parameter at a version.
     """
@@ -87,7 +87,7 @@ class SavedTensors:
         self._was_recomputed = was_recomputed
 
     def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which what is saved goes through us, and what is not ours through the hooks that were on top before."""
+        """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before."""
         underneath = top_saved_tensors_hooks()
         is_recomputed = underneath is not None and is_checkpoints(underneath)
 

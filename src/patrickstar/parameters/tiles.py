@@ -3,7 +3,7 @@
 Note [Tiles]
     A weight in tiles need not be resident as a whole: rows of it lie in units of their own. For autograd each tile is a leaf with a gradient of
     its own, so that neither the weight nor its gradient is ever one tensor. `linear` multiplies with one tile after the other, and its results
-    are put together; a lookup asks every tile for its rows. All other uses see a copy of the whole (Note [Copies] in `leases.py`), and the
+    are put together; a lookup asks every tile for its rows. All other uses see a copy of the whole (Note [Copies] in `memory/leases.py`), and the
     gradient of such a use is the whole parameter's.
     Products of other shapes may have other bits: what it equals is plain PyTorch that multiplies with the same rows at a time. A lookup has the
     bits of an ordinary one.

@@ -1,4 +1,4 @@
-"""Answers one question: what must happen before this moment?
+"""The pilot: answers one question, what must happen before this moment.
 
 Inside a stretch (a forward with its backward, the norm, the optimizer's step) that has a plan, the answer is read off the plan, as long as
 the moments come as its trace has them. From the first that does not, and where there is no plan, the answer is decided on the spot, by the
@@ -26,7 +26,7 @@ __all__ = ["Pilot", "Planned", "Reactive", "Stretch", "StretchKind"]
 
 
 class StretchKind(str, Enum):
-    """Of a stretch: which part of a step it is."""
+    """Kinds of stretch: the parts of a step."""
 
     TRAINING = "training step"
     EVALUATION = "evaluation"
@@ -40,7 +40,7 @@ class StretchKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The moments of a stretch come as its trace has them, and what happens before each is read off the plan."""
+    """The course of a stretch whose moments come as its trace has them: what happens before each is read off the plan."""
 
     plan: Plan
     trace: Trace
@@ -48,7 +48,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Reactive:
-    """What happens before each moment is decided on the spot, for this reason. `plan`: the one that the stretch has departed from, if any."""
+    """The course of a stretch whose moments are decided on the spot, for a reason. `plan`: what the stretch has departed from, if anything."""
 
     reason: str
     plan: Plan | None = None
@@ -56,10 +56,10 @@ class Reactive:
 
 @dataclass(slots=True)
 class Stretch:
-    """A stretch of a step that is planned as one: what is expected of it, whether that is followed, and how far it has come.
+    """A stretch of a step that is planned as one: what is expected of it, its course, and how far it has come.
 
     `reserve_bytes` is the room that is left to non-model data where moments are decided on the spot.
-    `lets_go`: units that the plan has let go of before moment `lets_go_at`, and nobody has yet; `let_go_at`: before which it was that somebody did.
+    `lets_go`: units that the plan has let go of before moment `lets_go_at`, and nobody has yet; `let_go_at`: the moment before which somebody did.
     """
 
     kind: StretchKind
@@ -77,28 +77,28 @@ class Stretch:
     worth: Worth | None = field(default=None, repr=False)
 
     def depart(self, reason: str) -> None:
-        """From here on the moments of this stretch are decided on the spot. The first reason stays."""
+        """Makes the stretch reactive: its moments are decided on the spot from here on. The first reason stays."""
         if isinstance(self.course, Planned):
             self.course = Reactive(reason, self.course.plan)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is followed, or was."""
+        """The plan that the stretch follows, or followed."""
         return self.course.plan
 
     @property
     def reason(self) -> str:
-        """Why moments are decided on the spot; empty where the plan is followed."""
+        """The reason why moments are decided on the spot; empty where the plan is followed."""
         return self.course.reason if isinstance(self.course, Reactive) else ""
 
     @property
     def complete(self) -> bool:
-        """Whether every moment of the trace has come, as planned."""
+        """True once every moment of the trace has come, as planned."""
         return isinstance(self.course, Planned) and self.position == len(self.course.trace.moments)
 
 
 class Pilot:
-    """Decides, moment by moment. Moves nothing.
+    """Decides what must happen, moment by moment. Moves nothing.
 
     Args:
         state: where every unit is now; the store changes it.
@@ -130,12 +130,12 @@ class Pilot:
         self._last_use: dict[PlaneRef, int] = {}
 
     def begin(self, stretch: Stretch) -> None:
-        """The next moments belong to this stretch."""
+        """Begins a stretch: the next moments belong to it."""
         self.stretch = stretch
         self._handicap_bytes = 0
 
     def opening(self, held: Collection[PlaneRef]) -> Sequence[Action]:
-        """What may happen as soon as the stretch begins, so that what is allocated before its first moment finds room."""
+        """Actions that may be done as soon as the stretch begins, so that what is allocated before its first moment finds room."""
         stretch, state = self.stretch, self._state
         match stretch.course:
             case Planned(plan, trace) if trace.moments and not self._drops_held(plan.moments[0], held):
@@ -154,7 +154,10 @@ class Pilot:
             return ()  # what is in use now may leave before the first moment, which decides
 
     def let_go(self, ref: PlaneRef) -> bool:
-        """Somebody lets go of a unit's contents. Whether the plan has it so; then its slots stay until the plan gives them back."""
+        """Tells whether the plan has it that a unit's contents are let go of now: its slots then stay until the plan gives them back.
+
+        Where the plan has not, the stretch departs.
+        """
         stretch = self.stretch
         if not isinstance(stretch.course, Planned) or stretch.complete:
             return False
@@ -168,7 +171,7 @@ class Pilot:
         return False
 
     def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
-        """What leaves so that slots take no more than these bytes, as far as what is held allows; the rest of the stretch is decided."""
+        """Actions by which slots take no more than these bytes, as far as what is held allows; makes the stretch reactive."""
         stretch, state = self.stretch, self._state
         stretch.depart(f"the {stretch.kind} took more memory at moment {stretch.position} than was foreseen")
         pinned = sum(state.slots[ref] for ref in state.resident if ref in held or state.home[ref] is state.compute)
@@ -176,7 +179,7 @@ class Pilot:
         return make_room(state, needed=(), pinned=held, capacity_slots=capacity_slots, order=self._order(stretch))
 
     def yield_bytes(self, nbytes: int, *, slots: int) -> None:
-        """Until the stretch ends, chunks have less room: so many bytes less than these slots take, since something else has taken them."""
+        """Leaves chunks less room until the stretch ends: `nbytes` less than `slots` take, since something else has taken these bytes."""
         room = max(0, slots * self._state.slot_bytes - nbytes)
         withheld = self.stretch.reserve_bytes + self._spare_bytes
         self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
@@ -190,10 +193,10 @@ class Pilot:
         held: Collection[PlaneRef],
         rows: Rows | None = None,
     ) -> Sequence[Action]:
-        """What must happen before a moment that touches these units, and uses these rows, while `held` are in use.
+        """Actions that must be done before a moment that touches these units, and uses these rows, while `held` are in use.
 
         Raises:
-            BudgetError: what it needs at once does not fit.
+            BudgetError: what the moment needs at once does not fit.
         """
         self._clock += 1
         for touch in touches:
@@ -215,7 +218,7 @@ class Pilot:
         held: Collection[PlaneRef],
         rows: Rows | None,
     ) -> Sequence[Action] | None:
-        """What the plan has; None where it is followed no longer."""
+        """Actions that the plan has before a moment; None where the plan is followed no longer."""
         stretch = self.stretch
         number, moments = stretch.position, course.trace.moments
         if number == len(moments):
@@ -243,7 +246,7 @@ class Pilot:
         return actions
 
     def _drops_held(self, actions: Sequence[Action], held: Collection[PlaneRef]) -> PlaneRef | None:
-        """A unit in use that these actions would drop."""
+        """A unit in use that these actions would drop, if there is one."""
         for action in actions:
             if isinstance(action, Drop) and action.tier is self._state.compute and action.ref in held:
                 return action.ref
@@ -257,7 +260,7 @@ class Pilot:
         held: Collection[PlaneRef],
         rows: Rows | None = None,
     ) -> Sequence[Action]:
-        """The same, whatever the plan says. BudgetError as there."""
+        """Actions for such a moment that are decided on the spot, whatever the plan says. BudgetError: what it needs at once does not fit."""
         actions = self._room_for(phase, label, [touch.ref for touch in touches], held)
         return actions if rows is None else [*actions, *prepare_rows(state_after(self._state, actions), rows)]
 

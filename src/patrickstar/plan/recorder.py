@@ -1,4 +1,4 @@
-"""Writes down a step, moment by moment, while it happens: for real, or on a twin of fake tensors."""
+"""A recorder that writes down a step, moment by moment, while it happens: for real, or on a twin of fake tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TraceRecorder:
     """Collects moments into a trace.
 
     Args:
-        restart_peak: gives the peak of non-model bytes since it was called last; a moment's bytes are those until the next one.
+        restart_peak: gives the peak of non-model bytes since the last call of it; a moment's bytes are those until the next moment.
     """
 
     def __init__(self, restart_peak: Callable[[], int]) -> None:
@@ -30,12 +30,12 @@ class TraceRecorder:
         held: Iterable[PlaneRef],
         rows: Rows | None = None,
     ) -> None:
-        """The next moment begins."""
+        """Writes down a moment, which begins now."""
         self._nonmodel_bytes.append(self._restart_peak())
         self._seen.append((phase, label, touches, tuple(held), rows))
 
     def trace(self) -> Trace:
-        """What has been written down; the last moment ends now."""
+        """The trace of what has been written down; the last moment ends now."""
         self._nonmodel_bytes.append(self._restart_peak())
         before_first, *peaks = self._nonmodel_bytes
         if not peaks:

@@ -1,4 +1,4 @@
-"""Which event of a step touches what: one place for the real step, for its twin of fake tensors, and for the traces of norm and update.
+"""Units that each event of a step touches: one place for the real step, for its twin of fake tensors, and for the traces of norm and update.
 
 | event                                  | phase              | touches (`*`: writes)                                                 |
 |----------------------------------------|--------------------|-----------------------------------------------------------------------|
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class UseCounts:
-    """How often parameters and tiles have been used since a forward began, by name: in all, and `apart` from autograd's graph."""
+    """Numbers of uses of parameters and tiles since a forward began, by name: in all, and `apart` from autograd's graph."""
 
     uses: dict[str, int] = field(default_factory=dict)
     apart: dict[str, int] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Touches:
     """Says what the events of forwards and backwards touch.
 
     Args:
-        gradients: where they go. formats: which chunks have a split master.
+        gradients: where gradients go. formats: which chunks have a split master.
         updates: whether the optimizer updates a parameter, by name. counts: of uses, which decide what a gradient does when it arrives.
 
     Note [Updates in backward]
@@ -76,12 +76,12 @@ class Touches:
         self.counts = counts
 
     def begin_forward(self) -> None:
-        """Uses are counted from here on."""
+        """Begins to count uses anew."""
         self.counts.uses.clear()
         self.counts.apart.clear()
 
     def lookup(self, name: str, numel: int, *, in_graph: bool, in_backward: bool) -> tuple[Phase, Rows]:
-        """A lookup of so many elements in a table; `in_graph`: autograd records it. In a backward it is part of a recomputation."""
+        """The phase and the rows of a lookup of so many elements in a table. `in_graph`: autograd records the lookup."""
         if not in_backward:
             for label in self.layout.leaves(name):
                 self.counts.uses[label] = self.counts.uses.get(label, 0) + 1
@@ -92,11 +92,11 @@ class Touches:
         return Phase.RECOMPUTE if in_backward else Phase.FORWARD, Rows(units, nbytes)
 
     def unpack(self, ref: PlaneRef) -> tuple[Phase, tuple[Touch, ...]]:
-        """A backward needs what a use has saved of a unit."""
+        """The phase and the touches of a backward's need for what a use has saved of a unit."""
         return Phase.BACKWARD, (Touch(ref),)
 
     def gradient(self, label: str) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
-        """A gradient's arrival: the piece of it that each moment is about, and what that touches."""
+        """The moments of a gradient's arrival: the piece of the gradient that each is about, and what it touches."""
         if self.gradients is GradientUse.TENSOR:
             return iter(())
         if not self.updates_at_once(label):
@@ -104,13 +104,13 @@ class Touches:
         return update_parts(self.layout, label, formats=self.formats.now)
 
     def updates_at_once(self, label: str) -> bool:
-        """Whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
+        """Tells whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
         if self.gradients is not GradientUse.UPDATE or not self._updates(self.layout.owner(label)):
             return False
         return self.comes_whole(label)
 
     def comes_whole(self, label: str) -> bool:
-        """Whether a backward delivers the gradient of a parameter, or of a tile, in one piece."""
+        """Tells whether a backward delivers the gradient of a parameter, or of a tile, in one piece."""
         if self.counts.apart.get(label) and self.counts.uses.get(label) != 1:
             return False
         # A parameter in tiles that is also used as a whole has gradients of both.
@@ -120,14 +120,14 @@ class Touches:
         return not (as_whole or in_tiles)
 
     def adds_up(self, label: str, dtype: str) -> bool:
-        """Whether what a backward brings of a gradient is added up until it ends, in the type that it is of, since it is kept in another one."""
+        """Tells whether parts of a gradient are added up in their own type until the backward ends, since the plane keeps another type."""
         if self.gradients not in {GradientUse.CHUNK, GradientUse.UPDATE} or self.comes_whole(label):
             return False
         kept = self.formats.now.of(PlaneRef(self.layout.parts(label)[0].chunk, GRAD), self.layout)
         return kept.dtype != dtype
 
     def master(self, label: str) -> list[tuple[Part, tuple[Touch, ...]]]:
-        """What was changed of a parameter, or of a tile, is carried to where it is kept: the piece that each moment is about, and what it touches."""
+        """The moments in which changes of a parameter, or of a tile, are carried to its master: the piece that each is about, and what it touches."""
         formats = self.formats.now
         return [
             (part, master_touches(part, self.layout, is_split=formats.is_split(part.chunk, self.layout), writes=True))
@@ -135,11 +135,11 @@ class Touches:
         ]
 
     def keeps_rest(self, label: str) -> bool:
-        """Whether the master of a parameter is split: its weight does not show all of it."""
+        """Tells whether a parameter's master is split: the weight does not show all of such a master."""
         return self.formats.now.is_split(self.layout.parts(label)[0].chunk, self.layout)
 
     def row_gradients(self, name: str, nbytes: int) -> Rows | None:
-        """The arrival of so many bytes of gradients of rows; None where they go tile by tile as others do."""
+        """The rows that an arrival of so many bytes of gradients of rows uses; None where such gradients go tile by tile as others do."""
         if self.gradients is not GradientUse.CHUNK:
             return None
         units = (PlaneRef(chunk, GRAD) for chunk in sorted({part.chunk for part in self.layout.parts(name)}))
@@ -150,25 +150,25 @@ class Touches:
 
 
 def gradient_parts(layout: Layout, label: str, *, writes: bool) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
-    """A gradient in its plane is read or written: the piece of it that each moment is about, and what that touches."""
+    """The moments in which a gradient in its plane is read or written: the piece that each is about, and what it touches."""
     for part in layout.parts(label):
         yield part, (Touch(PlaneRef(part.chunk, GRAD), writes),)
 
 
 def update_parts(layout: Layout, label: str, *, formats: Formats) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
-    """A parameter is updated from a gradient that is in no plane: as `gradient_parts`."""
+    """The moments in which a parameter is updated from a gradient that is in no plane: the piece that each is about, and what it touches."""
     for part in layout.parts(label):
         yield part, update_touches(part.chunk, layout, formats)
 
 
 def master_touches(part: Part, layout: Layout, *, is_split: bool, writes: bool) -> tuple[Touch, ...]:
-    """A piece of a parameter's master is read or written."""
+    """Touches of reading or writing a piece of a parameter's master."""
     weight = Touch(layout.weight_place(part)[0], writes)
     return _in_order(weight, *([Touch(PlaneRef(part.chunk, REST), writes)] if is_split else []))
 
 
 def update_touches(chunk: int, layout: Layout, formats: Formats, *gradient: Touch) -> tuple[Touch, ...]:
-    """A chunk is updated, from a gradient that is no unit, or from this one."""
+    """Touches of a chunk's update, from a gradient that is no unit, or from `gradient`."""
     planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if formats.is_split(chunk, layout) else ()))
     weight = Touch(PlaneRef(layout.run_of(chunk).head, WEIGHT), True)
     return _in_order(weight, *(Touch(PlaneRef(chunk, plane), True) for plane in planes), *gradient)
@@ -193,7 +193,7 @@ def step_trace(
 
     Args:
         formats: which chunks are trained, and have a split master.
-        in_plane: whether gradients lie in chunks. writes_gradients: whether they are scaled there first.
+        in_plane: whether gradients lie in chunks. writes_gradients: whether gradients are scaled there first.
     """
     moments = []
     for chunk, label in updated_chunks(layout, names, formats=formats):
@@ -203,7 +203,7 @@ def step_trace(
 
 
 def updated_chunks(layout: Layout, names: Iterable[str], *, formats: Formats) -> Iterator[tuple[int, str]]:
-    """The chunks that an update of these parameters is about, in order, each with the first of them in it."""
+    """The chunks that an update of these parameters is about, in order, each with the first of these parameters in it."""
     wanted = set(names)
     for chunk in range(layout.n_chunks):
         label = next((piece.name for piece in layout.tensors_in(chunk) if piece.name in wanted), None)
@@ -226,7 +226,7 @@ def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats) -> Tra
 
 
 def gradients_freed(trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
-    """(moment, unit) of every gradient in a trace of an update: what nobody wants any more once that moment is over."""
+    """(moment, unit) of every gradient in a trace of an update: nobody wants the unit any more once that moment is over."""
     return tuple(
         (index, touch.ref)
         for index, moment in enumerate(trace.moments)

@@ -1,4 +1,4 @@
-"""Puts a session together, from what it owns up to what its users see."""
+"""Assembly of a session, from what it owns up to what its users see."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _log = logging.getLogger("patrickstar")
 
 
 def assemble(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: MemoryOptions) -> Session:
-    """The session of these arguments of `manage`, which have been checked. Errors as there: model and optimizer are then as before."""
+    """The session for arguments of `manage`, which have been checked. Raises what `manage` raises: model and optimizer are then as before."""
     named = check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
@@ -114,7 +114,7 @@ def assemble(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: 
 
 
 def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
+    """Tells whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
     if optimizer is None:
         return False
     return parameter.requires_grad or parameter.grad is not None or parameter in optimizer.state
@@ -313,7 +313,7 @@ def _build_session(
 
 
 def _pressure(budgets: Budgets) -> Pressure | None:
-    """The bound on the process itself, where the host computes and has one."""
+    """The bound on the process itself, where the host computes and has a bound."""
     machine = budgets.machine
     if not budgets.host_binds or machine.compute is not Tier.HOST:
         return None
@@ -321,7 +321,7 @@ def _pressure(budgets: Budgets) -> Pressure | None:
 
 
 def _meter_bound(budgets: Budgets, *, set_aside: int) -> MeterBound | None:
-    """The bound on slots and live bytes, where somebody gave one: it is hard where a device computes."""
+    """The bound on slots and live bytes, where somebody gave one: a hard bound where a device computes."""
     machine = budgets.machine
     if not budgets.host_binds and machine.compute is Tier.HOST:
         return None
@@ -330,7 +330,7 @@ def _meter_bound(budgets: Budgets, *, set_aside: int) -> MeterBound | None:
 
 
 def _escaped(binding: Binding, events: Events, masters_by_hand: MastersByHand, *, mixed: bool) -> EscapedMemory:
-    """Changes of weights by hand are noticed, and carried into masters that are split."""
+    """The watch over memory that was handed out, whose changes by hand are carried into masters that are split."""
     if mixed:
         binding.changes.rewriting = masters_by_hand
     return EscapedMemory(

@@ -1,4 +1,4 @@
-"""What a session is made of."""
+"""Parts of a session."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Parts"]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a session is made of; `manage` puts it together.
+    """The parts that a session is made of, put together by `manage`.
 
-    `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: what they were before. `host_budget_bytes`: what
-    the user allowed the process to hold, or None.
+    `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: the types before `manage`, by name.
+    `host_budget_bytes`: what the user allowed the process to hold, or None.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Gradients and the optimizer's state, put together for a use and written back. See Note [Assembled tensors] in `parameters/assembled.py`."""
+"""Whole gradients and state of the optimizer, put together for a use and written back. See Note [Assembled tensors] in `parameters/assembled.py`."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Assembling:
         self._steps = steps
 
     def make(self, key: AssembledKey) -> Tensor:
-        """A tensor put together: 1-D, in slot order.
+        """The tensor for a key, put together: 1-D, in slot order.
 
         Raises:
-            BudgetError: it does not fit.
+            BudgetError: the tensor does not fit.
         """
         bound = self._binding.by_name[key.name]
         dtype = bound.shape_only.dtype if key.plane == GRAD else torch.float32
@@ -72,9 +72,9 @@ class Assembling:
                 self._weights.copy_average_into(key.name, key.plane, copy)
 
     def changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        """What was put together has been written in place: so are the chunks.
+        """Writes a tensor that was put together, and has been written in place, back into its chunks.
 
-        `wholly`: every element of it, also those that are shown rounded and have the same bits as before.
+        `wholly`: every element has been written, also those that are shown rounded and have the same bits as before.
         """
         copy = self._binding.leases.take_copy(key, self.make)
         with self._executor.lock, self._executor.apart():
@@ -86,7 +86,7 @@ class Assembling:
                 self._weights.write_average_from(key.name, key.plane, copy)
 
     def expect_room(self, key: AssembledKey) -> None:
-        """BudgetError where there is no room to put this one together."""
+        """Raises BudgetError where there is no room to put the tensor for a key together."""
         if key.plane == STEP or key in self._binding.leases.living():
             return
         bound, held = self._binding.by_name[key.name], self._binding.leases.held()
@@ -97,7 +97,7 @@ class Assembling:
 
     @contextmanager
     def _taking(self, key: AssembledKey, nbytes: int) -> Iterator[None]:
-        """So much less is left to chunks meanwhile."""
+        """Leaves chunks `nbytes` less room while a tensor is put together."""
         held = self._binding.leases.assembled_bytes()
         self._binding.assembled.making_bytes += nbytes
         try:
@@ -123,7 +123,7 @@ class Assembling:
 
 
 def count_of(key: AssembledKey, value: Tensor) -> int:
-    """A count of updates that was written. StateError where it is none."""
+    """The count of updates that a value is. StateError where the value is none."""
     count = float(value)
     if not (count >= 0 and count == int(count)):
         raise StateError(f"{title(key)} was set to {count:g}: it is a count of updates, a whole number from 0 on")

@@ -1,4 +1,4 @@
-"""The backward calls that are under way, one inside of another where blocks are computed again, and when they end."""
+"""The backward calls that are under way, one inside of another where blocks are computed again, and their ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Backwards"]
 
 
 class Backwards:
-    """Notices ends. torch tells of the end of the innermost backward call alone, and only whoever asks inside of it.
+    """Notices when backward calls end. torch tells of the end of the innermost one alone, and only whoever asks inside of that.
 
     Args:
-        ended: called when a backward ends that has brought gradients, itself or in one inside of it. Its argument: whether it is inside of
-            another, which goes on.
+        ended: called when a backward ends that has brought gradients, itself or in one inside of it. The argument: whether that backward is inside
+            of another, which goes on.
 
     Attributes:
-        nested: whether one inside of another has ended, and the other has not.
+        nested: whether a backward inside of another has ended, and the other has not.
     """
 
     def __init__(self, ended: Callable[[bool], None]) -> None:
@@ -29,17 +29,17 @@ class Backwards:
 
     @property
     def bring(self) -> bool:
-        """Whether one is under way that has brought gradients."""
+        """True while a backward is under way that has brought gradients."""
         return self._bringing is not None
 
     def notice_gradient(self) -> None:
-        """The innermost one has a gradient to give, now or at its end."""
+        """Notes that the innermost backward has a gradient to give, now or at its end."""
         if self._bringing != backward_id():
             self._bringing = backward_id()
             at_end_of_backward(self._end)
 
     def notice_recomputation(self) -> None:
-        """A block is computed again: all gradients may come from a backward inside of this one, whose end is the end of all the same."""
+        """Notes that a block is computed again: all gradients may come from backwards inside of this one, whose end is still the end of all."""
         if self._around != backward_id():
             self._around = backward_id()
             at_end_of_backward(self._end_around)
@@ -56,5 +56,5 @@ class Backwards:
             self._bringing = None
 
     def forget(self) -> None:
-        """None is under way: an exception may have left one."""
+        """Forgets a backward that an exception may have left: none is under way."""
         self._bringing, self.nested = None, False

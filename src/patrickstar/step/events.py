@@ -1,4 +1,4 @@
-"""Answers the binding and the root module's hooks: the session's side of every event of a step."""
+"""Events of a step, on the session's side: answers the binding and the root module's hooks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["Events"]
 
 
 class Events:
-    """Owns the bytes of parameters, as far as the binding is concerned.
+    """The owner of the bytes of parameters, as far as the binding is concerned.
 
-    Made before the binding, which needs it, and connected to what needs the binding afterwards.
+    Made before the binding, which needs its owner, and connected afterwards to what needs the binding.
 
     Attributes:
-        seconds: of the last forward and backward.
+        seconds: durations of the last forward and backward.
     """
 
     _executor: Executor
@@ -83,7 +83,7 @@ class Events:
         tables: TableRows,
         is_managed: Callable[[Tensor], bool],
     ) -> None:
-        """Everything that events are passed on to."""
+        """Takes everything that events are passed on to."""
         self._executor = executor
         self._stretches = stretches
         self._training = training
@@ -97,7 +97,7 @@ class Events:
     # the binding's owner
 
     def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:  # noqa: ARG002
-        """See `parameters.owner.Owner`."""
+        """Makes the units resident, in a moment of the forward or, inside of a backward, of a recomputation."""
         if self._escaped.watched:
             self._escaped.check()
         if backward_id() == -1:
@@ -109,11 +109,11 @@ class Events:
         self._executor.moment(Phase.RECOMPUTE, names[0], touches)
 
     def carry_out_pending(self) -> None:
-        """See `parameters.binding.Owner`."""
+        """Carries out an optimizer step that is pending."""
         self._executor.settle()
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
-        """See `parameters.binding.Owner`."""
+        """Makes a unit resident, in a moment of the backward."""
         self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
@@ -122,18 +122,18 @@ class Events:
         self._executor.moment(phase, name, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
-        """See `parameters.assembled.AssembledOwner`."""
+        """A parameter's value in the type that computes, or a gradient or state of the optimizer put together: 1-D."""
         return self._kept().make(key) if isinstance(key, AssembledKey) else self._copies.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
-        """See `parameters.binding.Owner`."""
+        """Writes what has changed in chunks into a copy, or a tensor put together, that is still held."""
         if isinstance(key, AssembledKey):
             self._kept().renew(key, copy)
         else:
             self._copies.renew(key, copy)
 
     def changed(self, key: WeightKey) -> None:
-        """See `parameters.binding.Owner`."""
+        """Takes a change in place: of a unit, which counts as written, as a moment of its own in a stretch; of a copy, into its master."""
         if not isinstance(key, PlaneRef):
             self._copies.changed(key)
             return
@@ -145,7 +145,7 @@ class Events:
             self._executor.moment(phase, label, (Touch(key, True),))
 
     def escaped(self, key: WeightKey) -> None:
-        """See `parameters.binding.Owner`."""
+        """Watches a unit, or a copy, whose memory has been handed out."""
         self._escaped.add(key)
 
     def _kept(self) -> Assembling:
@@ -153,7 +153,7 @@ class Events:
         return self._assembling
 
     def settle(self) -> None:
-        """See `parameters.assembled.AssembledOwner`."""
+        """Carries out what is pending; between stretches, a stretch that is over ends."""
         if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
             self.forget_abandoned_backward()
             self._stretches.pause()
@@ -161,25 +161,25 @@ class Events:
         self._executor.settle()
 
     def expect_room(self, key: AssembledKey) -> None:
-        """See `parameters.assembled.AssembledOwner`."""
+        """Raises BudgetError where there is no room to put a gradient or state of the optimizer together, alone."""
         self._kept().expect_room(key)
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        """See `parameters.assembled.AssembledOwner`."""
+        """Writes a tensor that was put together, and has been changed in place, back into its chunks."""
         self._kept().changed(key, wholly=wholly)
 
     def updated(self) -> None:
-        """See `parameters.binding.Owner`."""
+        """Takes what the library has written to weights for what should be in memory that was handed out."""
         if self._escaped.watched:
             self._escaped.renew()
 
     def thawed(self, name: str) -> None:
-        """See `parameters.binding.Owner`."""
+        """Makes room for training a parameter that was frozen. BudgetError where there is none."""
         if self._training is not None:
             self._late_planes.thaw(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        """See `parameters.binding.Owner`."""
+        """Hands a gradient that has arrived on to training. StateError where it is sparse."""
         self.check_watch()
         if gradient.layout is not torch.strided:
             raise StateError(
@@ -193,7 +193,7 @@ class Events:
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:
-        """See `parameters.lookups.RowOwner`."""
+        """Writes rows of a table, gathered where they rest, into `values`, in a moment of the forward or of a recomputation."""
         self.check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
@@ -201,7 +201,7 @@ class Events:
         self._tables.gather(phase, name, rows, ids, values)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        """See `parameters.lookups.RowOwner`."""
+        """Keeps the gradient of rows until the backward that has brought it ends."""
         self.check_watch()
         assert self._training is not None
         self._in_backward = True
@@ -209,16 +209,16 @@ class Events:
         self._training.arrives()
 
     def bring_rows(self) -> None:
-        """The innermost backward ends: gradients of rows that it has brought are complete."""
+        """Takes the gradients of rows that the innermost backward has brought, complete now that it ends."""
         for gradients in self._rows.take():
             self._tables.add_gradient(gradients, deliver=self.gradient)
 
     def has_gradient(self, name: str) -> bool:
-        """See `parameters.binding.Owner`."""
+        """Tells whether a parameter has a gradient in its plane. StateError where that has been used and let go."""
         return self._training is not None and self._training.has_gradient(name)
 
     def drop_gradient(self, name: str) -> None:
-        """See `parameters.binding.Owner`."""
+        """Drops a parameter's gradient."""
         if self._training is not None:
             self._training.drop_gradient(name)
 
@@ -226,11 +226,11 @@ class Events:
 
     @property
     def watches(self) -> bool:
-        """Whether somebody may write to a weight unseen."""
+        """True while somebody may write to a weight unseen."""
         return bool(self._escaped.watched)
 
     def check_watch(self) -> None:
-        """What was written unseen is carried to where it belongs."""
+        """Carries what was written unseen to where it belongs."""
         if self._escaped.watched:
             self._escaped.check()
 
@@ -239,7 +239,7 @@ class Events:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward of the model begins. BudgetError before anything has changed where it does not fit."""
+        """Begins a forward of the model; gives its inputs, cast. BudgetError, before anything has changed, where the forward does not fit."""
         if self._depth:
             self._depth += 1
             return args, kwargs
@@ -260,7 +260,7 @@ class Events:
         return args, kwargs
 
     def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
-        """A forward has ended, or was left by an exception."""
+        """Ends a forward, which is over or was left by an exception."""
         if not self._depth:
             return  # refused before it began
         self._depth -= 1
@@ -276,7 +276,7 @@ class Events:
             self._stretches.end()
 
     def forget_abandoned_backward(self) -> None:
-        """State is about to be read or written, by nobody inside of a backward: one that has begun is over, by its end or by an exception."""
+        """Takes a backward that has begun for over, by its end or by an exception: state is read or written by nobody inside of one."""
         if self._in_backward and backward_id() == -1:
             self._in_backward = False
             self._stretches.abandon()
@@ -299,7 +299,7 @@ class Events:
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """The same inputs with floating tensors in this type, in nested containers too; what needs no cast is the very same object."""
+    """Inputs with floating tensors in this type, in nested containers too; what needs no cast is the very same object."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
     if type(value) is dict:

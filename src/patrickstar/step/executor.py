@@ -1,7 +1,7 @@
-"""Has done what must happen before each event of a step: asks the pilot what that is, and the store to do it.
+"""The executor: has done what must happen before each event of a step. Asks the pilot what that is, and the store to do it.
 
-The binding tells it of every use of a parameter and every gradient, the optimizer of every chunk it updates. It owns the question "is it there
-now?"; gradients and updates own what is done with the bytes.
+Events tell the executor of every use of a parameter, gradients and updates of every chunk that they need. The executor owns the question "are the
+bytes there now?"; gradients and updates own what is done with them.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from patrickstar.units import format_bytes
 __all__ = ["Executor", "MeterBound"]
 
 _Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Rows | None]
-"""What a moment is asked about: phase, label, touches, what is held, and rows."""
+"""A moment as the pilot is asked about it: phase, label, touches, what is held, and rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeterBound:
-    """What slots and metered bytes together may take of the compute tier. `enforced`: whether it is an error where they take more."""
+    """The bound on what slots and metered bytes together may take of the compute tier. `enforced`: whether exceeding it is an error."""
 
     nbytes: int
     enforced: bool
 
 
 class Executor:
-    """One moment after another.
+    """Has everything done that must happen before a moment, one moment after another.
 
     Args:
-        pressure: where the process itself has a bound. meter_bound: where live bytes, while they are metered, have one.
+        pressure: the bound on the process itself, if any. meter_bound: the bound on live bytes while they are metered, if any.
 
     Attributes:
         recorder: writes down what happens, where somebody wants to know.
-        meter: of live bytes, while one is on. meter_acts: whether chunks leave where it shows more than there is room for.
-        pending: the optimizer step that was called and not yet carried out: before any further moment. carry_out_step: who does.
+        meter: of live bytes, while one is on. meter_acts: whether chunks leave where the meter shows more than there is room for.
+        pending: the optimizer step that was called, to be carried out before any further moment. carry_out_step: carries it out.
     """
 
     carry_out_step: Callable[[PendingStep, bool], None]
@@ -82,10 +82,10 @@ class Executor:
     # moments
 
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows: Rows | None = None) -> None:
-        """What these touches need is resident when this returns, and rows can be used at home. Units to be written count as written.
+        """Makes what these touches need resident, and rows usable at home. Units to be written count as written.
 
         Raises:
-            BudgetError: it does not fit. DeviceError: the disk does not do its work.
+            BudgetError: the moment does not fit. DeviceError: the disk does not do its work.
         """
         with self.lock:
             if self.pending is not None:
@@ -114,14 +114,14 @@ class Executor:
                     store.wrote(touch.ref)
 
     def use(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
-        """A moment, and the units that it touches, in that order: 1-D tensors, valid until the next moment. Errors as `moment`."""
+        """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. Raises what `moment` raises."""
         with self.lock:
             self.moment(phase, label, touches)
             with torch.inference_mode(False):
                 return [self.store.tensor(touch.ref) for touch in touches]
 
     def open(self) -> None:
-        """A stretch of the step has begun."""
+        """Does what may be done as soon as a stretch of the step has begun."""
         with self.lock:
             store, pilot = self.store, self.pilot
             if self.meter is None:
@@ -134,14 +134,14 @@ class Executor:
             store.trim()
 
     def settle(self, *, frees_gradients: bool = False) -> None:
-        """Carries out the optimizer step that is pending, if one is. `frees_gradients`: nobody wants them afterwards."""
+        """Carries out the optimizer step that is pending, if one is. `frees_gradients`: nobody wants gradients afterwards."""
         with self.lock:
             pending, self.pending = self.pending, None
             if pending is not None:
                 self.carry_out_step(pending, frees_gradients)
 
     def release(self, ref: PlaneRef) -> None:
-        """Nobody wants a unit's contents any more: in the middle of a stretch, or between two."""
+        """Drops a unit's contents, which nobody wants any more: in the middle of a stretch, or between two."""
         with self.lock:
             if self.pilot.let_go(ref):
                 self.store.forget(ref)
@@ -149,7 +149,7 @@ class Executor:
                 self.store.release(ref)
 
     def change_phase(self) -> Phase:
-        """What a change in place that has just been noticed is part of: of a stretch that is recorded or goes as planned, or of none."""
+        """The phase of a change in place that has just been noticed: part of a stretch that is recorded or goes as planned, or of none."""
         if backward_id() != -1:
             return Phase.RECOMPUTE
         stretch = self.pilot.stretch
@@ -160,7 +160,7 @@ class Executor:
 
     @contextmanager
     def making(self, nbytes: int) -> Iterator[None]:
-        """A tensor of so many bytes is being filled: the moments in between leave room for it."""
+        """Leaves room for a tensor of so many bytes, which is being filled, in the moments meanwhile."""
         stretch = self.pilot.stretch
         stretch.reserve_bytes += nbytes
         self._making_bytes += nbytes
@@ -172,7 +172,7 @@ class Executor:
 
     @contextmanager
     def assembling(self, nbytes: int) -> Iterator[None]:
-        """A tensor that the budget counts by itself is being put together: the process grows by it."""
+        """Counts a tensor that is being put together, which the budget counts by itself, among what the process grows by."""
         self._making_bytes += nbytes
         self._assembling_bytes += nbytes
         try:
@@ -182,7 +182,7 @@ class Executor:
             self._assembling_bytes -= nbytes
 
     def _within_bounds(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:
-        """What must happen before the moment, and does not make slots and live bytes, or the process, too large: these actions, or others."""
+        """Actions that must be done before the moment, and make neither slots and live bytes nor the process too large: these, or others."""
         store, slot_bytes = self.store, self.store.state.slot_bytes
         if self._meter_bound is not None and self._meter_bound.enforced:
             in_use = self._slots_in_use(actions)
@@ -204,7 +204,7 @@ class Executor:
         return self.pilot.decided(*moment)
 
     def _slots_in_use(self, actions: Sequence[Action]) -> int:
-        """How many slots will be in use once these actions are done."""
+        """Number of slots that will be in use once these actions are done."""
         in_use = self.store.state.slots_used
         for action in actions:
             match action:
@@ -215,7 +215,7 @@ class Executor:
         return in_use
 
     def _rise_bytes(self) -> int:
-        """By how much what is alive beside the slots grows until the next moment, as far as that is known."""
+        """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
         stretch, rise = self.pilot.stretch, self._making_bytes
         if isinstance(stretch.course, Planned) and stretch.position > 1:
             moments = stretch.course.trace.moments
@@ -223,7 +223,7 @@ class Executor:
         return rise
 
     def _nonmodel_now(self) -> int:
-        """Bytes of non-model data: as metered, else as the trace has it, else what is reserved for it."""
+        """Bytes of non-model data: as metered, else as the trace has them, else what is reserved for them."""
         if self.meter is not None:
             return self.meter.live
         stretch = self.pilot.stretch
@@ -237,7 +237,7 @@ class Executor:
     # live bytes, where they are metered
 
     def live_changed(self, live: int) -> None:
-        """So many bytes are alive beside the slots, as the meter has just seen. BudgetError where the bound is hard and chunks cannot make room."""
+        """Makes room for the live bytes that the meter has just seen. BudgetError where the bound is hard and chunks cannot make room."""
         bound = self._meter_bound
         if bound is not None and self.meter_acts and self._excess_bytes(self._slot_bytes()):
             # More than was foreseen: chunks that nothing uses right now leave, which is said, and only then it is an error.
@@ -253,13 +253,13 @@ class Executor:
         return bound.nbytes - self.store.leases.assembled_bytes() - self._assembling_bytes
 
     def _excess_bytes(self, slot_bytes: int) -> int:
-        """By how much slots and live bytes would exceed the bound, with so many bytes of slots in use."""
+        """Bytes by which slots and live bytes would exceed the bound, with so many bytes of slots in use."""
         if self.meter is None or self._meter_bound is None or LiveBytes.is_shared():
             return 0
         return max(0, slot_bytes + self.meter.live - self._metered_room(self._meter_bound))
 
     def _expect_room(self, slot_bytes: int) -> None:
-        """BudgetError where slots and live bytes would exceed the bound."""
+        """Raises BudgetError where slots and live bytes would exceed the bound."""
         if not self._excess_bytes(slot_bytes):
             return
         assert self.meter is not None
@@ -281,13 +281,13 @@ class Executor:
         )
 
     def _make_way(self, slot_bytes: int) -> None:
-        """In the middle of a moment: chunks that nothing uses leave until no more than these bytes of slots are in use, if that can be."""
+        """Makes chunks that nothing uses leave, in the middle of a moment, until slots in use take no more than these bytes, if that can be."""
         with self.lock:
             self.store.carry_out(self.pilot.clearing(slot_bytes, self.store.leases.held()))
             self.store.trim()
 
     def unmeter(self) -> None:
-        """What is made from now on is no part of the step."""
+        """Stops metering: what is made from now on is no part of the step."""
         if self.meter is not None:
             self.meter.counts = False
             self.meter = None
@@ -297,7 +297,7 @@ class Executor:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """As `quiet`, and not counted: copies handed to the user as host memory, a kernel's few scalars."""
+        """A context as `quiet`, in which bytes are not counted: copies handed to the user as host memory, a kernel's few scalars."""
         meter = self.meter
         counted = meter is not None and meter.counts
         if meter is not None:
@@ -311,6 +311,6 @@ class Executor:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Our own tensor operations: no gradients, no inference tensors, no subclasses."""
+        """A context for the library's own tensor operations: no gradients, no inference tensors, no subclasses."""
         with torch.inference_mode(False), torch.no_grad(), Plain():
             yield

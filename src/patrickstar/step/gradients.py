@@ -1,6 +1,6 @@
-"""Gradients in the `grad` plane: how they arrive, add up, are read, written and let go.
+"""Gradients in the `grad` plane: how gradients arrive, add up, are read, written and let go.
 
-Within one backward call autograd adds in the parameter's type; over several calls they add up here, in fp32, as `.grad` does. The first one is
+Within one backward call autograd adds in the parameter's type; over several calls gradients add up here, in fp32, as `.grad` does. The first one is
 copied, not added to zeros: -0.0 stays -0.0.
 """
 
@@ -28,26 +28,26 @@ __all__ = ["Gradients", "InPlane"]
 
 
 class GradientViews(Protocol):
-    """Who has given gradients in the plane to somebody (`parameters/assembled.py`)."""
+    """The one who has given gradients of the plane to somebody (`parameters/assembled.py`)."""
 
     def changed(self, key: AssembledKey) -> None:
-        """The gradient has other values now."""
+        """Shows new values of a gradient to whoever holds a view of it."""
 
     def dropped(self, key: AssembledKey, why: str) -> None:
-        """It is kept no longer."""
+        """Lets a gradient go that is let go of in the plane. `why`: for the error of a later use."""
 
 
 class Gradients:
-    """Which parameters have a gradient, and the bytes of each.
+    """The gradients in the plane: which parameters have one, and the bytes of each.
 
     Args:
         views: is told of gradients that change or are let go.
 
     Attributes:
-        names: the parameters with a gradient in the plane, by name. incomplete: those of whose tiles only some have one so far, with these tiles.
-        whole: those whose gradient is of a backward that has ended.
-        factors: what a gradient in the plane is still to be multiplied with, oldest first (0-dim fp32), by name: done when it is next used, in
-            fp32 whatever the plane is of.
+        names: the parameters with a gradient in the plane, by name. incomplete: parameters of whose tiles only some have one so far, with
+            these tiles. whole: parameters whose gradient is of a backward that has ended.
+        factors: what a gradient in the plane is still to be multiplied with, oldest first (0-dim fp32), by name: done when the gradient is next used,
+            in fp32 whatever the plane is of.
         overflowed: the parameters whose gradients have arrived with an Inf or NaN, first come first, where `finds_overflow`.
     """
 
@@ -128,7 +128,7 @@ class Gradients:
                 self.overflowed.setdefault(name)
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
-        """There is room for a gradient of this parameter, and what is there already can be added to."""
+        """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""
         self._late_planes.thaw(name)
         if name in self.whole and self.dtype(bound) is not torch.float32:
             self._late_planes.widen_gradients()
@@ -136,12 +136,12 @@ class Gradients:
         self._apply_factors(name)
 
     def drop_incomplete(self) -> None:
-        """What a backward that failed has left of gradients in tiles is not wanted: without tiles there would be none."""
+        """Drops what a backward that failed has left of gradients in tiles: without tiles there would be none."""
         for name in list(self.incomplete):
             self.drop(name)
 
     def multiply(self, factor: Tensor) -> None:
-        """Every gradient counts as multiplied with this from now on (0-dim fp32)."""
+        """Notes a factor (0-dim fp32): every gradient counts as multiplied with it from now on."""
         for name in self.names:
             self.factors[name] = (*self.factors.get(name, ()), factor)
             self._views.changed(AssembledKey(name, GRAD))
@@ -175,7 +175,7 @@ class Gradients:
         written becomes fp32: one of 16 bits under a parameter that computes in fp32, or whose gradient is still to be multiplied.
 
         Raises:
-            BudgetError: there is no room for that. The gradient is as it was.
+            BudgetError: there is no room for such a plane. The gradient is as it was.
         """
         name = bound.name
         if self.dtype(bound) is not torch.float32 and (self.dtype(bound) != flat.dtype or name in self.factors):
@@ -194,11 +194,11 @@ class Gradients:
                 self._look_for_overflow(name, target)
 
     def dtype(self, bound: BoundParameter) -> torch.dtype:
-        """What the gradient is kept in."""
+        """The type in which a parameter's gradient is kept."""
         return self._dtype_of(PlaneRef(bound.ref.chunk, GRAD))
 
     def drop(self, name: str) -> None:
-        """The gradient is no longer wanted; chunks without any other give their slots back."""
+        """Drops a parameter's gradient; chunks without any other give their slots back."""
         if name not in self.names and name not in self.incomplete:
             return
         self._executor.settle()
@@ -209,7 +209,7 @@ class Gradients:
                 self._executor.release(PlaneRef(part.chunk, GRAD))
 
     def drop_all(self) -> None:
-        """No gradient is wanted any more."""
+        """Drops every gradient."""
         names = [*self.names, *self.incomplete]
         chunks = {part.chunk for name in names for part in self._layout.parts(name)}
         for name in names:
@@ -218,7 +218,7 @@ class Gradients:
             self._executor.release(PlaneRef(chunk, GRAD))
 
     def fill_with_zeros(self, names: Collection[str]) -> None:
-        """Those of these gradients that there are become zero, and stay there (`zero_grad(set_to_none=False)`)."""
+        """Sets those of these gradients that there are to zero, where they lie (`zero_grad(set_to_none=False)`)."""
         with self._executor.quiet():
             for chunk in self.chunks():
                 (flat,) = self._executor.use(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
@@ -236,7 +236,7 @@ class Gradients:
         return sorted({part.chunk for name in self.names for part in self._layout.parts(name)})
 
     def _apply_factors(self, name: str) -> None:
-        """Multiplies what is pending into the plane, where something is to be added to it."""
+        """Multiplies a gradient in the plane with its factors, before anything is added to it."""
         factors = self.factors.pop(name, ())
         if factors:
             with self._executor.quiet():
@@ -257,7 +257,7 @@ class Gradients:
 
 
 class InPlane:
-    """For a while, the gradients that are the user's own are in the plane too."""
+    """A context in which the gradients that are the user's own are in the plane too."""
 
     def __init__(self, binding: Binding, gradients: Gradients) -> None:
         self._binding = binding
@@ -286,7 +286,7 @@ def _take_changes(written: Tensor, kept: Tensor) -> None:
 
 
 def _is_finite(piece: Tensor) -> bool:
-    """Whether there is neither Inf nor NaN: both show in the extremes."""
+    """Tells whether a piece has neither Inf nor NaN: both show in the extremes."""
     if not piece.numel():
         return True
     least, most = torch.aminmax(piece)

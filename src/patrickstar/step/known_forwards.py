@@ -1,4 +1,4 @@
-"""What is known of one kind of forward: a forecast at first, and then what steps of that kind have done.
+"""Knowledge of one kind of forward: a forecast at first, and then what steps of that kind have done.
 
 Note [Courses]
     Steps of one kind mostly go one way, and their trace is that of the way they went. Two things make several ways of it that take turns, and
@@ -31,15 +31,15 @@ _NOT_MEASURED = (
 
 @dataclass(slots=True)
 class KnownForward:
-    """What is known of one kind of forward, or of one course of its steps. See Note [Courses].
+    """Knowledge of one kind of forward, or of one course of its steps. See Note [Courses].
 
     Attributes:
-        trace: what it is expected to do. offline: the forecast it started from. measured: what it did when it was last recorded.
+        trace: what the forward is expected to do. offline: the forecast at first. measured: what the forward did when it was last recorded.
         reason: why there is no trace. by_chance: whether the forward branches on numbers that it draws.
         measurements: how often a measured trace has taken the place of another. departures: steps in a row that did not go as the trace.
         measure_next: whether the next step is to be measured. reserved: the trace for whose gradients there is room.
-        lets_go_at: before which moment gradients of the step before are let go of, where that is between forward and backward; 0: it is not.
-        twice: the same of those steps that differentiate a gradient; None before the first.
+        lets_go_at: the moment, between forward and backward, before which gradients of the step before are let go of; 0: there is none.
+        twice: what is known of those steps that differentiate a gradient; None before the first.
     """
 
     trace: Trace | None = None
@@ -59,11 +59,11 @@ class KnownForward:
 
     @property
     def expected(self) -> KnownForward:
-        """What is known of the course that the next step is expected to take."""
+        """Knowledge of the course that the next step is expected to take."""
         return self.twice if self.twice is not None and self._was_twice and self._stays_twice else self
 
     def learn(self, stretch: Stretch, recorded: Trace | None) -> None:
-        """A step of this kind went as the stretch says. `recorded`: what it did, where that was written down, with its backward."""
+        """Learns from a step of this kind, which went as the stretch says. `recorded`: what it did, with its backward, where that was recorded."""
         expected, course = self.expected, self._course_of(stretch)
         if recorded is not None:
             expected.measure_next = False
@@ -83,7 +83,7 @@ class KnownForward:
             course.trace = recorded
 
     def explain(self, stretch: Stretch) -> str:
-        """Why a step departed from its trace, to be added to where it did; empty where that is not known."""
+        """The reason why a step departed from its trace, to be added to the place where it did; empty where that is not known."""
         if stretch.trace is None or stretch.reason == BEING_MEASURED:
             return ""
         if stretch.differentiates and stretch.trace is self.trace:
@@ -95,7 +95,7 @@ class KnownForward:
         return ""
 
     def _course_of(self, stretch: Stretch) -> KnownForward:
-        """The course that the step has taken; from now on it is the last one."""
+        """The course that a step has taken, which counts as the last one from now on."""
         if not stretch.gave_gradients:
             return self
         if self._was_twice:
@@ -109,7 +109,7 @@ class KnownForward:
 
 
 def _forward_is(trace: Trace | None, stretch: Stretch, recorded: Trace | None) -> bool:
-    """Whether a step's forward was that of the trace."""
+    """Tells whether a step's forward was that of the trace."""
     if trace is None:
         return True
     if recorded is not None:
@@ -118,7 +118,7 @@ def _forward_is(trace: Trace | None, stretch: Stretch, recorded: Trace | None) -
 
 
 def _forward_of(trace: Trace) -> list[Hashable]:
-    """What the forward touches, moment by moment."""
+    """Touches of the forward in a trace, moment by moment."""
     return [
         (moment.touches, moment.rows and moment.rows.refs) for moment in trace.moments if moment.phase is Phase.FORWARD
     ]

@@ -33,7 +33,7 @@ class LatePlanes:
     """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
 
     Args:
-        gradients: where they go.
+        gradients: where gradients go.
         changed: is told that plans made so far are of other units, or of units of other sizes.
     """
 
@@ -56,10 +56,10 @@ class LatePlanes:
         self._changed = changed
 
     def with_room_for(self, trace: Trace) -> Residency:
-        """Where every unit is, once there are homes for the gradients that a forward with this trace keeps. Changes nothing.
+        """The residency in which there are homes for the gradients that a forward with this trace keeps. Changes nothing.
 
         Raises:
-            BudgetError: they do not fit.
+            BudgetError: these gradients do not fit.
         """
         state = self._executor.store.state
         if self._reserves:
@@ -69,19 +69,19 @@ class LatePlanes:
         return state
 
     def reserve(self, trace: Trace) -> None:
-        """Homes for the gradients that a forward with this trace keeps. See Note [Homes of gradients].
+        """Gives homes to the gradients that a forward with this trace keeps. See Note [Homes of gradients].
 
         Raises:
-            BudgetError: they do not fit. Nothing has changed then.
+            BudgetError: these gradients do not fit. Nothing has changed then.
         """
         if self._reserves:
             self._take_in(trace.touched(GRAD), why=name_gradients(trace))
 
     def reserve_all(self, reason: str) -> None:
-        """Homes for all gradients: which of them a forward keeps is not known, for this reason.
+        """Gives homes to all gradients: which of them a forward keeps is not known, for this reason.
 
         Raises:
-            BudgetError: they do not fit. Nothing has changed then.
+            BudgetError: the gradients do not fit. Nothing has changed then.
         """
         if self._reserves:
             gradients = list(self._formats.now.units(self._layout, (GRAD,)))
@@ -89,10 +89,10 @@ class LatePlanes:
             self._take_in(gradients, why=why)
 
     def reserve_for(self, name: str) -> None:
-        """Homes for a parameter's gradient, which is about to be kept, whether a trace has shown that or not.
+        """Gives a home to a parameter's gradient, which is about to be kept, whether a trace has shown that or not.
 
         Raises:
-            BudgetError: it does not fit.
+            BudgetError: the gradient does not fit.
         """
         if not self._reserves:
             return
@@ -111,7 +111,7 @@ class LatePlanes:
             self._changed(why)
 
     def _homes_for(self, kept: Collection[PlaneRef], *, why: str) -> tuple[_Homes, _Slots]:
-        """Homes and sizes of those of these gradients that have none. BudgetError: they do not fit."""
+        """Homes and sizes for those of these gradients that have no home. BudgetError: the gradients do not fit."""
         homes, slots = place_gradients(
             self._machine,
             kept,
@@ -124,10 +124,10 @@ class LatePlanes:
         return homes, slots
 
     def thaw(self, name: str) -> None:
-        """A parameter that was frozen is trained from now on, and with it whatever shares its chunks.
+        """Gives a parameter that was frozen, and whatever shares its chunks, the planes for training.
 
         Raises:
-            BudgetError: what that takes does not fit.
+            BudgetError: these planes do not fit.
         """
         for weight in self._layout.weight_units(name):
             self._thaw_run(self._layout.run_of(weight.chunk), name)
@@ -148,10 +148,10 @@ class LatePlanes:
         self._changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
-        """Gradients add up in fp32 from now on: those that have come are widened, in every chunk.
+        """Widens gradients to fp32, in every chunk: those that have come, and those that will come.
 
         Raises:
-            BudgetError: what that takes does not fit.
+            BudgetError: the wider planes do not fit.
         """
         formats, layout, state = self._formats.now, self._layout, self._executor.store.state
         gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
@@ -175,7 +175,7 @@ class LatePlanes:
         keep: PlaneRef | None,
         grow: Callable[[Formats], Formats],
     ) -> None:
-        """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type. `grow`: the formats that have them so."""
+        """Takes units in, or in another size. `keep`: the unit whose contents stay, in its new type. `grow`: gives the formats with these units."""
         executor, state = self._executor, self._executor.store.state
         with executor.apart():
             values = None
@@ -192,7 +192,7 @@ class LatePlanes:
                 unit.copy_(values)
 
     def _prepare(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> _Homes:
-        """Where the units will rest. BudgetError where they do not fit there, or the update of a chunk does not fit any more."""
+        """Homes for units. BudgetError where the units do not fit there, or the update of a chunk does not fit any more."""
         self._expect_room_for_updates(new, slots, formats)
         store = self._executor.store
         homes = place_more(

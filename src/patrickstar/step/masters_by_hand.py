@@ -1,6 +1,6 @@
-"""Weights that are changed in place while their masters are split, by hand or by a forward: the master of a changed element is its new weight.
+"""Changes in place, by hand or by a forward, of weights whose masters are split: the master of a changed element is its new weight.
 
-Of an operation in place nobody can tell afterwards which elements it has changed, so they are copied before and compared after. What has not
+Of an operation in place nobody can tell afterwards which elements it has changed, so elements are copied before and compared after. What has not
 changed keeps its master, down to the last bit.
 """
 
@@ -28,13 +28,13 @@ class MastersByHand:
         self._touches = touches
 
     def keeps_more(self, bound: BoundParameter) -> bool:
-        """Whether the parameter's master is split, and it shows the upper half itself."""
+        """Tells whether a parameter's master is split, and the parameter shows the upper half itself."""
         return not bound.is_copied and self._touches.keeps_rest(bound.name)
 
     def carry(self, bound: BoundParameter, before: Tensor | None) -> None:
-        """Elements of a resident parameter have been changed, of which `before` has what they were; None: all of them.
+        """Carries changed elements of a resident parameter into its master. `before`: what its elements were; None: all of them have changed.
 
-        Where a part of the master cannot be reached, its elements are put back to what they were.
+        Where a part of the master cannot be reached, the elements of that part are put back to what they were.
         """
         moments = self._touches.master(bound.name)
         with self._executor.lock, self._executor.apart():
@@ -58,7 +58,7 @@ class MastersByHand:
             lacks.masked_fill_(now.view(torch.int16) != was.view(torch.int16), 0)
 
     def carry_if_changed(self, bound: BoundParameter, before: Tensor) -> None:
-        """The same of a parameter that may have been changed."""
+        """Carries elements of a resident parameter into its master where they are not as `before`."""
         with self._executor.apart():
             now = self._executor.store.tensor(bound.ref)[bound.offset : bound.offset + before.numel()]
             is_changed = not torch.equal(now.view(torch.int16), before.view(torch.int16))
@@ -71,5 +71,5 @@ class MastersByHand:
 
 
 def _piece(flat: Tensor, part: Part) -> Tensor:
-    """The part's elements of its parameter's."""
+    """The elements of a part, out of those of its parameter."""
     return flat[part.tensor_start : part.tensor_start + part.stop - part.start]

@@ -12,12 +12,12 @@ from patrickstar.optim.hyper import Hyper
 __all__ = ["Factors", "PendingStep"]
 
 Factors = Mapping[str, tuple[Tensor, ...]]
-"""What gradients are multiplied with first, in order (0-dim fp32), by name."""
+"""Factors that gradients are multiplied with first, in order (0-dim fp32), by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """What `optimizer.step()` asked for, as things stood then. See Note [Pending step] in `training.py`.
+    """A step that `optimizer.step()` asked for, as things stood then. See Note [Pending step] in `training.py`.
 
     Attributes:
         hypers: the hyper-parameters of each parameter that is updated, by name.

@@ -1,4 +1,4 @@
-"""In which types a session keeps and computes."""
+"""The types that a session keeps and computes in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Precision:
     """The types of a session.
 
     Attributes:
-        formats: of planes, to begin with. compute: what parameters, inputs and buffers are of.
+        formats: of planes, to begin with. compute: the type of parameters, inputs and buffers.
         whole: the paths of modules that stay fp32 whole, and all modules inside of them.
         copies: whether uses of other parameters see copies, converted from what is kept. rounding: the type a master is rounded to for that,
             where its plane is fp32. mixed: whether there are 16-bit types.
@@ -41,11 +41,11 @@ class Precision:
 
     @property
     def scales(self) -> bool:
-        """Whether gradients may overflow, so that the loss is scaled."""
+        """True where gradients may overflow, so that the loss is scaled."""
         return self.rounding is torch.float16
 
     def parameter_dtypes(self, layout: Layout) -> Mapping[str, torch.dtype]:
-        """What parameters are of while they are managed, by name."""
+        """The types of parameters while they are managed, by name."""
         return {
             name: torch.float32 if layout.is_whole(place.chunk) else self.compute
             for name, place in layout.slices.items()
@@ -59,9 +59,9 @@ class Precision:
 
 
 def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
-    """The types for what `manage` was given; see `default_precision` for where that says nothing.
+    """The types for what `manage` was given; `default_precision` where that says nothing.
 
-    Weights of 16 bits are widened to fp32 at each use where the processor has no instructions for products of theirs, or where that is asked for.
+    Weights of 16 bits are widened to fp32 at each use where the processor has no instructions for products of such, or where that is asked for.
     """
     kept, options = memory.precision or default_precision(), memory.options
     if kept == "fp32":
@@ -83,22 +83,22 @@ def torch_type(form: PlaneFormat) -> torch.dtype:
 
 
 def default_precision() -> str:
-    """What weights are kept in where nobody says: bf16 where the processor has instructions for it, else fp32."""
+    """The type of weights where nobody says: bf16 where the processor has instructions for that, else fp32."""
     return "bf16" if computes_bf16() else "fp32"
 
 
 def lies_in(path: str, modules: Collection[str]) -> bool:
-    """Whether a parameter or buffer of this path belongs to one of these modules."""
+    """Tells whether a parameter or buffer of this path belongs to one of these modules."""
     return path.rpartition(".")[0] in modules
 
 
 def _is_fast(kept: str) -> bool:
-    """Whether the processor is fast in a 16-bit type."""
+    """Tells whether the processor is fast in a 16-bit type."""
     return computes_bf16() if kept == "bf16" else computes_fp16()
 
 
 def _whole_modules(model: nn.Module, keep_fp32: Sequence[str]) -> frozenset[str]:
-    """Batch norm, and what the model or the user names: any part of a path, as in a transformers model's `_keep_in_fp32_modules`."""
+    """The paths of batch norm modules, and of those that model or user name by any part of a path (`_keep_in_fp32_modules` of transformers)."""
     names = (*keep_fp32, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
     return frozenset(
         path

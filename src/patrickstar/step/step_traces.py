@@ -1,4 +1,4 @@
-"""The traces of what a step does beside the forward and backward."""
+"""Traces of what a step does beside the forward and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Key = tuple[str, frozenset[str], bool, frozenset[int]]
 
 
 class StepTraces:
-    """Makes them, and gives the very same one for the same question: plans are kept by trace.
+    """Traces of norm and update, the very same one for the same question: plans are kept by trace.
 
     Args:
         in_chunks: whether gradients lie in chunks.
@@ -30,14 +30,14 @@ class StepTraces:
         self._known: dict[_Key, Trace] = {}
 
     def norm(self, names: Iterable[str]) -> Trace:
-        """Of the norm of these parameters' gradients."""
+        """The trace of the norm of these parameters' gradients."""
         key = self._key("norm", names)
         if key not in self._known:
             self._known[key] = norm_trace(self._layout, names, formats=self._formats.now)
         return self._known[key]
 
     def step(self, names: Iterable[str], *, writes: bool = False) -> Trace:
-        """Of the update of these parameters. `writes`: whether gradients are scaled in place first."""
+        """The trace of the update of these parameters. `writes`: whether gradients are scaled in place first."""
         key = self._key("step", names, writes=writes)
         if key not in self._known:
             self._known[key] = step_trace(

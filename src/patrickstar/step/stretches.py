@@ -1,6 +1,6 @@
-"""What is known of each kind of forward, and the plan of each stretch of a step.
+"""Stretches of a step: the plan of each, and what is known of each kind of forward.
 
-A stretch is planned when it begins, from where every unit is then; the same start gives the same plan again, which is kept. What follows is
+A stretch is planned when it begins, from where every unit is then; the same start gives the same plan again, which is kept. The stretch after it is
 expected to be what followed last time.
 """
 
@@ -45,13 +45,13 @@ class Stretches:
     """Begins and ends the stretches of a step.
 
     Args:
-        budgets: the tiers, what they may hold, and what the allocator does. policy: of eviction.
+        budgets: the tiers, what each may hold, and what the allocator does. policy: of eviction.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. late_planes: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
 
     Attributes:
-        planned_steps, reactive_steps, reason: steps that went as planned and that did not, and why the last of these did not.
+        planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Stretches:
     def begin_forward(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """A forward of the whole model begins.
+        """Begins the stretch of a forward of the whole model.
 
         Raises:
-            BudgetError: it does not fit. Nothing has changed then.
+            BudgetError: the forward does not fit. Nothing has changed then.
         """
         self.end()
         known = self._explore(model, named, args, kwargs)
@@ -131,7 +131,7 @@ class Stretches:
             self.training = stretch
 
     def _let_go(self, known: KnownForward) -> set[PlaneRef]:
-        """The gradients that will be let go of in the middle of this forward and its backward, if it is as the last time."""
+        """The gradients that will be let go of in the middle of a forward and its backward, if these go as the last time."""
         state = self._executor.store.state
         if known.trace is None or not 0 < known.lets_go_at < len(known.trace.moments):
             return set()
@@ -170,7 +170,7 @@ class Stretches:
         return known
 
     def _reserve(self, known: KnownForward) -> None:
-        """There is room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
+        """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
         if not torch.is_grad_enabled():
             return
         if known.trace is None:
@@ -180,7 +180,7 @@ class Stretches:
             known.reserved = known.trace
 
     def _like_a_larger_one(self, key: Signature) -> KnownForward:
-        """What is known of a kind that is new: the least trace of those whose shapes are at least as large."""
+        """Knowledge of a new kind of forward: the least trace of kinds whose shapes are at least as large."""
         larger = [
             (entry.trace.peak, entry)
             for other, entry in self._known.items()
@@ -196,7 +196,7 @@ class Stretches:
     def begin(
         self, kind: StretchKind, trace: Trace, *, following: StretchKind, frees: Iterable[tuple[int, PlaneRef]] = ()
     ) -> None:
-        """A stretch whose moments are known begins: the norm, the optimizer's step."""
+        """Begins a stretch whose moments are known: the norm, the optimizer's step."""
         self.end()
         self._begin(self._stretch(kind, trace, following=following, frees=tuple(frees)))
 
@@ -230,12 +230,12 @@ class Stretches:
         return Stretch(kind, trace, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak)
 
     def forget_plans(self, why: str) -> None:
-        """Units have come, or have other sizes from now on: the rest of the stretch is decided moment by moment, and later ones are planned anew."""
+        """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self._plans.clear()
         self._executor.pilot.stretch.depart(why)
 
     def end(self) -> None:
-        """The stretch that was under way is over."""
+        """Ends the stretch that was under way."""
         stretch = self._executor.pilot.stretch
         recorder, self._executor.recorder = self._executor.recorder, None
         known, self._current = self._current, None
@@ -271,11 +271,11 @@ class Stretches:
         known.learn(stretch, recorded)
 
     def differentiates(self) -> None:
-        """The backward under way makes a graph: the step differentiates a gradient."""
+        """Notes that the backward under way makes a graph: the step differentiates a gradient."""
         self._executor.pilot.stretch.differentiates = True
 
     def backward_ended(self) -> None:
-        """A backward call is over: its last moment ends, whatever the user does next."""
+        """Ends the last moment of a backward call that is over, whatever the user does next."""
         recorder, self._executor.recorder = self._executor.recorder, None
         if recorder is not None and self._current is not None:
             self._learn(self._current, recorder.trace(), self._executor.pilot.stretch)
@@ -284,18 +284,18 @@ class Stretches:
         self._metering.pause()
 
     def abandon(self) -> None:
-        """An exception has ended a forward or a backward: what is made from now on is no part of it."""
+        """Abandons a forward or a backward that an exception has ended: what is made from now on is no part of it."""
         self._executor.recorder = None
         self._executor.pilot.stretch.reserve_bytes = 0
         self._metering.pause()
 
     def pause(self) -> None:
-        """State is read or written between stretches: one whose moments have all come is over."""
+        """Ends a stretch whose moments have all come: state is read or written between stretches."""
         if self._executor.pilot.stretch.complete:
             self.end()
 
     def step_ended(self) -> None:
-        """The optimizer has updated: what came since the last update was one step."""
+        """Ends a step: the optimizer has updated, and all that came since the last update was one step."""
         self.end()
         current = self._step_reasons
         if current:

@@ -1,4 +1,4 @@
-"""Tables that rest on the host: rows of them are gathered there, and gradients of rows are added there."""
+"""Tables that rest on the host: rows of such a table are gathered there, and gradients of rows are added there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TableRows:
         self._rounding = rounding
 
     def gather(self, phase: Phase, name: str, rows: Rows, ids: Tensor, values: Tensor) -> None:
-        """Writes rows into `values` (ids x width); of values kept in another type, what computes."""
+        """Writes rows into `values` (ids x width); rows kept in another type, in the type that computes."""
         self._executor.moment(phase, name, (), rows)
         with self._executor.lock, self._executor.apart():
             for tile in self._binding.by_name[name].tiles:
@@ -56,7 +56,7 @@ class TableRows:
                 values.index_copy_(0, wanted, found.to(values.dtype))
 
     def add_gradient(self, gradients: RowGradients, *, deliver: Callable[[str, Tensor], None]) -> None:
-        """Takes what one backward has brought for rows. Where that is not added to where it rests, it is delivered tile by tile, or is the user's."""
+        """Adds gradients of rows that one backward has brought where the table's gradient rests, or to the user's own; else delivers tiles."""
         bound = self._binding.by_name[gradients.name]
         own = self._binding.gradients.own_of(bound.name)
         rows = self._touches.row_gradients(bound.name, gradients.nbytes)
@@ -76,7 +76,7 @@ class TableRows:
 
 
 def _inside(ids: Tensor, tile: BoundParameter) -> tuple[Tensor, Tensor]:
-    """Which of the ids are rows of a tile, and which of its rows."""
+    """The positions of ids that are rows of a tile, and which rows of it these are."""
     local = ids.long() - tile.first_row
     wanted = ((local >= 0) & (local < tile.rows)).nonzero().flatten()
     return wanted, local[wanted]

@@ -1,4 +1,4 @@
-"""From gradients to updated parameters: accumulation, clipping, the deferred step and the step in backward.
+"""Training: from gradients to updated parameters, by accumulation, clipping, the deferred step or the step in backward.
 
 Note [Pending step]
     `optimizer.step()` notes what is to be done, hyper-parameters and clip factor included, and the work is done before anything else
@@ -45,15 +45,15 @@ _log = logging.getLogger("patrickstar")
 
 
 class Training:
-    """What `optimizer` and gradients mean under management.
+    """The meaning of gradients and of the optimizer's calls under management.
 
     Args:
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
         max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
 
     Attributes:
-        backwards: calls of it that are under way.
-        steps: updates so far, by parameter name; a parameter that was never updated has no entry. step_seconds: of the last update.
+        backwards: the backward calls under way.
+        steps: updates so far, by parameter name; a parameter that was never updated has no entry. step_seconds: duration of the last update.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Training:
 
     @property
     def in_backward(self) -> bool:
-        """Whether parameters are updated as gradients arrive."""
+        """True where parameters are updated as gradients arrive."""
         return self._touches.gradients is GradientUse.UPDATE
 
     # gradients arriving
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        """A gradient has arrived."""
+        """Takes a gradient that has arrived: updates its parameter with it, or keeps it."""
         bound = self._binding.records[name]
         self.arrives()
         if self._touches.gradients is GradientUse.TENSOR:
@@ -127,7 +127,7 @@ class Training:
                 self._postponed.add(owner)
 
     def _keep(self, bound: BoundParameter, gradient: Tensor) -> None:
-        """What has come of a gradient goes to its plane; first to what the rest of this backward is added to, where that is of another type."""
+        """Keeps what has come of a gradient, in its plane; until the backward ends in a sum of its own where the plane is of another type."""
         if self._touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
             with self._executor.quiet():
                 self._sums.add(bound.name, gradient)
@@ -135,7 +135,7 @@ class Training:
             self._gradients.add(bound, gradient)
 
     def arrives(self) -> None:
-        """A backward has a gradient to give, now or at its end."""
+        """Notes that a backward has a gradient to give, now or at its end."""
         self._executor.pilot.stretch.gave_gradients = True
         if not self.backwards.bring and self.in_backward:
             if self._updated and not self.backwards.nested:
@@ -172,7 +172,7 @@ class Training:
                 self._gradients.drop(name)
 
     def begin_forward(self) -> None:
-        """A forward begins. StateError where parameters are of no one step."""
+        """Makes ready for a forward. StateError where parameters are of no one step."""
         self.expect_whole()
         self._gradients.drop_incomplete()
 
@@ -193,7 +193,7 @@ class Training:
         )
 
     def forget_unfinished(self) -> None:
-        """Everything has been loaded anew."""
+        """Forgets an update that was left half done: everything has been loaded anew."""
         self._unfinished = False
         self.backwards.forget()
         self._updated.clear()
@@ -203,7 +203,7 @@ class Training:
     # gradients read and let go
 
     def has_gradient(self, name: str) -> bool:
-        """Whether there is a gradient in the plane (`p.grad`)."""
+        """Tells whether a parameter has a gradient in the plane. StateError where that has been used and let go."""
         if name not in self._gradients.names and self.in_backward and name in self._updated:
             raise StateError(
                 f'{name}.grad with step="in_backward": the gradient has been used and let go; manage with step="deferred"'
@@ -211,7 +211,7 @@ class Training:
         return name in self._gradients.names
 
     def drop_gradient(self, name: str) -> None:
-        """`p.grad = None`, or a tensor of the user's in its place."""
+        """Drops a gradient in the plane: the user has set `p.grad` to None, or to a tensor."""
         self._gradients.drop(name)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -229,7 +229,7 @@ class Training:
                 yield name, self._gradients.read(bound)
 
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
-        """Forgets the gradients of these parameters, or makes them zero. None: of all."""
+        """Forgets the gradients of parameters, or makes them zero. `names`: which parameters; None: all."""
         wanted = set(self._binding.by_name if names is None else names)
         self._sums.drop(label for name in wanted for label in (name, *self._layout.leaves(name)))
         if set_to_none and self._gradients.names | self._gradients.incomplete.keys() <= wanted:
@@ -257,7 +257,7 @@ class Training:
     # clipping and stepping
 
     def clip(self, max_norm: float) -> Tensor:
-        """The global norm of all gradients, which are from now on multiplied with the factor that clips it."""
+        """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
         if self.in_backward:
             raise StateError(
                 'clipping with step="in_backward": the norm is known when parameters are updated; manage with step="deferred"'
@@ -275,7 +275,7 @@ class Training:
         return norm
 
     def multiply(self, factor: Tensor) -> None:
-        """Every gradient there is counts as multiplied with this from now on (0-dim fp32)."""
+        """Multiplies every gradient there is with a factor (0-dim fp32)."""
         self._gradients.multiply(factor)
         with self._executor.quiet():
             for _, own in self._binding.gradients.owned():
@@ -355,7 +355,7 @@ class Training:
                 self._updates.step(order, trace, frees=dict(frees))
 
     def finish(self) -> None:
-        """The session ends: what is pending is done, unless an update was left half done, which is said."""
+        """Does what is pending, since the session ends. An update that was left half done is told of in a warning."""
         try:
             self.expect_whole()
         except StateError as problem:

@@ -1,4 +1,4 @@
-"""The optimizer's step, chunk by chunk: at `step()`, or as gradients arrive."""
+"""Updates of the optimizer's step, chunk by chunk: at `step()`, or as gradients arrive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Range:
     factors: tuple[Tensor, ...]
 
     def goes_on(self, start: int, hyper: Hyper, step: int, factors: tuple[Tensor, ...]) -> bool:
-        """Whether elements from here on are updated alike."""
+        """Tells whether elements from `start` on are updated as those of this range."""
         alike = len(factors) == len(self.factors) and all(map(operator.is_, factors, self.factors))
         return alike and (self.stop, self.hyper, self.step) == (start, hyper, step)
 
@@ -57,7 +57,7 @@ class _Planes:
     def update(
         self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
     ) -> None:
-        """Updates these elements from their gradient, which is scaled by the factors first: in place where it is a whole fp32 plane's."""
+        """Updates these elements from their gradient, scaled by the factors first: in place where it is fp32 and the master is not split."""
         weight, exp_avg, exp_avg_sq = self.weight[span], self.exp_avg[span], self.exp_avg_sq[span]
         if self.rest is not None:
             self.splitting.update(
@@ -98,7 +98,7 @@ class Updates:
         self._widening = WideningKernel(kernel)
 
     def scales_in_place(self, name: str) -> bool:
-        """Whether an update leaves a gradient in its plane multiplied with its factors."""
+        """Tells whether an update leaves a parameter's gradient, in its plane, multiplied with its factors."""
         ref, formats = PlaneRef(self._layout.slices[name].chunk, GRAD), self._formats.now
         return not formats.is_split(ref.chunk, self._layout) and formats.of(ref, self._layout).dtype == "float32"
 
@@ -123,7 +123,7 @@ class Updates:
         self._bump(order.hypers)
 
     def step_with(self, order: PendingStep, trace: Trace, gradients: Mapping[str, Tensor]) -> None:
-        """The same from gradients that are tensors of their own: by name, 1-D in slot order."""
+        """Updates every parameter of the order from gradients that are tensors of their own: by name, 1-D in slot order."""
         with self._executor.apart():
             for chunk, moment in self._moments(order, trace):
                 planes = self._planes(chunk, self._units(moment.phase, moment.label, moment.touches))
@@ -155,7 +155,7 @@ class Updates:
         self._bump([name])
 
     def norm(self, names: Iterable[str], factors: Factors) -> Tensor:
-        """The global norm of these parameters' gradients, multiplied with their factors first: 0-dim, fp32."""
+        """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32."""
         wanted = set(names)
         norm = GlobalNorm()
         with self._executor.apart():

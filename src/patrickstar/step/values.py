@@ -1,4 +1,4 @@
-"""Parameters by name: reading and writing their values wherever they are."""
+"""Values of parameters by name, read and written wherever they are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK_NUMEL = 1 << 18
 
 
 class Weights:
-    """Values of parameters, and the averages that Adam keeps (its moments), one at a time."""
+    """Reads and writes values of parameters, and the averages that Adam keeps (its moments), one at a time."""
 
     def __init__(self, binding: Binding, layout: Layout, executor: Executor, late_planes: LatePlanes) -> None:
         self._binding = binding
@@ -116,7 +116,7 @@ class Weights:
             self.read_into(bound.name, part, lambda master, at: master.copy_(flat[at : at + master.numel()]))
 
     def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
-        """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
+        """Fills a parameter's place with a value that is made now: in that place if it can be, else slots leave room for the value first."""
         can = not bound.tiles and self._executor.store.dtype(bound.ref) is torch.float32
         if can and recorder.can_make_in(bound.parameter, torch.float32):
             (unit,) = self._executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
@@ -147,7 +147,7 @@ class Weights:
             at += piece.numel()
 
     def clear_averages(self, name: str) -> None:
-        """A parameter's averages are as before its first update: zero."""
+        """Sets a parameter's averages to zero, as before its first update."""
         with self._executor.lock, self._executor.quiet():
             for plane in (EXP_AVG, EXP_AVG_SQ):
                 for target in self.average_pieces(name, plane, writes=True):
@@ -163,7 +163,7 @@ class Weights:
         self._binding.assembled.changed(AssembledKey(name, plane))
 
     def write_average_from(self, name: str, plane: str, flat: Tensor) -> None:
-        """The same from a 1-D fp32 tensor in slot order."""
+        """Sets a parameter's `exp_avg` or `exp_avg_sq` from a 1-D fp32 tensor in slot order."""
         at = 0
         for target in self.average_pieces(name, plane, writes=True):
             target.copy_(flat[at : at + target.numel()])
