@@ -1,4 +1,4 @@
-"""Faults of what moves bytes: the store, the store, the pilot at run time, the arena's pages."""
+"""Faults of what moves bytes: the store, the pilot at run time, the arena's pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 ONCE = "self._ledger.moved({link!r}) == 4 * self.state.slots[ref] * self._arenas[self._compute].slot_bytes"
 
 MOVING: tuple[Mutant, ...] = (
+    Mutant(
+        name="a-profile-does-not-show-what-moves",
+        file="memory/store.py",
+        old="                if is_profiled_now:",
+        new="                if False:",
+        tests=("tests/session/test_profile.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",),
+    ),
     Mutant(
         name="one-write-back-to-the-host-is-skipped",
         file="memory/store.py",

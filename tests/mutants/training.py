@@ -16,6 +16,15 @@ WRITTEN = "Touch(PlaneRef(chunk, plane), True) for plane in planes"
 
 TRAINING: tuple[Mutant, ...] = (
     Mutant(
+        name="a-gradient-that-no-backward-has-used-is-forgotten-at-the-step",
+        file="step/training.py",
+        old="            self._update_rest()\n",
+        new="",
+        tests=(
+            "tests/session/test_gradients.py::test_a_gradient_that_no_backward_has_used_is_used_at_the_step[emulated-assigned]",
+        ),
+    ),
+    Mutant(
         name="a-chunk-is-updated-twice-in-a-step",
         file="step/update.py",
         old="for piece in self._ranges(chunk, order):",

@@ -28,7 +28,8 @@ version of a unit, copies carry versions, and a tier is valid where it holds the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from types import MappingProxyType
 
 from patrickstar.core.layout import Layout
@@ -37,6 +38,8 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Rows, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.plan import Condition, Plan, Snapshot
+
+_PLACE = re.compile(r"\(\d\) moment (\d+) ")
 
 
 def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[str]:
@@ -59,6 +62,27 @@ def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[st
     replay.where = "the end"
     replay.end(plan.end, freed={ref for _, ref in plan.frees})
     return replay.violations
+
+
+def show(violations: Iterable[str], plan: Plan, trace: Trace) -> str:
+    """Violations for people: each with the moments around it, and the actions before each, the place marked.
+
+    (1) moment 1 forward p1: c1.weight is used but is not on the host
+           0 forward p0 0 c0.weight  <-  c0.weight K>H, c0.weight H?
+      >    1 forward p1 0 c1.weight  <-
+           2 forward p2 0 c2.weight  <-  c1.weight H!, c2.weight K>H, c2.weight H?
+    """
+    lines = []
+    for violation in violations:
+        lines.append(violation)
+        place = _PLACE.match(violation)
+        if place is None:
+            continue
+        here = int(place[1])
+        for index in range(max(0, here - 1), min(here + 2, len(trace), len(plan.moments))):
+            mark, actions = ">" if index == here else " ", ", ".join(map(str, plan.moments[index]))
+            lines.append(f"  {mark} {index:4} {trace.moments[index]}  <-  {actions}".rstrip())
+    return "\n".join(lines)
 
 
 class _Replay:
