@@ -163,13 +163,13 @@ class Training:
         self._update(names, self._backward_hypers)
 
     def _update_rest(self) -> None:
-        """Parameters whose gradient no backward has used are updated from it: one from before `manage`, or assigned as `p.grad`."""
+        """Updates parameters whose gradient no backward has used: one from before `manage`, or assigned as `p.grad`."""
         hypers = self._hypers()
         left = self._gradients.names | {name for name, _ in self._binding.gradients.owned()}
         self._update({name for name in left - self._updated if name in hypers}, hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
-        """Parameters are updated now, from gradients that are kept, which are let go then, or are the user's own."""
+        """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         for name in names:
