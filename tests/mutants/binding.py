@@ -16,7 +16,9 @@ BINDING: tuple[Mutant, ...] = (
         file="parameters/differentiate.py",
         old='get_gradient_edge(tensor) if hasattr(type(tensor), "managed_by") else tensor',
         new="get_gradient_edge(tensor) if bound(tensor) is not None else tensor",
-        tests=("tests/session/test_double_backward.py::test_a_backward_that_differentiates_what_it_has_saved[deferred]",),
+        tests=(
+            "tests/session/test_double_backward.py::test_a_backward_that_differentiates_what_it_has_saved[deferred]",
+        ),
     ),
     Mutant(
         name="saved-tensors-are-not-bound-to-slots",
