@@ -176,6 +176,8 @@ def measure(
 
     `spoil`: the allocator keeps what it likes, and nobody looks at the resident size.
     """
+    import torch
+
     from patrickstar.memory.allocator import allocator
 
     if spoil:
@@ -210,6 +212,7 @@ def measure(
         run.session.close()
     return {
         "allocator": allocator().name,
+        "threads": torch.get_num_threads(),
         "weights": run.weight_bytes,
         "parts": run.parts,
         "seconds": run.seconds,

@@ -65,14 +65,16 @@ def expect_room(need: Need, machine: Machine) -> None:
     """Raises BudgetError where the compute tier has less than this need, which is the largest there is."""
     budget_bytes = machine.budget[machine.compute]
     if need.nbytes > budget_bytes:
+        fixed_bytes = machine.costs.beside(need.nbytes)
         raise refuse_moment(
             tier=machine.compute,
             moment=need.moment,
             slot_bytes=need.slot_bytes,
             slots=need.slots,
             nonmodel_bytes=need.nonmodel_bytes,
-            budget_bytes=budget_bytes,
-            smallest_bytes=need.nbytes,
+            fixed_bytes=fixed_bytes,
+            budget_bytes=machine.given(machine.compute),
+            smallest_bytes=need.nbytes + fixed_bytes,
         )
 
 

@@ -171,9 +171,10 @@ def _minimum(
     machine = budgets.machine
     minimum = {tier.label: 0 for tier in Tier}
     if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        minimum["host"] = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
+        needed = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
     else:
-        minimum[machine.compute.label] = minimum_bytes(*traces, layout=layout, formats=formats)
+        needed = minimum_bytes(*traces, layout=layout, formats=formats)
+    minimum[machine.compute.label] = needed + machine.costs.beside(needed)
     return minimum
 
 

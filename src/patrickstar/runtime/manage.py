@@ -258,6 +258,7 @@ def _build_session(
         budget_bytes=lambda: machine.budget[compute] - binding.taken_bytes(),
         policy=options.eviction,
         spare_bytes=budgets.spare_bytes,
+        costs=machine.costs,
     )
     conductor = Conductor(pilot, mover, compute=compute, held=binding.leases.held, pressure=_pressure(budgets))
     set_aside = budgets.spare_bytes + budgets.fixed_bytes

@@ -26,7 +26,7 @@ class Parts:
     """What a session is made of; `manage` puts it together.
 
     `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: what they were before. `host_budget_bytes`: what
-    the user allowed the process to hold, or None.
+    chunks and tensors may take of the host, where the user gave a bound, or None.
     """
 
     model: nn.Module
