@@ -44,12 +44,13 @@ class Machine:
 
     Attributes:
         budget: what chunks and activations may take of each tier.
-        costs: what the user's budget of the compute tier holds beside those. Decides nothing and is not printed: refusals say budgets as they are given.
+        costs: what the user's budget of the compute tier holds beside those. Decides nothing and is not printed: refusals say budgets as
+            they are given.
     """
 
     compute: Tier
     budget: Mapping[Tier, int]
-    costs: FixedCosts = field(default=FixedCosts(), compare=False)  # noqa: RUF009  (frozen)
+    costs: FixedCosts = field(default=FixedCosts(), compare=False)
 
     def __post_init__(self) -> None:
         budget = {tier: self.budget[tier] for tier in Tier if tier in self.budget}

@@ -12,7 +12,7 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import ConfigError, DeviceError
-from patrickstar.memory.allocator import allocator, return_at_once
+from patrickstar.memory.allocator import allocator
 from patrickstar.memory.filesystem import default_disk_bytes, free_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.units import MIB, format_bytes, parse_size
@@ -73,15 +73,6 @@ class Budgets:
     def beside_bytes(self) -> int:
         """What the process is expected to take beside what is counted: 0 where nobody gave a bound, little under a small one."""
         return min(_EXPECTED_BYTES, self.machine.budget[Tier.HOST] // _SPARE_SHARE) if self.extra_bytes else 0
-
-    def prepare_allocator(self) -> None:
-        """Makes the allocator give freed memory back, where the process must stay within a bound. See decision 0002."""
-        done = return_at_once() if self.host_binds and self.machine.compute is Tier.HOST else ""
-        if done:
-            _log.info(
-                "host_memory is given: %s at once, for the whole process and for good; steps take longer by the page faults",
-                done,
-            )
 
     def __str__(self) -> str:
         return ", ".join(f"{tier.label} {format_bytes(self.machine.given(tier))}" for tier in self.machine.budget)

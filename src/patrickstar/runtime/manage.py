@@ -42,6 +42,7 @@ from patrickstar.runtime.buffers import cast_buffers, persistent_buffers, put_ba
 from patrickstar.runtime.checks import check_model
 from patrickstar.runtime.conductor import Conductor
 from patrickstar.runtime.copies import Copies
+from patrickstar.runtime.freed_blocks import FreedBlocks
 from patrickstar.runtime.gradients import Gradients
 from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.hand_changes import HandChanges
@@ -143,7 +144,6 @@ def manage(
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     formats = SessionFormats(types.formats)
     state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)
-    budgets.prepare_allocator()
     store, ledger = _build_store(
         state,
         layout,
@@ -283,6 +283,7 @@ def _build_session(
         conductor=conductor,
         layout=layout,
         budgets=budgets,
+        freed_blocks=FreedBlocks(budgets),
         policy=options.eviction,
         tracer=OfflineTracer(
             layout,

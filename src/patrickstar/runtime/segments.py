@@ -24,6 +24,7 @@ from patrickstar.plan.minimum import Need, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.runtime.budgets import Budgets
 from patrickstar.runtime.conductor import Conductor
+from patrickstar.runtime.freed_blocks import FreedBlocks
 from patrickstar.runtime.growth import Growth
 from patrickstar.runtime.known import BEING_MEASURED, Known
 from patrickstar.runtime.metering import Metering
@@ -46,6 +47,7 @@ class Segments:
 
     Args:
         budgets: the tiers, what they may hold, and what the allocator does. policy: of eviction.
+        freed_blocks: learns what is planned, and of stretches that are not.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. growth: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
@@ -60,6 +62,7 @@ class Segments:
         conductor: Conductor,
         layout: Layout,
         budgets: Budgets,
+        freed_blocks: FreedBlocks,
         policy: str,
         tracer: OfflineTracer,
         taken_bytes: Callable[[], int],
@@ -70,6 +73,7 @@ class Segments:
         self._conductor = conductor
         self._layout = layout
         self._budgets = budgets
+        self._freed_blocks = freed_blocks
         self._policy = policy
         self._tracer = tracer
         self._taken_bytes = taken_bytes
@@ -199,6 +203,8 @@ class Segments:
     def _begin(self, segment: Segment) -> None:
         if segment.trace is not None:
             self._follower[segment.name] = segment.trace
+        if segment.reason:
+            self._freed_blocks.return_at_once(f"the {segment.name} is decided moment by moment")
         self._conductor.pilot.begin(segment)
 
     def _segment(
@@ -220,6 +226,7 @@ class Segments:
                 frees=frees,
             )
             self._plans[key] = plan, (trace, after)
+            self._freed_blocks.plan(plan, trace, self._layout)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
@@ -234,6 +241,8 @@ class Segments:
     def end(self) -> None:
         """The stretch that was under way is over."""
         segment = self._conductor.pilot.segment
+        if segment.reason:
+            self._freed_blocks.return_at_once(f"the {segment.name} was not as planned")
         recorder, self._conductor.recorder = self._conductor.recorder, None
         known, self._current = self._current, None
         if known is not None:
