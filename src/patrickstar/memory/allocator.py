@@ -47,9 +47,6 @@ _FILE_NAMES: Final = (
 )
 
 _process = ctypes.CDLL(None)
-_process.malloc.argtypes, _process.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-_process.free.argtypes, _process.free.restype = [ctypes.c_void_p], None
-_process.sbrk.argtypes, _process.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +131,18 @@ def fill_holes() -> int:
     Nothing is written to them, so they stay addresses without memory, but for a page each. For the heap of the thread that calls. See
     `set_glibc_thresholds`, which must have been called: holes that are left would be filled before anything is mapped.
     """
+    # Prototypes of our own: attributes of a library are shared.
+    malloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", _process))
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(("free", _process))
+    heap_end = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t)(("sbrk", _process))
     release_free_memory()
     taken, nbytes = 0, _LARGEST_HOLE_BYTES
     while nbytes >= _THRESHOLD_BYTES:
-        block = _process.malloc(nbytes)
-        if block is not None and block < _process.sbrk(0):  # in the heap, which lies below everything that is mapped
+        block = malloc(nbytes)
+        if block is not None and block < heap_end(0):  # in the heap, which lies below everything that is mapped
             taken += nbytes
             continue
-        _process.free(block)
+        free(block)
         nbytes //= 2
     return taken
 
