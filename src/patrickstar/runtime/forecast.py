@@ -27,6 +27,7 @@ from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
 from patrickstar.plan.touches import Touches, gradients_freed, norm_trace, step_trace
 from patrickstar.runtime.budgets import Budgets, find_budgets
+from patrickstar.runtime.freed_blocks import KeptBlocks
 from patrickstar.runtime.keeper import cast_inputs
 from patrickstar.runtime.pilot import Pilot
 from patrickstar.runtime.precision import find_precision
@@ -50,7 +51,7 @@ class Forecast:
         parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
         plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
         layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
-            and the host computes.
+            and the host computes: fixed costs, and freed blocks where there is room to keep them.
     """
 
     fits: bool
@@ -119,12 +120,14 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
         if in_backward:
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
+        kept = KeptBlocks(budgets)
         peak, moved, plans = _long_run(
-            state, layout, budgets, traces, policy=memory.options.eviction, frees=not in_backward
+            state, layout, budgets, traces, kept, policy=memory.options.eviction, frees=not in_backward
         )
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
         return Forecast(False, str(refusal), nothing, {}, minimum, **facts)  # type: ignore[arg-type]
+    facts["beside_bytes"] = budgets.beside_bytes + kept.nbytes
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
 
 
@@ -214,6 +217,7 @@ def _long_run(
     layout: Layout,
     budgets: Budgets,
     traces: tuple[Trace, ...],
+    kept: KeptBlocks,
     *,
     policy: str,
     frees: bool,
@@ -221,6 +225,7 @@ def _long_run(
     """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
 
     Args:
+        kept: learns of each plan.
         frees: whether the update's plan lets each gradient go when it has been used; else all of them go when the update is done.
     """
     _fill(state, layout, budgets, policy)
@@ -245,6 +250,7 @@ def _long_run(
             )
             simulated = simulate(plan, trace, layout=layout, machine=machine)
             plans.append(plan)
+            kept.add(simulated, trace, slot_bytes=state.slot_bytes)
             moved.update(simulated.moved)
             for tier, nbytes in simulated.peak.items():
                 peak[tier] = max(peak[tier], nbytes)

@@ -9,10 +9,11 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.memory.allocator import Allocator, allocator, return_at_once
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.simulate import simulate
+from patrickstar.plan.simulate import Simulation, simulate
 from patrickstar.runtime.budgets import Budgets
+from patrickstar.runtime.pressure import EARLY_BYTES
 
-__all__ = ["FreedBlocks"]
+__all__ = ["FreedBlocks", "KeptBlocks"]
 
 _log = logging.getLogger("patrickstar")
 
@@ -51,8 +52,38 @@ class FreedBlocks:
             )
 
     def _leaves_room(self, plan: Plan, trace: Trace, layout: Layout) -> bool:
-        """Whether the worst moment leaves what the allocator may take beyond what is live."""
         assert self._allocator is not None
         simulated = simulate(plan, trace, layout=layout, machine=plan.machine)
-        beyond = int(trace.peak * self._allocator.overshoots)
-        return simulated.peak[plan.machine.compute.label] + beyond <= self._room_bytes
+        return leaves_room(simulated, trace, plan.machine.compute, room_bytes=self._room_bytes, found=self._allocator)
+
+
+def leaves_room(simulated: Simulation, trace: Trace, compute: Tier, *, room_bytes: int, found: Allocator) -> bool:
+    """Whether the worst moment of a plan leaves what the allocator may take beyond what is live."""
+    return simulated.peak[compute.label] + int(trace.peak * found.overshoots) <= room_bytes
+
+
+class KeptBlocks:
+    """Adds up, over the plans of a run, what the process is to take beyond their peak because freed blocks are kept."""
+
+    def __init__(self, budgets: Budgets) -> None:
+        self._compute = budgets.machine.compute
+        self._room_bytes = budgets.machine.budget[self._compute]
+        self._kept = budgets.host_binds and self._compute is Tier.HOST
+        self._allocator = allocator()
+        self._slot_bytes = self._peak = self._activations = 0
+
+    def add(self, simulated: Simulation, trace: Trace, *, slot_bytes: int) -> None:
+        """A plan, as it was simulated."""
+        room = self._room_bytes
+        self._kept = self._kept and leaves_room(simulated, trace, self._compute, room_bytes=room, found=self._allocator)
+        self._slot_bytes = max(self._slot_bytes, max(simulated.slots, default=0) * slot_bytes)
+        self._peak = max(self._peak, simulated.peak[self._compute.label])
+        self._activations = max(self._activations, trace.peak)
+
+    @property
+    def nbytes(self) -> int:
+        """How much that is: as the allocator comes, or up to where `Pressure` asks for it."""
+        if not self._kept:
+            return 0
+        as_it_comes = self._slot_bytes + int(self._activations * self._allocator.retains)
+        return max(0, min(as_it_comes, self._room_bytes + EARLY_BYTES) - self._peak)
