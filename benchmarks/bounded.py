@@ -34,7 +34,7 @@ from worker import Worker
 import patrickstar
 from patrickstar.memory.allocator import allocator
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
-from patrickstar.runtime.forecast import Forecast, forecast
+from patrickstar.session.forecast import Forecast, forecast
 from patrickstar.units import MIB
 
 WANTED: Final = 1.10

@@ -19,7 +19,7 @@ _IMPORTED_ONCE: Final = (
     "torch.utils.flop_counter",
     "transformers.modeling_utils",
     "patrickstar.cli.predict",
-    "patrickstar.runtime.forecast",
+    "patrickstar.session.forecast",
 )
 
 

@@ -26,12 +26,12 @@ from patrickstar import errors
 from patrickstar.cli.main import VERBS, cli
 from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Trace
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.engine_optimizer import EngineOptimizer
+from patrickstar.engine.initialize import initialize_engine
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
-from patrickstar.runtime.engine import Engine
-from patrickstar.runtime.engine_optimizer import EngineOptimizer
-from patrickstar.runtime.initialize import initialize_engine
-from patrickstar.runtime.stats import Stats
+from patrickstar.session.stats import Stats
 
 PAGE = Path(__file__).parent / "reference.md"
 WIDTH = 100  # of the command line's help, whatever terminal this runs in

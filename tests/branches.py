@@ -74,15 +74,23 @@ def main() -> int:
     return 2
 
 
+def _names_before(commit: str) -> dict[str, str]:
+    """What files that have another name since that commit were called then."""
+    lines = _git("diff", "--find-renames=40%", "--diff-filter=R", "--name-status", commit, "--", "src").splitlines()
+    return {now: before for _, before, now in (line.split("\t") for line in lines)}
+
+
 def _compare(data: Path) -> int:
     known = json.loads(_FILE.read_text())
+    was = _names_before(known["commit"])
     count = 0
     for file, missing in _recorded(data).items():
-        if file not in known["missing"] or not (ROOT / file).exists():
+        name = was.get(file, file)
+        if name not in known["missing"] or not (ROOT / file).exists():
             continue
-        before = _git("show", f"{known['commit']}:{file}").splitlines()
+        before = _git("show", f"{known['commit']}:{name}").splitlines()
         after = (ROOT / file).read_text().splitlines()
-        old = {(start, stop) for start, stop in known["missing"][file]}
+        old = {(start, stop) for start, stop in known["missing"][name]}
         for start, stop in lost(before, old, after, {(start, stop) for start, stop in missing}):
             count += 1
             print(

@@ -24,20 +24,20 @@ SLOW: Final = frozenset(
         "checkpoint/test_crash.py",
         "cli/test_configuration.py",
         "cli/test_train.py",
-        "runtime/test_deferred.py",
-        "runtime/test_disk_tier.py",
-        "runtime/test_engine.py",
-        "runtime/test_export.py",
-        "runtime/test_forecasts.py",
-        "runtime/test_forward_changes.py",
-        "runtime/test_gradient_homes.py",
-        "runtime/test_hand_changes.py",
-        "runtime/test_layerdrop.py",
-        "runtime/test_simulation.py",
-        "runtime/test_sixteen_bits.py",
-        "runtime/test_tables.py",
-        "runtime/test_tiles.py",
-        "runtime/test_weights_memory.py",
+        "session/test_deferred.py",
+        "session/test_disk_tier.py",
+        "session/test_engine.py",
+        "session/test_export.py",
+        "session/test_forecasts.py",
+        "session/test_forward_changes.py",
+        "session/test_gradient_homes.py",
+        "session/test_hand_changes.py",
+        "session/test_layerdrop.py",
+        "session/test_simulation.py",
+        "session/test_sixteen_bits.py",
+        "session/test_tables.py",
+        "session/test_tiles.py",
+        "session/test_weights_memory.py",
     }
 )
 
@@ -66,5 +66,5 @@ def one_thread() -> None:
 def no_bf16_by_default() -> Iterator[None]:
     """Where no precision is given, tests run in fp32 on every machine; those that ask for bf16 say what computes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar.runtime.precision.computes_bf16", lambda: False)
+        patch.setattr("patrickstar.step.precision.computes_bf16", lambda: False)
         yield

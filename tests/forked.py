@@ -24,8 +24,8 @@ _IMPORTED_ONCE: Final = (
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",
     "patrickstar.cli.predict",
-    "patrickstar.runtime.forecast",
-    "patrickstar.runtime.manage",
+    "patrickstar.session.forecast",
+    "patrickstar.session.manage",
 )
 
 

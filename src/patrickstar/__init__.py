@@ -15,9 +15,10 @@ from patrickstar.config.options import Options
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, DeviceError, Error, LayoutError, StateError
 
 if _typing.TYPE_CHECKING:
-    from patrickstar.nn.deferred import deferred_init
+    from patrickstar.deferred.deferred_init import deferred_init
     from patrickstar.optim.adamw import Adam, AdamW
-    from patrickstar.runtime import Session, manage
+    from patrickstar.session.manage import manage
+    from patrickstar.session.session import Session
 
 __all__ = [
     "Adam",
@@ -40,9 +41,9 @@ _WITH_TORCH = _types.MappingProxyType(
     {
         "Adam": "patrickstar.optim.adamw",
         "AdamW": "patrickstar.optim.adamw",
-        "Session": "patrickstar.runtime",
-        "deferred_init": "patrickstar.nn.deferred",
-        "manage": "patrickstar.runtime",
+        "Session": "patrickstar.session.session",
+        "deferred_init": "patrickstar.deferred.deferred_init",
+        "manage": "patrickstar.session.manage",
     }
 )
 

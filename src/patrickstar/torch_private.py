@@ -32,15 +32,15 @@ Unseen = torch._C.DisableTorchFunction
 Undispatched = torch._C._DisableTorchDispatch
 """Context in which dispatch modes do not see what is called: under a mode that makes tensors fake, real ones are computed with."""
 
-Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+SavedTensors = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-def top_saved_tensors_hooks() -> Packing | None:
+def top_saved_tensors_hooks() -> SavedTensors | None:
     """The (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def is_checkpoints(hooks: Packing) -> bool:
+def is_checkpoints(hooks: SavedTensors) -> bool:
     """Whether this pair is gradient checkpointing's: what it packs is made again by running the forward again."""
     return hooks[0].__module__ == "torch.utils.checkpoint"
 

@@ -5,9 +5,9 @@ import math
 from rich.console import Console
 
 from patrickstar.cli.display import Display, NoteHandler, TrainingView, sparkline
-from patrickstar.cli.events import StepRecord
+from patrickstar.cli.event_log import StepRecord
 from patrickstar.units import MIB
-from tests.cli.test_events import SUMMARY
+from tests.cli.test_event_log import SUMMARY
 
 
 class Clock:

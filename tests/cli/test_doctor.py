@@ -1,3 +1,4 @@
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 from patrickstar.cli import doctor as module
 from patrickstar.cli.main import main
 from patrickstar.memory.allocator import allocator
+from patrickstar.testing.faults import Fails, FaultyIO
 
 
 @pytest.fixture
@@ -43,6 +45,14 @@ def test_a_directory_is_tried_out_and_left_as_it_was(report, tmp_path):
 def test_a_directory_that_is_not_there_comes_with_the_command_that_makes_it(report, tmp_path):
     text = report("--disk", str(tmp_path / "a" / "b"))
     assert f"-> mkdir -p {tmp_path / 'a' / 'b'}" in text
+
+
+def test_a_directory_that_cannot_be_written_is_said_to_be_no_disk_tier(report, tmp_path, monkeypatch):
+    monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", errno.EACCES)))
+    text = report("--disk", str(tmp_path))
+    assert f"{tmp_path}: cannot be a disk tier" in text
+    assert "Permission denied; change its owner or its mode" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_tcmalloc_the_command_that_installs_it_is_named(report, monkeypatch):

@@ -1,9 +1,12 @@
+import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from patrickstar.cli.main import main
 from patrickstar.memory.process import resident_bytes
+from patrickstar.testing.faults import Fails, FaultyIO
 from patrickstar.units import MIB
 
 COMMON = {
@@ -69,3 +72,32 @@ def test_every_family_can_be_planned(runs, capsys, settings):
     status, out = plan(capsys, "--model", runs.model, "--device", "cpu", "--seq-len", 16)
     assert status == 0, out
     assert "fits" in out
+
+
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A directory in which nothing can be made, and where, as there as a rule, nothing is free."""
+    monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", errno.EROFS, times=99)))
+    full = SimpleNamespace(f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
+    return tmp_path / "read-only"
+
+
+def test_a_plan_needs_no_directory_that_can_be_written(runs, capsys, read_only):
+    arguments = ["--model", runs.model, "--device", "cpu", "--seq-len", 16, "--disk", read_only]
+    arguments += ["--host-memory", "1200KiB"]
+    status, out = plan(capsys, *arguments, "--disk-memory", "1GiB")
+    assert status == 0, out
+    assert "disk    peak" in out
+    status, out = plan(capsys, *arguments)
+    assert status == 3
+    assert f"nothing is free in disk='{read_only}' (0 bytes): free space there" in " ".join(out.split())
+    assert not read_only.exists()
+
+
+def test_a_run_says_that_a_directory_cannot_be_written(runs, capsys, read_only):
+    assert runs.train("--host-memory", "1MiB", "--disk", read_only) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert err.startswith(f"patrickstar: DeviceError: disk='{read_only}': files cannot be made in {read_only.parent}: ")
+    assert "Read-only file system; mount it for writing, or name another directory" in err
+    assert not read_only.exists()

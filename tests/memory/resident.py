@@ -82,7 +82,7 @@ def foresee(
     **memory: Any,
 ) -> dict[str, Any]:
     """The forecast's figures."""
-    from patrickstar.runtime.forecast import forecast
+    from patrickstar.session.forecast import forecast
 
     model, tokens = build(config, batch, checkpointing=checkpointing)
     known = forecast(model, {"input_ids": tokens, "labels": tokens}, clip=clip, precision=precision, **memory)
@@ -182,8 +182,8 @@ def measure(
     from patrickstar.memory.allocator import allocator
 
     if spoil:
-        from patrickstar.runtime import freed_blocks as kept
-        from patrickstar.runtime.pressure import Pressure
+        from patrickstar.step import freed_blocks as kept
+        from patrickstar.step.pressure import Pressure
 
         kept.return_at_once = lambda: ""  # type: ignore[assignment]
         Pressure.excess_bytes = lambda self, growth_bytes: 0  # type: ignore[method-assign]

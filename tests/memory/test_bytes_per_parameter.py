@@ -1,4 +1,4 @@
-"""Bytes a parameter as the system counts them. `tests/runtime/` counts the same over all tiers."""
+"""Bytes a parameter as the system counts them. `tests/session/` counts the same over all tiers."""
 
 from __future__ import annotations
 

@@ -6,98 +6,98 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["ASSEMBLED"]
 
-GRADIENTS = "tests/runtime/test_assembled.py"
-STATE = "tests/runtime/test_optimizer_state.py"
-NARROW = "tests/runtime/test_sixteen_bits.py"
+GRADIENTS = "tests/session/test_assembled.py"
+STATE = "tests/session/test_optimizer_state.py"
+NARROW = "tests/session/test_sixteen_bits.py"
 
 ASSEMBLED: tuple[Mutant, ...] = (
     Mutant(
         name="a-gradients-use-writes-nothing-back",
-        file="nn/assembled.py",
+        file="parameters/assembled.py",
         old="self._owner.assembled_changed(key, wholly=wholly)",
         new="pass",
         tests=(f"{GRADIENTS}::test_a_loop_over_gradients_has_torchs_bits[emulated-clip]",),
     ),
     Mutant(
         name="a-stale-gradient-is-read-after-zero-grad",
-        file="nn/assembled.py",
+        file="parameters/assembled.py",
         old="self._known[id(tensor)][1].source.gone = why",
         new="pass",
         tests=(f"{GRADIENTS}::test_a_gradient_that_was_let_go_is_refused_by_name[zero_grad]",),
     ),
     Mutant(
         name="one-tensor-of-a-foreach-list-is-skipped",
-        file="nn/foreach.py",
+        file="parameters/foreach.py",
         old="for index in range(length):",
         new="for index in range(length - 1):",
         tests=(f"{GRADIENTS}::test_a_loop_over_gradients_has_torchs_bits[emulated-foreach]",),
     ),
     Mutant(
         name="what-amp-writes-is-not-noticed",
-        file="nn/foreach.py",
+        file="parameters/foreach.py",
         old='if not func.__name__.startswith("_amp_foreach_"):',
         new="if True:",
         tests=(f"{GRADIENTS}::test_a_loop_over_gradients_has_torchs_bits[emulated-amp foreach]",),
     ),
     Mutant(
         name="a-held-view-does-not-show-what-is-added",
-        file="nn/assembled.py",
+        file="parameters/assembled.py",
         old="self._owner.renew(key, self._leases.take(key))",
         new="pass",
         tests=(f"{GRADIENTS}::test_a_held_gradient_shows_what_another_backward_adds[emulated]",),
     ),
     Mutant(
         name="a-view-of-a-gradient-that-was-let-go-writes-into-the-next",
-        file="nn/assembled.py",
+        file="parameters/assembled.py",
         old="            self._leases.disown(key)\n",
         new="",
         tests=(f"{GRADIENTS}::test_a_view_of_a_gradient_that_is_let_go_keeps_its_last_values",),
     ),
     Mutant(
         name="whole-tensors-count-against-no-budget",
-        file="nn/assembled.py",
+        file="parameters/assembled.py",
         old="return self._leases.assembled_bytes() + self.making_bytes",
         new="return 0",
         tests=(f"{GRADIENTS}::test_many_whole_gradients_at_once_are_refused_in_numbers",),
     ),
     Mutant(
         name="autograd-saves-the-stand-in-of-a-gradient",
-        file="nn/assembled.py",
+        file="parameters/assembled.py",
         old="return tensor.detach() if type(tensor) is self._class else tensor",
         new="return tensor",
         tests=(f"{GRADIENTS}::test_autograd_keeps_what_it_saves_of_a_gradient",),
     ),
     Mutant(
         name="a-pending-step-is-done-after-state-was-read",
-        file="runtime/keeper.py",
-        old="            self._segments.pause()\n        self._check_watch()\n        self._conductor.settle()\n",
-        new="            self._segments.pause()\n        self._check_watch()\n",
+        file="step/events.py",
+        old="            self._stretches.pause()\n        self.check_watch()\n        self._executor.settle()\n",
+        new="            self._stretches.pause()\n        self.check_watch()\n",
         tests=(f"{STATE}::test_a_state_kept_over_a_step_shows_what_the_step_made_of_it",),
     ),
     Mutant(
         name="elements-that-did-not-change-are-rounded",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="if wholly or target.dtype == written.dtype:",
         new="if True:",
         tests=(f"{NARROW}::test_gradients_are_shown_rounded_and_what_is_changed_is_widened[bf16-2-a few]",),
     ),
     Mutant(
         name="gradients-too-small-to-be-shown-outlive-zeroing",
-        file="nn/assembled.py",
+        file="parameters/assembled.py",
         old='"zero_", "fill_",',
         new='"fill_",',
         tests=(f"{NARROW}::test_what_sets_every_element_sets_those_that_are_shown_as_they_become_too",),
     ),
     Mutant(
         name="a-change-is-rounded-to-a-16-bit-plane",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="(self.dtype(bound) != flat.dtype or name in self.factors)",
         new="name in self.factors",
         tests=(f"{NARROW}::test_gradients_are_shown_rounded_and_what_is_changed_is_widened[bf16-fp32-1-a third]",),
     ),
     Mutant(
         name="a-whole-entry-of-state-is-written-in-part",
-        file="runtime/state_mapping.py",
+        file="session/state_mapping.py",
         old="            count_of(AssembledKey(name, STEP), wanted[STEP])\n",
         new="            pass\n",
         tests=(f"{STATE}::test_a_whole_entry_that_is_wrong_is_refused_before_any_of_it_is_written",),

@@ -6,84 +6,84 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["BINDING"]
 
-SAVED = "tests/nn/test_saved_tensors.py"
-HANDED_ON = "tests/nn/test_faults_caught.py"
-BY_HAND = "tests/runtime/test_hand_changes.py::test_a_change_survives_on_its_own"
+SAVED = "tests/parameters/test_saved_tensors.py"
+HANDED_ON = "tests/parameters/test_faults_caught.py"
+BY_HAND = "tests/session/test_hand_changes.py::test_a_change_survives_on_its_own"
 
 BINDING: tuple[Mutant, ...] = (
     Mutant(
         name="saved-tensors-are-not-bound-to-slots",
-        file="nn/packing.py",
+        file="parameters/saved.py",
         old="found = self._find(tensor)",
         new="found = None",
         tests=(f"{SAVED}::test_gradients_are_those_of_the_weights_that_the_forward_used",),
     ),
     Mutant(
         name="a-saved-slice-is-read-from-the-start-of-its-unit",
-        file="nn/packing.py",
+        file="parameters/saved.py",
         old="saved.shape, saved.stride, saved.offset)",
         new="saved.shape, saved.stride, 0)",
         tests=(f"{SAVED}::test_inplace_operations_after_a_layer",),
     ),
     Mutant(
         name="packing-does-not-delegate-to-the-hooks-underneath",
-        file="nn/packing.py",
+        file="parameters/saved.py",
         old="if underneath is not None:",
         new="if False:",
         tests=(f"{HANDED_ON}::test_hooks_of_the_users_are_given_the_activations_of_plain_pytorch",),
     ),
     Mutant(
         name="no-version-check-of-weights-at-unpacking",
-        file="nn/packing.py",
+        file="parameters/saved.py",
         old="if now != saved.version and not",
         new="if False and not",
         tests=(f"{SAVED}::test_a_weight_changed_between_forward_and_backward_raises_as_in_pytorch",),
     ),
     Mutant(
         name="no-version-check-of-activations-at-unpacking",
-        file="nn/packing.py",
+        file="parameters/saved.py",
         old="if saved.tensor._version != saved.version:",
         new="if False:",
         tests=(f"{SAVED}::test_an_activation_changed_between_forward_and_backward_raises_as_in_pytorch",),
     ),
     Mutant(
         name="a-slot-is-reused-under-a-living-view",
-        file="nn/leases.py",
+        file="memory/leases.py",
         old="return self._count.keys()",
         new="return ()",
         tests=(f"{SAVED}::test_a_view_that_outlives_its_moment_keeps_its_slot",),
     ),
     Mutant(
         name="the-address-of-a-dead-lease-is-taken-for-its-slot",
-        file="nn/leases.py",
+        file="memory/leases.py",
         old="if self._dead:",
         new="if False:",
-        tests=("tests/nn/test_leases.py::test_an_ordinary_tensor_is_never_taken_for_a_slot_that_was_let_go",),
+        tests=("tests/parameters/test_leases.py::test_an_ordinary_tensor_is_never_taken_for_a_slot_that_was_let_go",),
     ),
     Mutant(
-        name="the-conductor-forgets-living-views",
-        file="runtime/conductor.py",
+        name="the-executor-forgets-living-views",
+        file="step/executor.py",
         old="held = self._held()",
         new="held = ()",
-        tests=("tests/runtime/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",),
+        tests=("tests/session/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",),
     ),
     Mutant(
         name="operations-on-views-are-not-seen",
-        file="nn/binding.py",
+        file="parameters/binding.py",
         old="result.__class__ = self._alias_class",
         new="pass",
         tests=(f"{HANDED_ON}::test_a_view_is_packed_when_an_operation_saves_it_for_its_input",),
     ),
     Mutant(
         name="a-change-by-hand-does-not-make-dirty",
-        file="runtime/keeper.py",
-        old="self._conductor.mover.wrote(key)",
+        file="step/events.py",
+        old="self._executor.mover.wrote(key)",
         new="pass",
         tests=(f"{BY_HAND}[add]",),
     ),
     Mutant(
         name="a-change-through-numpy-is-not-noticed",
-        file="nn/watch.py",
+        file="parameters/escapes.py",
         old="if now != digest:",
         new="if False:",
         tests=(f"{BY_HAND}[by_numpy]",),

@@ -7,8 +7,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["BOUNDS"]
 
 COSTS = "tests/core/test_fixed_costs.py"
-BLOCKS = "tests/runtime/test_freed_blocks.py"
-BUDGETS = "tests/runtime/test_budgets.py::test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given"
+BLOCKS = "tests/session/test_freed_blocks.py"
+BUDGETS = "tests/session/test_budgets.py::test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given"
 
 BOUNDS: tuple[Mutant, ...] = (
     Mutant(
@@ -27,7 +27,7 @@ BOUNDS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-forecast-names-a-budget-without-fixed-costs",
-        file="runtime/forecast.py",
+        file="session/forecast.py",
         old="needed + machine.costs.beside(needed)",
         new="needed",
         tests=(BUDGETS,),
@@ -41,22 +41,22 @@ BOUNDS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="freed-blocks-are-kept-whatever-a-plan-takes",
-        file="runtime/freed_blocks.py",
+        file="step/freed_blocks.py",
         old="if self._kept and not self._leaves_room(plan, trace, layout):",
         new="if False:",
         tests=(f"{BLOCKS}::test_a_session_in_which_chunks_fill_all_room_returns_them_from_its_first_plan",),
     ),
     Mutant(
         name="freed-blocks-have-the-room-of-the-worst-moment",
-        file="runtime/freed_blocks.py",
+        file="step/freed_blocks.py",
         old="simulated.peak[compute.label] + int(trace.peak * found.overshoots)",
         new="simulated.peak[compute.label]",
         tests=(f"{BLOCKS}::test_a_plan_that_takes_that_room_has_them_returned_at_once_and_once",),
     ),
     Mutant(
         name="freed-blocks-are-kept-in-a-step-that-nobody-foresaw",
-        file="runtime/segments.py",
-        old="""            self._freed_blocks.return_at_once(f"the {segment.name} was not as planned")
+        file="step/stretches.py",
+        old="""            self._freed_blocks.return_at_once(f"the {stretch.name} was not as planned")
 """,
         new="            pass\n",
         tests=(

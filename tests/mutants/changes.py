@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["CHANGES"]
 
-TESTS = "tests/runtime/test_forward_changes.py"
+TESTS = "tests/session/test_forward_changes.py"
 IN_FP32 = f"{TESTS}::test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch"
 NARROW = f"{TESTS}::test_what_the_forward_changes_is_carried_into_masters"
 
@@ -20,79 +20,79 @@ CHANGES: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-plan-goes-on-after-a-change-that-its-trace-has-not",
-        file="runtime/keeper.py",
+        file="step/events.py",
         old="        if phase is not Phase.STEP:\n            # A moment of its own",
         new="        if False:\n            # A moment of its own",
         tests=(f"{TESTS}::test_a_change_that_depends_on_more_than_shapes[fp32-done and not foreseen]",),
     ),
     Mutant(
         name="a-change-is-no-part-of-a-stretch",
-        file="runtime/conductor.py",
+        file="step/executor.py",
         old="return Phase.FORWARD if is_known else Phase.STEP",
         new="return Phase.STEP",
         tests=(f"{NARROW}[clamp-bf16-emulated]",),
     ),
     Mutant(
         name="a-lookup-that-shortens-rows-is-taken-to-read",
-        file="nn/functions.py",
+        file="parameters/functions.py",
         old="func in _RENORMALISE and",
         new="func in () and",
         tests=(f"{NARROW}[embedding-bf16-emulated]",),
     ),
     Mutant(
         name="what-torch-passes-by-name-is-not-seen-to-be-written",
-        file="nn/functions.py",
+        file="parameters/functions.py",
         old="return args[0] if args else list(kwargs.values())",
         new="return args[0] if args else None",
-        tests=("tests/runtime/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-by_init]",),
+        tests=("tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-by_init]",),
     ),
     Mutant(
         name="an-unseen-change-keeps-every-elements-master",
-        file="nn/changes.py",
+        file="parameters/changes.py",
         old="        if before is None:\n            raise UnseenChangeError(",
         new="        if False:\n            raise UnseenChangeError(",
         tests=(f"{TESTS}::test_a_change_that_could_not_be_carried_into_a_master_is_refused_before_the_first_step",),
     ),
     Mutant(
         name="what-batch-norm-averages-into-is-taken-to-be-read",
-        file="nn/functions.py",
+        file="parameters/functions.py",
         old="    if first is None:",
         new="    if True:",
         tests=(f"{TESTS}::test_a_parameter_that_batch_norm_averages_into[fp32]",),
     ),
     Mutant(
         name="a-call-that-is-one-use-changes-nothing",
-        file="nn/whole_calls.py",
+        file="parameters/whole_calls.py",
         old="            self._binding.changes.tell(watched)",
         new="            pass",
         tests=(f"{TESTS}::test_a_module_that_is_one_use_may_change_its_weights",),
     ),
     Mutant(
         name="what-a-recomputation-changes-again-is-out-of-date",
-        file="nn/packing.py",
+        file="parameters/saved.py",
         old="(saved.is_recomputed and self._was_recomputed(saved.owner, now))",
         new="False",
         tests=(f"{TESTS}::test_a_block_that_is_computed_again_changes_its_weights_again[fp32-non-reentrant]",),
     ),
     Mutant(
         name="under-checkpointing-no-change-is-noticed",
-        file="nn/packing.py",
+        file="parameters/saved.py",
         old="(saved.is_recomputed and self._was_recomputed(saved.owner, now))",
         new="saved.is_recomputed",
         tests=(f"{TESTS}::test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_is_an_error",),
     ),
     Mutant(
         name="a-view-is-used-before-what-is-pending-is-done",
-        file="nn/binding.py",
+        file="parameters/binding.py",
         old="        if found.aliases:\n            self._owner.carry_out_pending()",
         new="        if False:\n            self._owner.carry_out_pending()",
         tests=(
-            "tests/runtime/test_hand_changes.py::test_a_view_that_is_held_over_a_step_sees_and_makes_changes_after_it",
+            "tests/session/test_hand_changes.py::test_a_view_that_is_held_over_a_step_sees_and_makes_changes_after_it",
         ),
     ),
     Mutant(
         name="a-change-whose-master-was-not-reached-stays",
-        file="runtime/hand_changes.py",
+        file="step/masters_by_hand.py",
         old="                    if before is not None:\n                        for left",
         new="                    if before is None:\n                        for left",
         tests=(f"{TESTS}::test_a_change_whose_master_cannot_be_reached_is_no_change[bf16]",),

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 __all__ = ["ENGINE"]
 
 READ = "tests/config/engine/test_read.py"
-RUN = "tests/runtime/test_engine.py"
+RUN = "tests/session/test_engine.py"
 TRAIN = "tests/cli/test_configuration.py"
 
 ENGINE: tuple[Mutant, ...] = (
@@ -55,35 +55,35 @@ ENGINE: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="micro-batches-are-summed-not-averaged",
-        file="runtime/engine.py",
+        file="engine/engine.py",
         old="loss = loss / self._accumulate",
         new="pass",
         tests=(f"{RUN}::test_accumulation_and_clipping_take_effect",),
     ),
     Mutant(
         name="gradients-are-zeroed-between-boundaries",
-        file="runtime/engine_optimizer.py",
+        file="engine/engine_optimizer.py",
         old="        if self._micro_steps == 0:\n",
         new="        if True:\n",
         tests=(f"{RUN}::test_accumulation_and_clipping_take_effect",),
     ),
     Mutant(
         name="the-schedule-does-not-wait-for-an-update",
-        file="runtime/engine_optimizer.py",
+        file="engine/engine_optimizer.py",
         old="        if self._updated:\n",
         new="        if True:\n",
         tests=(f"{RUN}::test_a_step_that_overflows_is_skipped_and_the_schedule_waits",),
     ),
     Mutant(
         name="an-engine-warns-of-what-the-original-never-closed",
-        file="runtime/initialize.py",
+        file="engine/initialize.py",
         old="session.unclosed.detach()",
         new="pass",
         tests=(f"{RUN}::test_an_engine_need_not_be_closed_as_in_the_original",),
     ),
     Mutant(
         name="a-chunk-size-that-is-a-bound-is-taken-for-the-size",
-        file="runtime/initialize.py",
+        file="engine/initialize.py",
         old="and hint < target_numel(numel)",
         new="and hint > 0",
         tests=(f"{RUN}::test_a_chunk_size_is_an_upper_bound_and_never_more_than_the_model_needs",),

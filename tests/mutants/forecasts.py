@@ -6,10 +6,10 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["FORECASTS"]
 
-VALUES = "tests/tracing/test_values.py"
-KNOWN = "tests/runtime/test_known.py"
-LAYERDROP = "tests/runtime/test_layerdrop.py"
-TWICE = "tests/runtime/test_double_backward.py"
+VALUES = "tests/tracing/test_trial_values.py"
+KNOWN = "tests/session/test_known_forwards.py"
+LAYERDROP = "tests/session/test_layerdrop.py"
+TWICE = "tests/session/test_double_backward.py"
 
 FORECASTS: tuple[Mutant, ...] = (
     Mutant(
@@ -28,7 +28,7 @@ FORECASTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="every-draw-is-as-small-as-it-can-be",
-        file="tracing/values.py",
+        file="tracing/trial_values.py",
         old="return low + min(self._quantile,",
         new="return low + min(0.0,",
         tests=(f"{LAYERDROP}::test_so_it_is_where_the_draws_of_all_layers_come_first",),
@@ -42,36 +42,36 @@ FORECASTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-value-outlives-what-is-written-over-it",
-        file="tracing/values.py",
+        file="tracing/trial_values.py",
         old="            self._contents.pop(tensor.untyped_storage()._cdata, None)",
         new="            pass",
         tests=(f"{VALUES}::test_what_is_written_without_a_value_has_none",),
     ),
     Mutant(
         name="what-is-written-with-drawn-numbers-does-not-count-as-drawn",
-        file="tracing/values.py",
+        file="tracing/trial_values.py",
         old="            self._contents[tensor.untyped_storage()._cdata].drawn |= drawn",
         new="            pass",
         tests=(f"{VALUES}::test_drawn_numbers_make_what_they_are_written_to_drawn",),
     ),
     Mutant(
         name="a-trial-run-writes-to-the-callers-input",
-        file="tracing/values.py",
+        file="tracing/trial_values.py",
         old="real.as_strided((numel,), (1,), 0).clone()",
         new="real.as_strided((numel,), (1,), 0)",
         tests=(f"{VALUES}::test_the_callers_tensors_are_not_written_to",),
     ),
     Mutant(
         name="memory-without-contents-has-values",
-        file="tracing/values.py",
+        file="tracing/trial_values.py",
         old="or func.overloadpacket in _UNDEFINED",
         new="",
         tests=(f"{VALUES}::test_other_values_are_unknown",),
     ),
     Mutant(
         name="a-step-that-dropped-layers-is-a-model-for-the-next",
-        file="runtime/known.py",
-        old="if self.by_chance and not _forward_is(course.trace or self.trace, segment, recorded):",
+        file="step/known_forwards.py",
+        old="if self.by_chance and not _forward_is(course.trace or self.trace, stretch, recorded):",
         new="if False:",
         tests=(
             f"{KNOWN}::test_steps_that_took_other_branches_are_no_model_however_many",
@@ -80,28 +80,28 @@ FORECASTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="smaller-shapes-do-not-know-that-the-forward-branches-by-chance",
-        file="runtime/segments.py",
-        old="return Known(trace=least.trace, by_chance=least.by_chance)",
-        new="return Known(trace=least.trace)",
+        file="step/stretches.py",
+        old="return KnownForward(trace=least.trace, by_chance=least.by_chance)",
+        new="return KnownForward(trace=least.trace)",
         tests=(f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",),
     ),
     Mutant(
         name="a-step-that-differentiates-a-gradient-takes-the-place-of-plain-ones",
-        file="runtime/known.py",
-        old="        if not segment.differentiates:\n",
+        file="step/known_forwards.py",
+        old="        if not stretch.differentiates:\n",
         new="        if True:\n",
         tests=(f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on",),
     ),
     Mutant(
         name="a-step-that-differentiates-a-gradient-is-followed-by-another-for-ever",
-        file="runtime/known.py",
-        old="self._stays_twice = segment.differentiates",
+        file="step/known_forwards.py",
+        old="self._stays_twice = stretch.differentiates",
         new="pass",
         tests=(f"{TWICE}::test_a_penalty_at_some_steps_leaves_the_plan_of_the_others",),
     ),
     Mutant(
         name="nobody-measures-the-first-step-that-may-differentiate-a-gradient",
-        file="runtime/segments.py",
+        file="step/stretches.py",
         old="if needed or wanted:",
         new="if needed:",
         tests=(f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on[deferred-cpu+disk]",),
@@ -126,7 +126,7 @@ FORECASTS: tuple[Mutant, ...] = (
         old="if tensor.grad_fn is not None)",
         new="if False)",
         tests=(
-            "tests/runtime/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
+            "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
         ),
     ),
 )

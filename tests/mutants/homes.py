@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["HOMES"]
 
-TESTS = "tests/runtime/test_gradient_homes.py"
+TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
 
 HOMES: tuple[Mutant, ...] = (
@@ -19,49 +19,49 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-gradient-that-must-wait-has-no-home",
-        file="runtime/segments.py",
-        old="            self._growth.reserve(known.trace)\n",
+        file="step/stretches.py",
+        old="            self._late_planes.reserve(known.trace)\n",
         new="            pass\n",
         tests=(f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[emulated-three-fp32]",),
     ),
     Mutant(
         name="all-gradients-have-homes-where-one-must-wait",
-        file="runtime/growth.py",
+        file="step/late_planes.py",
         old="self._take_in(trace.touched(GRAD), why=name_gradients(trace))",
         new='self.reserve_all("")',
         tests=(f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-one-fp32]",),
     ),
     Mutant(
         name="what-cannot-be-traced-has-no-homes-for-gradients",
-        file="runtime/segments.py",
-        old="self._growth.reserve_all(known.reason)",
+        file="step/stretches.py",
+        old="self._late_planes.reserve_all(known.reason)",
         new="pass",
         tests=(f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[emulated-fp32]",),
     ),
     Mutant(
         name="what-is-never-traced-has-no-homes-for-gradients",
-        file="runtime/segments.py",
+        file="step/stretches.py",
         old="            self._reserve(unknown)\n",
         new="",
         tests=(f"{TESTS}::test_a_forward_that_is_never_traced_has_room_for_every_gradient[emulated]",),
     ),
     Mutant(
         name="an-evaluation-has-room-for-gradients",
-        file="runtime/segments.py",
+        file="step/stretches.py",
         old="        if not torch.is_grad_enabled():\n            return\n",
         new="",
         tests=(f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[cpu+disk-fp32]",),
     ),
     Mutant(
         name="a-gradient-that-no-trace-has-shown-has-no-home",
-        file="runtime/gradients.py",
-        old="        self._growth.reserve_for(name)\n",
+        file="step/gradients.py",
+        old="        self._late_planes.reserve_for(name)\n",
         new="",
         tests=(f"{TESTS}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room[emulated]",),
     ),
     Mutant(
         name="widening-is-for-gradients-without-homes-too",
-        file="runtime/growth.py",
+        file="step/late_planes.py",
         old="narrow = [ref for ref in gradients if ref in state.home]",
         new="narrow = gradients",
         tests=(f"{TESTS}::test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room[emulated]",),
@@ -96,18 +96,18 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-forecast-has-no-update-after-the-backward",
-        file="runtime/forecast.py",
+        file="session/forecast.py",
         old="updates = [update] if late or not in_backward else []",
         new="updates = [] if in_backward else [update]",
         tests=(f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",),
     ),
     Mutant(
         name="the-smallest-budget-is-that-of-a-first-step",
-        file="runtime/forecast.py",
+        file="session/forecast.py",
         old="for _ in range(2):  # in the second",
         new="for _ in range(1):  # in the second",
         tests=(
-            "tests/runtime/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
+            "tests/session/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
         ),
     ),
     Mutant(

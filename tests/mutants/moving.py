@@ -6,8 +6,8 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MOVING"]
 
-FAULTS = "tests/runtime/test_faults_caught.py"
-DISK_TIER = "tests/runtime/test_disk_tier.py"
+FAULTS = "tests/session/test_faults_caught.py"
+DISK_TIER = "tests/session/test_disk_tier.py"
 TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 # The fifth transfer over the link, and no other.
 ONCE = "self._ledger.moved({link!r}) == 4 * self._slots[ref] * self._arenas[self._compute].slot_bytes"
@@ -44,24 +44,24 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="what-a-moment-writes-is-not-marked",
-        file="runtime/conductor.py",
+        file="step/executor.py",
         old="if touch.writes:",
         new="if False:",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
         name="a-failed-transfer-is-not-undone",
-        file="runtime/mover.py",
+        file="memory/mover.py",
         old="                if isinstance(action, Wait):\n                    self._give_up(action)",
         new="                pass",
         tests=(f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",),
     ),
     Mutant(
         name="the-budget-is-off-by-one-slot-where-there-is-no-plan",
-        file="runtime/pilot.py",
+        file="plan/pilot.py",
         old="self.capacity_slots = (budget - withheld) // slot_bytes",
         new="self.capacity_slots = (budget - withheld) // slot_bytes + 1",
-        tests=("tests/runtime/test_budgets.py::test_the_budget_is_never_exceeded_on_the_emulated_device",),
+        tests=("tests/session/test_budgets.py::test_the_budget_is_never_exceeded_on_the_emulated_device",),
     ),
     Mutant(
         name="pages-of-free-slots-stay-while-others-are-taken",
@@ -72,7 +72,7 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="pages-of-slots-that-activations-need-stay",
-        file="runtime/conductor.py",
+        file="step/executor.py",
         old="self.mover.store.trim()\n            if rows is not None:",
         new="if rows is not None:",
         tests=(f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for",),

@@ -6,60 +6,60 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["OUTSIDE"]
 
-DISK = "tests/runtime/test_disk_tier.py"
-HANDS = "tests/runtime/test_hand_changes.py"
-DEFERRED = "tests/nn/test_deferred_init.py"
+DISK = "tests/session/test_disk_tier.py"
+HANDS = "tests/session/test_hand_changes.py"
+DEFERRED = "tests/parameters/test_deferred_init.py"
 PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
 
 OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="what-is-detached-in-backward-is-a-stand-in",
-        file="nn/attributes.py",
+        file="parameters/attributes.py",
         old="return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())",
         new="return self._detached.make(bound, bound.tensor().detach())",
         tests=(f"{PARITY}[function-non-reentrant-x1-noclip-in_backward-lru-minimum-emulated]",),
     ),
     Mutant(
         name="an-address-that-was-handed-out-keeps-no-slot",
-        file="nn/attributes.py",
+        file="parameters/attributes.py",
         old="                bound.lease = leased\n",
         new="                pass\n",
         tests=(f"{HANDS}::test_the_address_of_an_alias_stays_its_address",),
     ),
     Mutant(
         name="a-weight-that-set-has-re-pointed-is-taken-for-its-own",
-        file="nn/binding.py",
+        file="parameters/binding.py",
         old="return self._base is Tensor and bound.parameter.data_ptr() != bound.standin.data_ptr()",
         new="return False",
         tests=(f"{HANDS}::test_a_weight_that_is_re_pointed_is_refused_at_its_next_use",),
     ),
     Mutant(
         name="the-other-session-of-an-operation-is-not-asked",
-        file="nn/found.py",
+        file="parameters/found.py",
         old="self.others.append(other)",
         new="pass",
-        tests=("tests/runtime/test_together.py::test_one_operation_on_parameters_of_two_sessions",),
+        tests=("tests/session/test_together.py::test_one_operation_on_parameters_of_two_sessions",),
     ),
     Mutant(
         name="every-piece-is-updated-from-the-first-of-its-gradient",
-        file="runtime/updates.py",
+        file="step/update.py",
         old="piece.tensor_start : piece.tensor_start + piece.stop - piece.start",
         new="0 : piece.stop - piece.start",
-        tests=("tests/runtime/test_unbounded.py::test_tensors_longer_than_a_chunk",),
+        tests=("tests/session/test_unbounded.py::test_tensors_longer_than_a_chunk",),
     ),
     Mutant(
         name="moments-outlive-a-checkpoint-that-has-none",
-        file="runtime/saving.py",
+        file="session/saving.py",
         old="                    self._weights.clear_averages(name)",
         new="                    pass",
-        tests=("tests/runtime/test_checkpoints.py::test_a_checkpoint_before_the_first_step",),
+        tests=("tests/session/test_checkpoints.py::test_a_checkpoint_before_the_first_step",),
     ),
     Mutant(
         name="groups-of-other-parameters-take-a-checkpoint",
-        file="runtime/saving.py",
+        file="session/saving.py",
         old="if saved != present:",
         new="if False:",
-        tests=("tests/runtime/test_checkpoints.py::test_groups_of_the_same_number_and_other_parameters_are_refused",),
+        tests=("tests/session/test_checkpoints.py::test_groups_of_the_same_number_and_other_parameters_are_refused",),
     ),
     Mutant(
         name="larger-shapes-go-by-the-plan-of-smaller-ones",
@@ -74,12 +74,12 @@ OUTSIDE: tuple[Mutant, ...] = (
         old="self._ledger.move(src, dst, self._slots[ref] *",
         new="self._ledger.move(src, dst, 2 * self._slots[ref] *",
         tests=(
-            "tests/runtime/test_simulation.py::test_reactive_steps_move_what_the_pilot_decided_and_nothing_else[cpu+disk]",
+            "tests/session/test_simulation.py::test_reactive_steps_move_what_the_pilot_decided_and_nothing_else[cpu+disk]",
         ),
     ),
     Mutant(
         name="a-newer-unit-stays-on-its-way-when-the-disk-fails",
-        file="runtime/mover.py",
+        file="memory/mover.py",
         old="if newer and ref not in self.state.resident:",
         new="if False:",
         tests=(
@@ -88,28 +88,28 @@ OUTSIDE: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="what-is-to-come-is-no-part-of-the-resident-size",
-        file="runtime/pressure.py",
+        file="step/pressure.py",
         old="excess = max(0, resident + growth_bytes - self._limit_bytes)",
         new="excess = max(0, resident - self._limit_bytes)",
-        tests=("tests/runtime/test_host_bound.py::test_the_guard_counts_what_is_coming_beside_what_is_there",),
+        tests=("tests/session/test_host_bound.py::test_the_guard_counts_what_is_coming_beside_what_is_there",),
     ),
     Mutant(
         name="a-16-bit-gradient-takes-a-second-backward",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="if name in self.whole and self.dtype(bound) is not torch.float32:",
         new="if False:",
-        tests=("tests/runtime/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",),
+        tests=("tests/session/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",),
     ),
     Mutant(
         name="what-had-come-is-lost-when-gradients-are-widened",
-        file="runtime/growth.py",
+        file="step/late_planes.py",
         old="            keep = None if ref in state.free else ref",
         new="            keep = None",
-        tests=("tests/runtime/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",),
+        tests=("tests/session/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",),
     ),
     Mutant(
         name="values-are-made-from-another-random-state",
-        file="nn/deferred_recipe.py",
+        file="deferred/recipe.py",
         old="        torch.set_rng_state(call.random_state)\n",
         new="        pass\n",
         tests=(f"{DEFERRED}::test_the_values_are_those_of_ordinary_construction",),
@@ -127,5 +127,55 @@ OUTSIDE: tuple[Mutant, ...] = (
         old="if not torch.equal(_bits(left), _bits(right)):",
         new="if False:",
         tests=("tests/checkpoint/test_matching.py::test_tied_tensors_that_differ_are_refused",),
+    ),
+    Mutant(
+        name="an-update-is-taken-for-a-change-behind-torchs-back",
+        file="step/events.py",
+        old="            self._watch.renew()",
+        new="            pass",
+        tests=(
+            "tests/session/test_sixteen_bits.py::test_memory_that_is_handed_out_and_not_written_changes_nothing[bf16]",
+        ),
+    ),
+    Mutant(
+        name="what-is-written-unseen-after-a-step-comes-before-it",
+        file="session/session.py",
+        old="        if events.watches:",
+        new="        if False:",
+        tests=(
+            "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[bf16-after the step]",
+        ),
+    ),
+    Mutant(
+        name="what-is-written-unseen-is-not-looked-for-before-state-is-read",
+        file="session/session.py",
+        old="        self._parts.events.check_watch()\n        self._parts.stretches.pause()",
+        new="        self._parts.stretches.pause()",
+        tests=(
+            "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_is_carried_before_anything_is_read[bf16]",
+        ),
+    ),
+    Mutant(
+        name="memory-that-was-written-unseen-and-let-go-is-lost",
+        file="parameters/escapes.py",
+        old="        self._kept = [self._lease(ref) for ref in self._digests]",
+        new="        self._kept = []",
+        tests=(
+            "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[fp16-after the step]",
+        ),
+    ),
+    Mutant(
+        name="a-directory-that-cannot-be-written-is-a-lack-of-memory",
+        file="session/manage.py",
+        old="        expect_usable(memory.disk)",
+        new="        pass",
+        tests=(f"{DISK}::test_a_directory_that_cannot_be_written_is_no_lack_of_memory[is there-EROFS]",),
+    ),
+    Mutant(
+        name="the-file-that-tries-a-directory-stays",
+        file="memory/filesystem.py",
+        old="            undo.callback(_remove, io, probe)",
+        new="            pass",
+        tests=("tests/memory/test_filesystem.py::test_a_directory_is_tried_and_left_as_it_was[is there]",),
     ),
 )

@@ -6,77 +6,77 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["SIXTEEN_BITS"]
 
-SIXTEEN = "tests/runtime/test_sixteen_bits.py"
+SIXTEEN = "tests/session/test_sixteen_bits.py"
 PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
-SCALING = "tests/runtime/test_loss_scaling.py"
+SCALING = "tests/session/test_loss_scaling.py"
 
 SIXTEEN_BITS = (
     Mutant(
         name="a-copy-that-is-held-keeps-the-old-weight",
-        file="nn/binding.py",
+        file="parameters/binding.py",
         old="            if bound.name in living:",
         new="            if bound.name in () and living:",
         tests=(f"{SIXTEEN}::test_a_copy_that_is_held_shows_the_update[fp16]",),
     ),
     Mutant(
         name="two-copies-of-one-weight-live-at-once",
-        file="nn/leases.py",
+        file="memory/leases.py",
         old="            tensor = self._living_copy(ref)",
         new="            tensor = None",
         tests=(f"{SIXTEEN}::test_a_copy_that_is_held_shows_the_update[fp16]",),
     ),
     Mutant(
         name="a-change-in-a-copy-is-lost",
-        file="runtime/keeper.py",
+        file="step/events.py",
         old="            self._copies.changed(key)",
         new="            pass",
         tests=(f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-clamp]",),
     ),
     Mutant(
         name="a-change-in-a-copy-rounds-its-neighbours-masters",
-        file="runtime/copies.py",
+        file="step/copies.py",
         old="kept[block].copy_(torch.where(changed, value, kept[block]))",
         new="kept[block].copy_(value)",
         tests=(f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-some_elements]",),
     ),
     Mutant(
         name="fp16-weights-compute-with-bits-that-fp16-does-not-have",
-        file="runtime/copies.py",
+        file="step/copies.py",
         old="        if self._rounded is None or copy.dtype is self._rounded.dtype:",
         new="        if True:",
         tests=(f"{SIXTEEN}::test_every_machine_has_the_bits_of_masters_kept_by_hand[fp16-fp32-deferred-emulated]",),
     ),
     Mutant(
         name="other-units-leave-while-a-copy-is-made",
-        file="nn/binding.py",
+        file="parameters/binding.py",
         old="            units = [self.leases.take(ref) for ref in refs]  # none may leave while copies are made",
         new="            units = []",
         tests=(f"{PARITY}[encoder-reentrant-x1-noclip-deferred-next-use-minimum-emulated-fp16]",),
     ),
     Mutant(
         name="an-overflow-is-not-found",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="        if self._finds_overflow:",
         new="        if self._finds_overflow and target.numel() < 0:",
         tests=(f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",),
     ),
     Mutant(
         name="a-nan-is-no-overflow",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="bool(torch.isfinite(least)) and bool(torch.isfinite(most))",
         new="not bool(torch.isinf(least)) and not bool(torch.isinf(most))",
         tests=(f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",),
     ),
     Mutant(
         name="an-overflow-outlives-its-gradient",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="        self.factors.pop(name, None)\n        self.overflowed.pop(name, None)\n        self._views",
         new="        self.factors.pop(name, None)\n        self._views",
         tests=(f"{SCALING}::test_an_overflow_that_was_let_go_does_not_count",),
     ),
     Mutant(
         name="gradients-are-not-divided-by-the-scale",
-        file="runtime/scaler.py",
+        file="session/scaler.py",
         old="        self._training.multiply(torch.tensor(1.0 / self._rule.scale, dtype=torch.float32))",
         new="        pass",
         tests=(f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",),
@@ -90,7 +90,7 @@ SIXTEEN_BITS = (
     ),
     Mutant(
         name="the-loss-scale-is-not-in-the-checkpoint",
-        file="runtime/saving.py",
+        file="session/saving.py",
         old='                self._scaler().load_state_dict(state["scaler"])',
         new="                pass",
         tests=(f"{SCALING}::test_the_scale_is_part_of_a_checkpoint",),

@@ -6,68 +6,68 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["TILES"]
 
-TESTS = "tests/runtime/test_tiles.py"
+TESTS = "tests/session/test_tiles.py"
 
 TILES = (
     Mutant(
         name="a-tile-that-was-used-is-not-out-of-date-when-its-parameter-is-written",
-        file="nn/records.py",
+        file="parameters/records.py",
         old="for record in (bound, *bound.tiles)]",
         new="for record in (bound,)]",
         tests=(f"{TESTS}::test_a_write_between_forward_and_backward_is_told",),
     ),
     Mutant(
         name="a-tile-that-was-used-is-not-out-of-date-when-its-parameter-is-written-in-place",
-        file="nn/changes.py",
+        file="parameters/changes.py",
         old="        if tiles:",
         new="        if False:",
         tests=(f"{TESTS}::test_a_change_in_place_between_forward_and_backward_is_told[in place-fp32]",),
     ),
     Mutant(
         name="tiles-of-a-parameter-share-a-version",
-        file="nn/records.py",
+        file="parameters/records.py",
         old="        leaf = nn.Parameter(torch.empty_like(nan), requires_grad=parameter.requires_grad)",
         new="        leaf = nn.Parameter(standin, requires_grad=parameter.requires_grad)",
         tests=(f"{TESTS}::test_without_a_bound_tiles_have_the_same_bits[in_backward]",),
     ),
     Mutant(
         name="tiles-stay-frozen-when-their-parameter-is-trained-after-all",
-        file="nn/attributes.py",
+        file="parameters/attributes.py",
         old="                tile.parameter.requires_grad = value",
         new="                pass",
         tests=(f"{TESTS}::test_frozen_tiles_have_no_gradient_and_can_be_trained_after_all",),
     ),
     Mutant(
         name="padding-is-looked-for-in-the-wrong-row-of-its-tile",
-        file="nn/tiles.py",
+        file="parameters/tiles.py",
         old="        own = padding - tile.first_row if",
         new="        own = padding if",
         tests=(f"{TESTS}::test_the_function_takes_its_padding_as_torch_does[-1]",),
     ),
     Mutant(
         name="an-id-beyond-the-table-gets-its-last-row",
-        file="nn/lookups.py",
+        file="parameters/lookups.py",
         old="is_outside = ((ids < 0) | (ids >= rows)).any()",
         new="is_outside = (ids < 0).any()",
         tests=(f"{TESTS}::test_an_id_outside_of_the_table_is_an_index_error_as_in_torch",),
     ),
     Mutant(
         name="a-tile-adds-to-the-first-rows-of-a-gradient-of-the-users-own",
-        file="nn/gradient_access.py",
+        file="parameters/gradient_access.py",
         old="                bound.of(own.detach()).add_(gradient)",
         new="                own.detach()[: bound.rows].add_(gradient)",
         tests=(f"{TESTS}::test_a_gradient_that_is_read_is_the_users_own_and_tiles_add_to_it",),
     ),
     Mutant(
         name="every-tile-counts-as-an-update-of-its-parameter",
-        file="runtime/training.py",
+        file="step/training.py",
         old="+ (owner not in self._updated)",
         new="+ 1",
         tests=(f"{TESTS}::test_without_a_bound_tiles_have_the_same_bits[in_backward]",),
     ),
     Mutant(
         name="what-a-failed-backward-left-of-a-tiles-gradient-is-added-to",
-        file="runtime/training.py",
+        file="step/training.py",
         old="        self._gradients.drop_incomplete()",
         new="        pass",
         tests=(f"{TESTS}::test_a_backward_that_fails_between_tiles_leaves_no_half_gradient",),

@@ -6,10 +6,10 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["TRAINING"]
 
-FAULTS = "tests/runtime/test_faults_caught.py"
-GRADIENTS = "tests/runtime/test_gradients.py"
-CHECKPOINTS = "tests/runtime/test_checkpoints.py"
-TRAINING_ON = "tests/runtime/test_disk_tier.py::test_no_bit_depends_on_the_machine"
+FAULTS = "tests/session/test_faults_caught.py"
+GRADIENTS = "tests/session/test_gradients.py"
+CHECKPOINTS = "tests/session/test_checkpoints.py"
+TRAINING_ON = "tests/session/test_disk_tier.py::test_no_bit_depends_on_the_machine"
 RESUME = f"{CHECKPOINTS}::test_stopping_and_resuming_gives_the_bits_of_not_stopping"
 MOMENTS = "planes = (EXP_AVG, EXP_AVG_SQ, *("
 WRITTEN = "Touch(PlaneRef(chunk, plane), True) for plane in planes"
@@ -17,7 +17,7 @@ WRITTEN = "Touch(PlaneRef(chunk, plane), True) for plane in planes"
 TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="a-chunk-is-updated-twice-in-a-step",
-        file="runtime/updates.py",
+        file="step/update.py",
         old="for piece in self._ranges(chunk, order):",
         new="for piece in self._ranges(chunk, order) * (2 if chunk == 1 else 1):",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
@@ -38,35 +38,35 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-first-gradient-is-added-to-zeros",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="target.copy_(piece)",
         new="target.zero_().add_(piece)",
         tests=(f"{FAULTS}::test_a_gradient_of_negative_zero_stays_negative",),
     ),
     Mutant(
         name="a-second-gradient-takes-the-place-of-the-first",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="            target.add_(piece)",
         new="            target.copy_(piece)",
         tests=(f"{GRADIENTS}::test_gradients_of_several_backwards_add_up[True]",),
     ),
     Mutant(
         name="a-stale-gradient-stays-after-zero-grad",
-        file="runtime/training.py",
+        file="step/training.py",
         old="self._gradients.drop_all()",
         new="pass",
         tests=(f"{GRADIENTS}::test_zeroing_means_what_it_means_in_pytorch[tight-zero_by_optimizer]",),
     ),
     Mutant(
         name="a-clip-factor-misses-one-chunk-of-the-update",
-        file="runtime/updates.py",
+        file="step/update.py",
         old="hyper=piece.hyper, factors=piece.factors)",
         new="hyper=piece.hyper, factors=piece.factors if chunk else ())",
         tests=(f"{GRADIENTS}::test_clipping_through_the_session[0.001]",),
     ),
     Mutant(
         name="a-clip-factor-is-missing-where-gradients-are-read",
-        file="runtime/gradients.py",
+        file="step/gradients.py",
         old="scaled_blocks(piece, self.factors.get(name, ()))",
         new="scaled_blocks(piece, ())",
         tests=(f"{GRADIENTS}::test_clipping_twice_clips_twice_and_gradients_show_it",),
@@ -87,18 +87,18 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-change-by-hand-does-not-reach-a-split-master",
-        file="runtime/hand_changes.py",
+        file="step/masters_by_hand.py",
         old="                self._carry(part, before)",
         new="                pass",
-        tests=("tests/runtime/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-clamp]",),
+        tests=("tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-clamp]",),
     ),
     Mutant(
         name="a-change-by-hand-takes-the-rest-of-every-element",
-        file="runtime/hand_changes.py",
+        file="step/masters_by_hand.py",
         old="masked_fill_(now.view(torch.int16) != was.view(torch.int16), 0)",
         new="zero_()",
         tests=(
-            "tests/runtime/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-some_elements]",
+            "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-some_elements]",
         ),
     ),
     Mutant(
@@ -106,25 +106,25 @@ TRAINING: tuple[Mutant, ...] = (
         file="core/formats.py",
         old='GRAD: PlaneFormat(gradient, 2 if gradient == "bfloat16" else 4),',
         new='GRAD: PlaneFormat("bfloat16", 2),',
-        tests=("tests/runtime/test_sixteen_bits.py::test_gradients_of_several_backwards_add_up_in_fp32[bf16-fp32]",),
+        tests=("tests/session/test_sixteen_bits.py::test_gradients_of_several_backwards_add_up_in_fp32[bf16-fp32]",),
     ),
     Mutant(
         name="all-tensors-share-one-step-count",
-        file="runtime/training.py",
+        file="step/training.py",
         old="{name: self.steps[name] for name in names}, factors)",
         new="{name: max(self.steps.values()) for name in names}, factors)",
-        tests=("tests/runtime/test_departures.py::test_a_module_called_twice_or_not_at_all[not at all]",),
+        tests=("tests/session/test_departures.py::test_a_module_called_twice_or_not_at_all[not at all]",),
     ),
     Mutant(
         name="a-parameter-without-gradient-is-updated",
-        file="runtime/training.py",
+        file="step/training.py",
         old="name in hypers and (name in self._gradients.names or name in own)",
         new="name in hypers",
         tests=(f"{GRADIENTS}::test_a_frozen_parameter_and_an_unused_one_have_none",),
     ),
     Mutant(
         name="hyper-parameters-are-read-when-the-update-is-done",
-        file="runtime/training.py",
+        file="step/training.py",
         old="        self._unfinished = True\n        if self._binding",
         new="        self._unfinished = True\n"
         "        order = StepOrder({name: self._hypers()[name] for name in order.hypers}, order.steps, order.factors)\n"
@@ -133,19 +133,19 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-pending-step-is-lost-at-close",
-        file="runtime/training.py",
-        old="            self._conductor.pending = None\n        else:\n            self._conductor.settle()",
-        new="            self._conductor.pending = None\n        else:\n            self._conductor.pending = None",
+        file="step/training.py",
+        old="            self._executor.pending = None\n        else:\n            self._executor.settle()",
+        new="            self._executor.pending = None\n        else:\n            self._executor.pending = None",
         tests=(
-            "tests/runtime/test_after_manage.py::test_close_gives_back_ordinary_parameters_with_the_current_weights[step]",
+            "tests/session/test_after_manage.py::test_close_gives_back_ordinary_parameters_with_the_current_weights[step]",
         ),
     ),
     Mutant(
         name="an-update-is-no-change-for-autograd",
-        file="runtime/training.py",
+        file="step/training.py",
         old="self._binding.changing(names)",
         new="pass",
-        tests=("tests/runtime/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[two_layers]",),
+        tests=("tests/session/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[two_layers]",),
     ),
     Mutant(
         name="in-backward-updates-at-once-what-is-recomputed",
@@ -159,43 +159,43 @@ TRAINING: tuple[Mutant, ...] = (
         file="tracing/offline.py",
         old="random.setstate(python)",
         new="random.random()",
-        tests=("tests/runtime/test_types.py::test_no_random_number_is_drawn[0.5]",),
+        tests=("tests/session/test_types.py::test_no_random_number_is_drawn[0.5]",),
     ),
     Mutant(
         name="a-checkpoint-lacks-a-moment",
-        file="runtime/saving.py",
+        file="session/saving.py",
         old='"moments") for kind in _PLANES]',
         new='"moments") for kind in ["exp_avg"]]',
         tests=(f"{RESUME}[emulated-emulated-chunk_sizes0]",),
     ),
     Mutant(
         name="a-moment-is-loaded-into-the-other-plane",
-        file="runtime/saving.py",
+        file="session/saving.py",
         old="self._read_average(reader, name, owner, _PLANES[kind])",
         new='self._read_average(reader, name, owner, _PLANES["exp_avg"])',
         tests=(f"{RESUME}[emulated-emulated-chunk_sizes0]",),
     ),
     Mutant(
         name="random-states-are-not-restored",
-        file="runtime/saving.py",
+        file="session/saving.py",
         old='rng.restore(state["rng"])',
         new="pass",
         tests=(f"{RESUME}[emulated-emulated-chunk_sizes0]",),
     ),
     Mutant(
         name="a-damaged-checkpoint-is-taken",
-        file="runtime/saving.py",
+        file="session/saving.py",
         old="reader.verify()",
         new="pass",
         tests=(f"{CHECKPOINTS}::test_a_flipped_byte_is_found_before_anything_has_changed[0.7]",),
     ),
     Mutant(
         name="the-end-of-a-backward-whose-gradients-came-inside-is-missed",
-        file="runtime/keeper.py",
+        file="step/events.py",
         old="            self._training.backwards.notice_recomputation()",
         new="            pass",
         tests=(
-            "tests/runtime/test_sixteen_bits.py::test_gradients_of_which_only_a_backward_inside_of_another_tells[bf16-fp32-1]",
+            "tests/session/test_sixteen_bits.py::test_gradients_of_which_only_a_backward_inside_of_another_tells[bf16-fp32-1]",
         ),
     ),
 )

@@ -31,8 +31,8 @@ from patrickstar import BudgetError, Options
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.plan import make
 from patrickstar.plan.plan import Plan
-from patrickstar.runtime import segments
-from patrickstar.runtime.forecast import forecast
+from patrickstar.session.forecast import forecast
+from patrickstar.step import stretches
 from tests.parity.limits import LIMITS
 from tests.parity.managed import train
 from tests.parity.matrix import PAIRS, WIDE, Row
@@ -58,7 +58,7 @@ def recorded() -> Iterator[list[Plan]]:
 
     importers = [module for name, module in sorted(sys.modules.items()) if name.startswith("patrickstar.")]
     places = [module for module in importers if getattr(module, "make_plan", None) is real]
-    assert segments in places, "a session would make its plans unseen"
+    assert stretches in places, "a session would make its plans unseen"
     try:
         for module in places:
             module.make_plan = make_plan  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from patrickstar.cli.events import StepRecord, Summary
+from patrickstar.cli.event_log import StepRecord, Summary
 from patrickstar.units import format_bytes
 
 # Where nobody looks at a terminal, a line this often tells a log's reader that the run lives.

@@ -17,8 +17,8 @@ from typing import Any, Final
 import click
 
 from patrickstar.cli.flags import debug_option
-from patrickstar.errors import ConfigError
-from patrickstar.memory.filesystem import free_bytes
+from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
 PAGE: Final = 4096
@@ -149,7 +149,12 @@ def _disk(directory: Path) -> Iterator[Finding]:
     if not where.is_dir():
         yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}")
         return
-    free = free_bytes(where)
+    try:
+        expect_usable(directory)
+        free = free_bytes(directory)
+    except DeviceError as error:
+        yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error))
+        return
     direct, reason = _direct_io(where)
     text = f"{directory}: {format_bytes(free)} free, direct I/O {'works' if direct else f'does not work ({reason})'}"
     advice = "" if direct else "transfers will go through the page cache; a directory on ext4 or xfs is faster"

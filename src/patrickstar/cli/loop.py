@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.checkpoints import CheckpointFolder
 from patrickstar.cli.display import Display, TrainingView
-from patrickstar.cli.events import EventLog, StepRecord
+from patrickstar.cli.event_log import EventLog, StepRecord
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.stop import StopSignals

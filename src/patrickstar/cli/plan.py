@@ -16,7 +16,7 @@ from patrickstar.config.options import Options
 from patrickstar.units import format_bytes
 
 if TYPE_CHECKING:
-    from patrickstar.runtime.forecast import Forecast
+    from patrickstar.session.forecast import Forecast
 
 DOES_NOT_FIT = 3
 

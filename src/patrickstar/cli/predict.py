@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from patrickstar.cli.events import Predicted
+from patrickstar.cli.event_log import Predicted
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.errors import BudgetError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from patrickstar.runtime.forecast import Forecast
+    from patrickstar.session.forecast import Forecast
 
 
 def predict(model: nn.Module, *, batch_size: int, seq_len: int, clip: bool, arguments: MemoryOptions) -> Forecast:
@@ -20,7 +20,7 @@ def predict(model: nn.Module, *, batch_size: int, seq_len: int, clip: bool, argu
     import torch
 
     from patrickstar.cli.batches import as_batch
-    from patrickstar.runtime.forecast import forecast
+    from patrickstar.session.forecast import forecast
 
     batch = as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64))
     return forecast(model, batch, clip=clip, **manage_arguments(arguments))
@@ -28,7 +28,7 @@ def predict(model: nn.Module, *, batch_size: int, seq_len: int, clip: bool, argu
 
 def budgets(model: nn.Module, arguments: MemoryOptions) -> Mapping[str, int]:
     """Bytes that each tier may hold, by its label."""
-    from patrickstar.runtime.budgets import find_budgets
+    from patrickstar.step.budgets import find_budgets
 
     found = find_budgets(arguments, weight_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta))
     return {tier.label: found.machine.given(tier) for tier in found.machine.budget}

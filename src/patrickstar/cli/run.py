@@ -22,7 +22,7 @@ from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, Comparison, PlainR
 from patrickstar.cli.configuration import Configuration
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler, TrainingView
-from patrickstar.cli.events import EventLog, Summary
+from patrickstar.cli.event_log import EventLog, Summary
 from patrickstar.cli.loop import Course, Progress, TrainingRun
 from patrickstar.cli.losses import validation_loss
 from patrickstar.cli.model_source import ModelSource, check_length
@@ -35,14 +35,15 @@ from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.schedules import Rates
 from patrickstar.config.engine.settings import OptimizerSettings
+from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.allocator import release_free_memory
+from patrickstar.memory.filesystem import expect_usable
 from patrickstar.optim.configured import build_optimizer
 from patrickstar.optim.scheduler import Scheduler
-from patrickstar.runtime.initialize import memory_for
-from patrickstar.runtime.precision import default_precision, find_precision
+from patrickstar.step.precision import default_precision, find_precision
 
 if TYPE_CHECKING:
-    from patrickstar.runtime.forecast import Forecast
+    from patrickstar.session.forecast import Forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,8 @@ def _train(
         request = replace(request, arguments=arguments)
     batches = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
     validation = data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
+    if request.arguments.disk is not None:
+        expect_usable(request.arguments.disk)  # or the forecast would find too little memory
     allowed = budgets(model, request.arguments)
     forecast = predict(
         model,

@@ -1,13 +1,24 @@
-"""The file system below a disk directory: whether the directory can be used, what is free there, whether it is a disk."""
+"""The file system below a disk directory: whether the directory can be used, what is free there, whether it is a disk.
+
+Whether it can be used is tried, before any budget is computed: what cannot be written often has nothing free either, and would be taken for
+too little memory.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Final
 
 from patrickstar.errors import DeviceError
+from patrickstar.memory.fileio import FileIO
 
-__all__ = ["default_disk_bytes", "free_bytes", "kept_in_memory", "prepare_directory"]
+__all__ = ["default_disk_bytes", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
+
+_PROBE_BYTES: Final = 4096
 
 
 def prepare_directory(directory: Path) -> None:
@@ -16,33 +27,94 @@ def prepare_directory(directory: Path) -> None:
     Raises:
         DeviceError: no parent, not a directory, or nothing can be written there.
     """
+    _place(directory)
     try:
         directory.mkdir(exist_ok=True)
-    except FileNotFoundError as error:
-        raise DeviceError(
-            f"disk={directory}: the parent {directory.parent} does not exist; make it, or name another directory"
-        ) from error
-    except (FileExistsError, NotADirectoryError) as error:
-        raise DeviceError(f"disk={directory}: not a directory; name one, or one to be made") from error
     except OSError as error:
-        raise DeviceError(f"disk={directory}: cannot be made: {error.strerror}; name another directory") from error
+        raise _refused(directory, "cannot be made", error) from error
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-        raise DeviceError(f"disk={directory}: not writable by this user; change its mode, or name another directory")
+        raise DeviceError(
+            f"{_argument(directory)}: not writable by this user; change its mode, or name another directory"
+        )
+
+
+def expect_usable(directory: Path, *, io: FileIO | None = None) -> None:
+    """Sets a page aside in a file there, and removes it: nothing is left behind. A directory yet to be made is tried at its parent.
+
+    Raises:
+        DeviceError: no parent, not a directory, nothing can be written there, or nothing is free.
+    """
+    io = io if io is not None else FileIO()
+    # As the files of a pool are called: what a process that is killed right here leaves goes with those.
+    place = _place(directory)
+    probe = place / f"patrickstar-{os.getpid()}-{secrets.token_hex(4)}.probe"
+    try:
+        with ExitStack() as undo:
+            fd = io.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            undo.callback(io.close, fd)
+            undo.callback(_remove, io, probe)
+            io.fallocate(fd, 0, _PROBE_BYTES)
+    except OSError as error:
+        raise _refused(directory, f"files cannot be made in {place}", error) from error
+    if not free_bytes(directory):
+        raise DeviceError(
+            f"{_argument(directory)}: nothing is free in {place} (0 bytes); free space, or name a directory on another disk"
+        )
+
+
+def _remove(io: FileIO, probe: Path) -> None:
+    with suppress(FileNotFoundError):  # a pool that looks for files which nobody locks may have been first
+        io.unlink(probe)
 
 
 def free_bytes(directory: Path) -> int:
-    """What this user may still write there. For a directory yet to be made, what is free at its parent."""
-    place = directory if directory.exists() else directory.parent
+    """What this user may still write there. For a directory yet to be made, what is free at its parent.
+
+    Raises:
+        DeviceError: no parent, or not a directory.
+    """
+    place = _place(directory)
     try:
         found = os.statvfs(place)
     except OSError as error:
-        raise DeviceError(f"disk={directory}: {place}: {error.strerror}; name another directory") from error
+        raise _refused(directory, "cannot be asked what is free", error) from error
     return found.f_bavail * found.f_frsize
 
 
 def default_disk_bytes(directory: Path) -> int:
     """The budget of the disk tier where none is given: 90 % of what is free there."""
     return free_bytes(directory) * 9 // 10
+
+
+def _place(directory: Path) -> Path:
+    """The directory, or its parent where it is yet to be made."""
+    try:
+        place = directory if directory.exists() else directory.parent
+        is_there = place.is_dir()
+    except OSError as error:
+        raise _refused(directory, "cannot be looked at", error) from error
+    if not is_there:
+        raise DeviceError(
+            f"{_argument(directory)}: {place} is no directory; give one that exists, or whose parent does"
+        )
+    return place
+
+
+def _argument(directory: Path) -> str:
+    return f"disk={str(directory)!r}"
+
+
+def _refused(directory: Path, what: str, error: OSError) -> DeviceError:
+    match error.errno:
+        case errno.EACCES | errno.EPERM:
+            instead = "change its owner or its mode, or name a directory of your own"
+        case errno.EROFS:
+            instead = "mount it for writing, or name another directory"
+        case errno.ENOSPC | errno.EDQUOT:
+            instead = "free space, or name a directory on another disk"
+        case _:
+            instead = "name another directory"
+    return DeviceError(f"{_argument(directory)}: {what}: {error.strerror}; {instead}")
 
 
 def kept_in_memory(directory: Path, *, root: str = "") -> bool:

@@ -34,11 +34,11 @@ def make_plan(
     following: Trace | None = None,
     frees: Iterable[tuple[int, PlaneRef]] = (),
 ) -> Plan:
-    """The plan for one segment: a forward and backward, or one optimizer step.
+    """The plan for one stretch: a forward and backward, or one optimizer step.
 
     Args:
         start: where every unit is now; not changed.
-        following: the segment expected next, after which this one is expected again. None: this one at once.
+        following: the stretch expected next, after which this one is expected again. None: this one at once.
         frees: (moment, unit): what nobody wants any more once that moment is over.
     Raises:
         BudgetError: some moment needs more of the compute tier than its budget, or homes do not fit the tiers below;

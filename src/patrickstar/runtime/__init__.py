@@ -1,7 +1,5 @@
-"""A session and what it is made of: everything below meets here."""
+"""The import path of the original's users: `from patrickstar.runtime import initialize_engine`."""
 
-from patrickstar.runtime.initialize import initialize_engine
-from patrickstar.runtime.manage import manage
-from patrickstar.runtime.session import Session
+from patrickstar.engine.initialize import initialize_engine
 
-__all__ = ["Session", "initialize_engine", "manage"]
+__all__ = ["initialize_engine"]

@@ -25,19 +25,19 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Rows, Touch, Trace
-from patrickstar.nn.backward_sums import BackwardSums
-from patrickstar.nn.binding import Binding
-from patrickstar.nn.bound import BoundParameter
-from patrickstar.nn.changes import UnseenChangeError
-from patrickstar.nn.leases import AssembledKey, Key, WeightKey
-from patrickstar.nn.lookups import RowGradients, WaitingRows
+from patrickstar.memory.leases import AssembledKey, Key, WeightKey
+from patrickstar.parameters.backward_sums import BackwardSums
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.changes import UnseenChangeError
+from patrickstar.parameters.lookups import RowGradients, WaitingRows
 from patrickstar.plan.minimum import minimum_bytes
+from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
-from patrickstar.tracing.meter import LiveBytes
+from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
-from patrickstar.tracing.recorder import TraceRecorder
-from patrickstar.tracing.values import Endless, KnownValues
+from patrickstar.tracing.trial_values import Endless, KnownValues
 
 __all__ = ["CannotTrace", "Foreseen", "OfflineTracer"]
 
@@ -141,6 +141,9 @@ class _Twin:
         pass
 
     def carry_out_pending(self) -> None:
+        pass
+
+    def updated(self) -> None:
         pass
 
     def settle(self) -> None:

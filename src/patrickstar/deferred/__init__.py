@@ -1,0 +1,1 @@
+"""Models built without memory for their parameters."""

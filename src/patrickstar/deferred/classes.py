@@ -1,0 +1,102 @@
+"""The classes of parameters that have no memory yet, and of aliases of them. See Note [Deferred] in `recording.py`.
+
+While modules are built, parameters are `nn.Parameter` itself, and `deferred_init()` sees what is done with aliases before their class does.
+Afterwards the classes let nobody read or write values that are not there. They are made for one context each, as those in `classes.py` are
+for one binding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from patrickstar.errors import StateError
+from patrickstar.parameters.functions import NEEDS_NO_DATA, SHAPE_ONLY, accessor
+from patrickstar.torch_private import Plain
+
+__all__ = ["alias_class", "parameter_class"]
+
+_ALLOWED = (
+    NEEDS_NO_DATA
+    | SHAPE_ONLY
+    | {Tensor.requires_grad_, accessor("requires_grad", "__set__")}
+    | {accessor("grad", kind) for kind in ("__get__", "__set__", "__delete__")}
+)
+
+
+class Records(Protocol):
+    """The recorder, as far as its classes know it."""
+
+    def label(self, tensor: Tensor) -> str:
+        """How messages call a parameter."""
+
+
+def parameter_class(recorder: Records) -> type[Any]:
+    class DeferredParameter(nn.Parameter):
+        """A parameter whose values are made when it is managed."""
+
+        deferred_by = recorder
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return _answer(cls, func, args, kwargs or {})
+
+        def __repr__(self) -> str:  # type: ignore[override]
+            return _text(self, "Parameter")
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            raise _has_no_values(recorder.label(self), "copy.deepcopy")
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise _has_no_values(recorder.label(self), "pickle")
+
+    return DeferredParameter
+
+
+def alias_class(recorder: Records) -> type[Any]:
+    class DeferredAlias(Tensor):
+        """A view of such a parameter, its `.data`, `detach()`."""
+
+        deferred_by = recorder
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return _answer(cls, func, args, kwargs or {})
+
+        def __repr__(self) -> str:  # type: ignore[override]
+            return _text(self, "Tensor")
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            if id(self) not in memo:
+                copy = self.clone()
+                memo[id(self)] = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+            copied: Tensor = memo[id(self)]
+            return copied
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise _has_no_values(recorder.label(self), "pickle")
+
+    return DeferredAlias
+
+
+def _answer(cls: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if func not in _ALLOWED:
+        ours = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
+        raise _has_no_values(cls.deferred_by.label(ours), getattr(func, "__name__", str(func)))
+    with Plain():
+        return func(*args, **kwargs)
+
+
+def _has_no_values(label: str, what: str) -> StateError:
+    return StateError(
+        f"{what}() was called on {label}, which was built under deferred_init() and has no values yet: call "
+        "patrickstar.manage() first, or do this inside of deferred_init()"
+    )
+
+
+def _text(tensor: Tensor, kind: str) -> str:
+    with Plain():
+        return f"{kind} of shape {tuple(tensor.shape)}, {tensor.dtype}, without values until manage()"

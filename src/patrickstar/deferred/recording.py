@@ -1,0 +1,295 @@
+"""Records what a model's construction does, and keeps its parameters out of memory meanwhile.
+
+Note [Deferred]
+    Everything that is made is ordinary until a module registers it as a parameter: buffers, masks and intermediate tensors are real, and what
+    depends on their values just works. A registered parameter's memory is let go. Its storage is then address space that is never touched, so
+    that views, shapes and strides stay real; operations on it are written down (Note [Recipes]).
+    What draws random numbers is also carried out, once, on memory of the same shape: the generator is left as it would be. The values of the
+    parameter touched last are kept *in hand*: rejection sampling (`trunc_normal_`) looks at what it has drawn.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from patrickstar.deferred.classes import alias_class, parameter_class
+from patrickstar.deferred.operations import OperationSignature, is_dense, is_plain
+from patrickstar.deferred.recipe import (
+    Call,
+    Cell,
+    Constant,
+    GeneratorState,
+    can_replay_in,
+    over,
+    replay,
+    replay_in,
+    room,
+)
+from patrickstar.deferred.refused import CONSTANT_BYTES, ELSEWHERE, expect_own, outside, unrecordable
+from patrickstar.deferred.storages import Storages, operand
+from patrickstar.memory.allocator import release_free_memory
+from patrickstar.torch_private import Unseen
+from patrickstar.units import MIB
+
+__all__ = ["DeferredRecorder"]
+
+_RELEASE_BYTES = 32 * MIB
+_COPY = "a copy of a parameter"
+Known = Mapping[int, Cell]
+
+
+class DeferredRecorder:
+    """What happens to tensors from the beginning to the end of one `deferred_init()`, and afterwards the values of its parameters."""
+
+    def __init__(self) -> None:
+        self._parameter_class, self._alias_class = parameter_class(self), alias_class(self)
+        self._storages = Storages()
+        self._number = 0
+        self._freed_bytes = 0
+        self._seen: list[weakref.ref[Tensor]] = []
+        self._hand: tuple[Cell, torch.UntypedStorage] | None = None
+
+    # parameters
+
+    def register(self, parameter: nn.Parameter, label: str) -> None:
+        """A parameter has no memory from now on."""
+        with _apart():
+            if type(parameter) not in (nn.Parameter, self._alias_class) or not is_plain(parameter):
+                return
+            cell = self._storages.cell(parameter)
+            if cell is None:
+                if not parameter.untyped_storage().resizable():
+                    raise unrecordable(label, f"it is made of {ELSEWHERE}")
+                return  # made before this context: it stays as it is
+            if cell.last is not None:
+                if cell.last.lost:
+                    raise unrecordable(label, cell.last.lost)
+                # What it was made of is its own now (`weight_norm` makes two of one).
+                cell.last.parameters = frozenset()
+            if not cell.deferred:
+                cell.deferred = True
+                self._let_go(cell)
+                parameter.data = self._storages.without_memory(cell, parameter)
+                self._gone(cell.nbytes)
+            cell.label = cell.label or label
+            self._seen.append(weakref.ref(parameter))
+
+    def cell(self, tensor: Tensor) -> Cell | None:
+        """The record of a tensor's storage."""
+        with _apart():
+            return self._storages.cell(tensor)
+
+    def has_no_memory(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter whose values are recorded, or an alias of one."""
+        cell = self.cell(tensor)
+        return cell is not None and cell.deferred
+
+    def label(self, tensor: Tensor) -> str:
+        """How messages call a parameter."""
+        cell = self.cell(tensor)
+        return (cell.label if cell is not None else "") or _COPY
+
+    def dress(self, result: Any) -> Any:
+        """Aliases of parameters get a class that lets nobody read them after the context."""
+        if type(result) is Tensor:
+            if self.has_no_memory(result):
+                result.__class__ = self._alias_class
+                self._seen.append(weakref.ref(result))
+        elif type(result) in (list, tuple):
+            for item in result:
+                self.dress(item)
+        return result
+
+    def close(self) -> None:
+        """The context has been left: parameters get their class, and what they do not need is forgotten."""
+        for seen in self._seen:
+            tensor = seen()
+            if tensor is not None and isinstance(tensor, nn.Parameter) and self.has_no_memory(tensor):
+                tensor.__class__ = self._parameter_class
+                tensor.__dict__.pop("_is_param", None)  # torch marks so what is made of one of our aliases
+        self._seen.clear()
+        self._hand = None
+        self._storages.keep_deferred()
+        release_free_memory()
+
+    def value(self, parameter: Tensor) -> Tensor:
+        """A parameter's values, made now: a tensor of its shape and strides."""
+        with torch.inference_mode(False), _apart():
+            cell = self._storages.cell(parameter)
+            assert cell is not None, "a parameter without a record"
+            return over(replay(cell), operand(parameter, cell, None))
+
+    def can_make_in(self, parameter: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a parameter's values can be made in memory of this type that is theirs, without any other."""
+        cell = self.cell(parameter)
+        with _apart():
+            whole = cell is not None and parameter.nbytes == cell.nbytes > 0 and is_dense(parameter)
+            return whole and cell is not None and can_replay_in(cell, dtype)
+
+    def make_in(self, parameter: Tensor, place: Tensor) -> None:
+        """Makes them there: a 1-D tensor in the order in which the parameter lies in memory."""
+        with torch.inference_mode(False), _apart():
+            cell = self._storages.cell(parameter)
+            assert cell is not None, "a parameter without a record"
+            replay_in(cell, place)
+
+    # operations
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Carries out one operation of torch, or writes it down."""
+        with _apart():
+            signature = OperationSignature(func)
+            if signature.is_view:
+                result = func(*args, **kwargs)
+                if signature.name == "lift_fresh":
+                    self._note_literal(result)
+                return result
+            leaves, spec = _pytree.tree_flatten((args, dict(kwargs)))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            known = {id(tensor): cell for tensor in tensors if (cell := self._storages.cell(tensor)) is not None}
+            written = signature.written(args, kwargs)
+            whole = signature.overwrites and _covers(written, known)
+            call = self._call(signature, leaves, spec, known, blank=written if whole else [])
+            changed = {id(known[id(tensor)]): known[id(tensor)] for tensor in written if id(tensor) in known}
+            if any(cell.deferred for cell in changed.values()):
+                self._write(signature, call, leaves, known, changed.values(), whole=whole)
+                return written[0] if func._schema.returns else None
+            if signature.copies and any(cell.deferred for cell in known.values()):
+                return self._copy(call, func(*args, **kwargs))
+            storages = (
+                {}
+                if signature.shape_only
+                else {id(cell): self._values(cell) for cell in known.values() if cell.deferred}
+            )
+            result = _run(call, leaves, known, storages)
+            self._made(call, result)
+            for cell in changed.values():
+                cell.last = call
+            return result
+
+    def _call(
+        self, signature: OperationSignature, leaves: list[Any], spec: Any, known: Known, *, blank: list[Tensor]
+    ) -> Call:
+        """The record of an operation that is about to be carried out. `blank`: whose contents it does not look at."""
+        self._number += 1
+        call = Call(self._number, signature.func, (), spec)
+        ignored = {id(tensor) for tensor in blank}
+        recorded: list[Any] = []
+        for leaf in leaves:
+            cell = known.get(id(leaf))
+            if cell is not None:
+                after = None if signature.shape_only or id(leaf) in ignored else cell.last
+                recorded.append(operand(leaf, cell, after))
+                if after is not None:
+                    call.lost = call.lost or after.lost
+                    if not signature.copies:
+                        call.parameters |= after.parameters | ({cell} if cell.label else set())
+            elif isinstance(leaf, Tensor):
+                small = is_plain(leaf) and leaf.nbytes <= CONSTANT_BYTES and leaf.untyped_storage().resizable()
+                recorded.append(Constant(leaf.detach().clone()) if small else None)
+                call.lost = call.lost or ("" if small else f"{signature.name}() takes {outside(leaf)}")
+            elif isinstance(leaf, torch.Generator):
+                recorded.append(GeneratorState(leaf.get_state()))
+            else:
+                recorded.append(leaf)
+        if signature.draws and not any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            call.random_state = torch.get_rng_state()
+        call.leaves = tuple(recorded)
+        return call
+
+    def _write(
+        self, signature: OperationSignature, call: Call, leaves: list[Any], known: Known, changed: Any, *, whole: bool
+    ) -> None:
+        """An operation that changes a parameter in place: written down, and carried out only where something depends on that."""
+        cell, *others = changed
+        label, name = cell.label or _COPY, signature.name
+        if others:
+            raise unrecordable(label, f"{name}() changes several parameters at once")
+        if call.lost:
+            came_of = "" if call.lost.startswith(name) else f"{name}() takes what comes of this: "
+            raise unrecordable(label, came_of + call.lost)
+        expect_own(label, call, cell, f"{name}() reads")
+        if whole or any(found.deferred and found is not cell for found in known.values()):
+            self._let_go(cell)
+        if signature.draws and whole:
+            self._hand = None  # before the next: one parameter in memory at a time
+            self._hand = (cell, room(cell.nbytes))
+        if self._hand is not None and self._hand[0] is cell:
+            _run(call, leaves, known, {id(cell): self._hand[1]})
+        elif signature.draws:
+            blank = {id(found): room(found.nbytes) for found in known.values() if found.deferred}
+            _run(call, leaves, known, blank)
+        cell.last = call
+
+    def _copy(self, call: Call, result: Tensor) -> Tensor:
+        """A parameter as a whole is copied or cast: the copy has no memory either."""
+        cell = Cell(result.untyped_storage().nbytes(), call, deferred=True)
+        call.makes.append((0, cell))
+        return self._storages.without_memory(cell, result)
+
+    def _values(self, cell: Cell) -> torch.UntypedStorage:
+        """What a parameter has in it, for an operation that reads it."""
+        if self._hand is None or self._hand[0] is not cell:
+            self._hand = None
+            self._hand = (cell, replay(cell))
+        return self._hand[1]
+
+    def _gone(self, nbytes: int) -> None:
+        """Memory has been freed; the allocator is asked from time to time to give it back."""
+        self._freed_bytes += nbytes
+        if self._freed_bytes >= _RELEASE_BYTES:
+            release_free_memory()
+            self._freed_bytes = 0
+
+    def _let_go(self, cell: Cell) -> None:
+        if self._hand is not None and self._hand[0] is cell:
+            self._hand = None
+
+    def _made(self, call: Call, result: Any) -> None:
+        for place, tensor in enumerate(_pytree.tree_leaves(result)):
+            if isinstance(tensor, Tensor) and is_plain(tensor) and self._storages.cell(tensor) is None:
+                cell = Cell(tensor.untyped_storage().nbytes(), call)
+                call.makes.append((place, cell))
+                self._storages.add(tensor.untyped_storage(), cell)
+
+    def _note_literal(self, tensor: Tensor) -> None:
+        """`torch.tensor(2.65)`: the numbers stand in the program, and are kept."""
+        if is_plain(tensor) and self._storages.cell(tensor) is None and tensor.untyped_storage().resizable():
+            leaves, spec = _pytree.tree_flatten(((tensor.detach(),), {}))
+            self._made(self._call(OperationSignature(torch.ops.aten.clone.default), leaves, spec, {}, blank=[]), tensor)
+
+
+def _covers(written: list[Tensor], known: Known) -> bool:
+    """Whether writing to a tensor leaves nothing of its storage as it was, and no other argument has that storage."""
+    if len(written) != 1 or id(written[0]) not in known:
+        return False
+    cell = known[id(written[0])]
+    alone = sum(found is cell for found in known.values()) == 1
+    return alone and is_dense(written[0]) and written[0].nbytes == cell.nbytes
+
+
+def _run(call: Call, leaves: list[Any], known: Known, storages: Mapping[int, torch.UntypedStorage]) -> Any:
+    """Carries a call out, with these storages in the place of those without memory."""
+
+    def real(leaf: Any) -> Any:
+        cell = known.get(id(leaf))
+        return leaf if cell is None or id(cell) not in storages else over(storages[id(cell)], operand(leaf, cell, None))
+
+    args, kwargs = _pytree.tree_unflatten([real(leaf) for leaf in leaves], call.spec)
+    return call.func(*args, **kwargs)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Our own operations on tensors: seen by no mode."""
+    # Not `inference_mode(False)` as well: below autograd, that would put autograd back on top.
+    with Unseen(), _disable_current_modes(), torch.no_grad():
+        yield

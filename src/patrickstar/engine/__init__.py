@@ -1,0 +1,1 @@
+"""The interface of the original and of DeepSpeed, over a session."""

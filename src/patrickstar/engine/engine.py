@@ -1,0 +1,195 @@
+"""The engine of PatrickStar 0.4.6 and of DeepSpeed: a module that runs its own backward and step."""
+
+from __future__ import annotations
+
+import logging
+from collections import ChainMap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from patrickstar.engine.engine_optimizer import EngineOptimizer
+from patrickstar.errors import ConfigError, StateError
+from patrickstar.session.session import Session
+
+__all__ = ["Engine", "LoadedKeys"]
+
+_log = logging.getLogger("patrickstar")
+
+
+class LoadedKeys(NamedTuple):
+    """What `load_state_dict` left out."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Engine(nn.Module):
+    """What `initialize_engine` gives: the model, called as it was, with `backward` and `step`.
+
+    Attributes:
+        module: the model. session: what manages it, a `patrickstar.Session`, with stats, plan and export. optimizer: what `step` steps.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: Session,
+        optimizer: EngineOptimizer,
+        *,
+        accumulate: int,
+        micro_batch_size: int | None = None,
+        steps_per_print: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.session = session
+        self.optimizer = optimizer
+
+        self._accumulate = accumulate
+        self._micro_batch_size = micro_batch_size
+        self._steps_per_print = steps_per_print
+        if steps_per_print is not None:
+            optimizer.on_boundary = self._print
+        self.train()
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """That of the config, or None; the optimizer's step advances it."""
+        return self.optimizer.lr_scheduler
+
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, those that fp16 skipped included."""
+        return self.optimizer.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that fp16 skipped, because gradients overflowed."""
+        return self.optimizer.skipped_steps
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """The backward of a loss, divided by the number of micro-batches of a step, and in fp16 scaled."""
+        if self._accumulate > 1:
+            loss = loss / self._accumulate
+        self.session.scaler.scale(loss).backward(retain_graph=retain_graph)
+
+    def step(self) -> None:
+        """Ends a micro-batch as DeepSpeed does: at a boundary an update, and no gradients afterwards."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's: nothing between two boundaries."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last one of its step."""
+        return self.optimizer.at_boundary
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self._accumulate
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples of a micro-batch, where the config says."""
+        return self._micro_batch_size
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        """The model's keys, parameters in fp32, each read when it is asked for: see `Session.state_dict`.
+
+        `torch.save` writes it as an ordinary state dict; `dict(...)` holds all of it.
+        """
+        return self.session.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = False) -> LoadedKeys:  # type: ignore[override]
+        """Takes over weights and persistent buffers, and says which keys were left out.
+
+        Args:
+            strict: refuse missing and unexpected keys.
+        Raises:
+            ConfigError: keys, with `strict`, or other shapes. Nothing has changed then.
+        """
+        own = self.session.state_dict()
+        left_out = LoadedKeys(
+            [key for key in own if key not in state_dict], [key for key in state_dict if key not in own]
+        )
+        if strict:
+            self.session.load_state_dict(state_dict)
+        else:
+            known = {key: state_dict[key] for key in state_dict if key in own}
+            self.session.load_state_dict(ChainMap(known, own))  # type: ignore[arg-type]
+        return left_out
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Writes all that training goes on from to `save_dir/step-...`, and gives that directory: see `Session.save_checkpoint`.
+
+        Args:
+            client_state: JSON values, tensors, and objects with `state_dict`, which `load_checkpoint` gives back.
+        Raises:
+            StateError: gradients of some micro-batches are waiting for the others. ConfigError: a tag.
+        """
+        _expect_no_tag(tag)
+        waiting = self.optimizer.micro_steps
+        if waiting:
+            raise StateError(
+                f"save_checkpoint() after {waiting} of {self._accumulate} micro-batches, whose gradients are in no checkpoint: "
+                "save where global_steps has just grown"
+            )
+        extra = {
+            "engine": {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps},
+            "lr_scheduler": self.lr_scheduler,
+            "client_state": dict(client_state or {}),
+        }
+        return self.session.save_checkpoint(
+            save_dir, extra={name: value for name, value in extra.items() if value is not None}
+        )
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
+        """Goes on from a checkpoint, the newest in `load_dir` or that of one step; gives its place and the `client_state`.
+
+        Raises:
+            CheckpointError: it is damaged, of another model, or no engine's. ConfigError: a tag.
+        """
+        _expect_no_tag(tag)
+        extra = self.session.load_checkpoint(load_dir)
+        if self.lr_scheduler is not None and "lr_scheduler" in extra:
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        self.optimizer.restore_counts(**extra["engine"])
+        return Path(load_dir), extra["client_state"]
+
+    def close(self) -> None:
+        """Gives the model ordinary parameters again: see `Session.close`."""
+        self.session.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise StateError("an engine cannot be copied or pickled: copy engine.module, or use save_checkpoint(dir)")
+
+    def _print(self) -> None:
+        groups = self.optimizer.param_groups
+        if self.global_steps % (self._steps_per_print or 1) == 0:
+            _log.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                [group["betas"] for group in groups],
+            )
+
+
+def _expect_no_tag(tag: str | None) -> None:
+    if tag is not None:
+        raise ConfigError(f"tag={tag!r}: a checkpoint is named by its step; leave it out, or name another directory")

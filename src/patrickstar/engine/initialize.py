@@ -1,0 +1,121 @@
+"""`initialize_engine`: the entry of PatrickStar 0.4.6."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.config.engine.read import read_config
+from patrickstar.config.engine.settings import EngineSettings
+from patrickstar.core.chunk_size import GRAIN, target_numel
+from patrickstar.deferred.deferred_init import deferred_init
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.engine_optimizer import EngineOptimizer
+from patrickstar.errors import ConfigError, LayoutError
+from patrickstar.optim.configured import build_optimizer
+from patrickstar.optim.scheduler import Scheduler
+from patrickstar.session.manage import manage
+
+__all__ = ["initialize_engine", "memory_for"]
+
+_log = logging.getLogger("patrickstar")
+
+
+def initialize_engine(
+    model_func: Callable[[], nn.Module] | nn.Module,
+    local_rank: int = 0,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    client: None = None,
+) -> tuple[Engine, EngineOptimizer]:
+    """Builds a model without memory for its parameters, manages it as a config says, and gives an engine and its optimizer.
+
+    The loop is `optimizer.zero_grad(); loss = model(data); model.backward(loss); optimizer.step()`.
+
+    Args:
+        model_func: makes the model, under `deferred_init()`; or the model, already built.
+        local_rank: 0, or -1: there is one rank.
+        config: in the form of PatrickStar 0.4.6 and DeepSpeed, or the path of a JSON file. None: Adam with a learning rate of 1e-3, fp32, no bound
+            on memory. What becomes of each key is in `docs/deepspeed.md`.
+        client: None. The original's chunk manager is a session here, and made by itself.
+    Raises:
+        ConfigError: with every problem of the config, or of what was passed. LayoutError: a model that cannot be built without memory, or
+            managed. BudgetError, DeviceError, CheckpointError: see `patrickstar.manage`.
+    """
+    if client is not None:
+        raise ConfigError(
+            f'client={type(client).__name__}: leave it out; budgets are under "patrickstar" in the config, such as {{"host_memory": "24GiB"}}'
+        )
+    _expect_one_rank(local_rank)
+    settings = read_config(config)
+    settings.tell(_log)
+    model = _build(model_func)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError(f"no parameter of {type(model).__name__} has requires_grad: there is nothing to train")
+    original = build_optimizer(trained, settings.optimizer)
+    memory = memory_for(model, settings.memory, settings)
+    session = manage(model, original, **{field.name: getattr(memory, field.name) for field in fields(memory)})
+    assert session.optimizer is not None
+    if session.unclosed is not None:
+        session.unclosed.detach()  # the original has no close(): its loop just ends
+    scheduler = None if settings.schedule is None else Scheduler(session.optimizer, settings.schedule)
+    optimizer = EngineOptimizer(session, accumulate=settings.accumulate, lr_scheduler=scheduler)
+    engine = Engine(
+        model,
+        session,
+        optimizer,
+        accumulate=settings.accumulate,
+        micro_batch_size=settings.micro_batch_size,
+        steps_per_print=settings.steps_per_print,
+    )
+    return engine, optimizer
+
+
+def _expect_one_rank(local_rank: int) -> None:
+    if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank not in (0, -1):
+        raise ConfigError(f"local_rank={local_rank!r}: expected 0, or -1; several ranks arrive in a later version")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+        if ranks > 1:
+            raise ConfigError(f"a process group of {ranks} ranks: several ranks arrive in a later version; start one")
+
+
+def _build(model_func: Callable[[], nn.Module] | nn.Module) -> nn.Module:
+    if isinstance(model_func, nn.Module):
+        return model_func
+    if not callable(model_func):
+        raise ConfigError(
+            f"model_func is a {type(model_func).__name__}: expected a function that makes a model, or a model"
+        )
+    try:
+        with deferred_init():
+            model = model_func()
+    except LayoutError as error:
+        raise LayoutError(
+            f"{error}. Or build the model in memory first, and pass it in the place of model_func: initialize_engine(model, ...)"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model_func gave a {type(model).__name__}: expected a torch.nn.Module")
+    return model
+
+
+def memory_for(model: nn.Module, memory: MemoryOptions, settings: EngineSettings) -> MemoryOptions:
+    """Arguments of `manage`, with what a config says that depends on the model or the device."""
+    is_gpu = memory.device is not None and memory.device.startswith("cuda")
+    if settings.device_share is not None and not is_gpu:
+        _log.info("config: no effect: client.mem_tracer.overall_gpu_mem_ratio (patrickstar.device is no GPU)")
+    elif settings.device_share is not None and memory.device_memory is None:
+        memory = replace(memory, device_memory=settings.device_share)
+    hint = settings.chunk_hint
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    if hint is not None and memory.options.chunk_size is None and hint < target_numel(numel):
+        chunk_size = max(hint - hint % GRAIN, GRAIN)
+        memory = replace(memory, options=replace(memory.options, chunk_size=chunk_size))
+    return memory

@@ -1,0 +1,273 @@
+"""Gradients and the optimizer's state, which lie in chunks, as tensors that have bytes only while an operation uses them.
+
+Note [Assembled tensors]
+    What `p.grad` gives, and what the entries of `optimizer.state` are, is a stand-in: a NaN expanded to the shape, of the class `Assembled`,
+    whose `__torch_function__` sees every use. At a use the tensor is put together from its chunks, and the stand-in comes back when the
+    operation is done. If its version has changed by then, it is written back. So a list of all gradients holds no bytes.
+    What was put together is leased as copies of weights are (Note [Copies] in `leases.py`): as long as anything holds it, such as a view that a
+    use has returned, it is the same one for everybody. A change made through one view is seen through all, and written back; a change where it
+    lies (another backward, a step) is written into it. It counts against the budget.
+    A tensor whose contents were let go (`zero_grad()`) has nothing to show: its uses are refused. Views of what was put together before are
+    ordinary memory from then on, with the last values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.plane import GRAD
+from patrickstar.errors import StateError
+from patrickstar.memory.leases import AssembledKey, Leases
+from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
+
+__all__ = ["STEP", "AssembledOwner", "AssembledRecord", "AssembledTensors", "title"]
+
+STEP: Final = "step"
+"""The plane, so to speak, of a parameter's count of updates."""
+
+_STAYS = frozenset({Tensor.requires_grad_, accessor("requires_grad", "__set__"), accessor("grad", "__get__")})
+_ANOTHER = frozenset({Tensor.detach, accessor("data", "__get__")})
+_SET_DATA = accessor("data", "__set__")
+_OVERWRITES = frozenset({"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"})
+
+
+class AssembledOwner(Protocol):
+    """Who puts them together, which is `Leases`' wrap, and takes changes."""
+
+    def settle(self) -> None:
+        """What is pending is done: state is about to be read or written."""
+
+    def expect_room(self, key: AssembledKey) -> None:
+        """BudgetError where there is no room to put this one together, alone."""
+
+    def renew(self, key: AssembledKey, copy: Tensor) -> None:
+        """Writes what has changed in chunks into what was put together and is still held."""
+
+    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
+        """What was put together has been written in place. `wholly`: every element of it, whether it has other bits now or not."""
+
+
+@dataclass(slots=True, eq=False)
+class AssembledValue:
+    """What such tensors are of. `gone`: why there is nothing any more."""
+
+    key: AssembledKey
+    shape_only: Tensor
+    standin: Tensor
+    gone: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class AssembledRecord:
+    """One tensor, and what it is of. `depth`: uses that hold it now."""
+
+    tensor: Callable[[], Tensor]
+    source: AssembledValue
+    depth: int = 0
+
+
+def title(key: AssembledKey) -> str:
+    """How messages call it."""
+    return f"{key.name}.grad" if key.plane == GRAD else f"optimizer.state[{key.name}][{key.plane!r}]"
+
+
+class AssembledTensors:
+    """All of one binding.
+
+    Args:
+        assembled_class: the class they have. lock: held while bytes come and go.
+
+    Attributes:
+        making_bytes: of what is being put together now; the owner says.
+    """
+
+    def __init__(
+        self,
+        owner: AssembledOwner,
+        leases: Leases,
+        lock: AbstractContextManager[object],
+        assembled_class: type[Tensor],
+    ) -> None:
+        self._owner = owner
+        self._leases = leases
+        self._lock = lock
+        self._class = assembled_class
+
+        self.making_bytes = 0
+        self._tensors: dict[AssembledKey, Tensor] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
+
+    def tensor(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
+        """The tensor that stands for what is kept: the same one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
+        if key not in self._tensors:
+            with torch.inference_mode(False):
+                nan = torch.full((), float("nan"), dtype=shape_only.dtype)
+                source = AssembledValue(key, shape_only, nan.expand(shape_only.shape))
+                made = torch.empty_like(nan)
+                made.data = source.standin  # not made of it: all would have one version counter
+            self._tensors[key] = self._dress(made, source)
+        return self._tensors[key]
+
+    def taken_bytes(self) -> int:
+        """What of the budget whole tensors take: those that are held, and what is being put together."""
+        return self._leases.assembled_bytes() + self.making_bytes
+
+    def _dress(self, tensor: Tensor, source: AssembledValue) -> Tensor:
+        number, known = id(tensor), self._known
+        reference = weakref.ref(tensor, lambda _: known.pop(number, None))
+        tensor.__class__ = self._class
+        known[number] = reference, AssembledRecord(reference, source)  # type: ignore[arg-type]  # asked for through the tensor itself, so alive
+        return tensor
+
+    def of(self, tensor: object) -> AssembledRecord | None:
+        """The record of such a tensor; else None."""
+        return self._known[id(tensor)][1] if type(tensor) is self._class else None
+
+    # what is no use
+
+    def answer(
+        self, func: Callable[..., Any], of: AssembledRecord, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What is asked of a tensor that is no use of its bytes; NotImplemented where it is one."""
+        if func in NEEDS_NO_DATA or func in _STAYS:
+            return func(*args, **kwargs)
+        if func in SHAPE_ONLY:
+            return func(of.source.shape_only, *args[1:], **kwargs)
+        self._expect_there(of.source)
+        if func in _ANOTHER:
+            return self._another(of, func)
+        if func == _SET_DATA:
+            return self._set_data(of, *args[1:])
+        if func in ESCAPES:
+            raise self.no_memory(func.__name__, of.source.key)
+        if func.__name__ in REPOINTS:
+            what = title(of.source.key)
+            raise StateError(
+                f"{func.__name__}() was called on {what}, which lies in chunks and has its own shape: use {what}.clone()"
+            )
+        return NotImplemented
+
+    def no_memory(self, asked: str, key: AssembledKey) -> StateError:
+        """Memory that outlives the use cannot be given."""
+        what = title(key)
+        return StateError(
+            f"{asked} of {what} asks for memory that outlives the use: it lies in chunks, and has memory of its own only while an operation uses "
+            f"it. {what}.clone() is an ordinary tensor; to change it, use operations of torch"
+        )
+
+    def _another(self, of: AssembledRecord, func: Callable[..., Any]) -> Tensor:
+        """`detach()`, `.data`: another stand-in for the same bytes, with the version counter that torch gives it."""
+        made: Tensor = func(of.tensor())
+        if of.depth:
+            made.data = of.source.standin
+        return self._dress(made, of.source)
+
+    def _set_data(self, of: AssembledRecord, value: Tensor) -> None:
+        if not self.is_of(value, of.source.key):
+            what = title(of.source.key)
+            raise StateError(
+                f"{what}.data was assigned another tensor; it lies in chunks: copy into it, {what}.copy_(value)"
+            )
+
+    def is_of(self, value: object, key: AssembledKey) -> bool:
+        """Whether a value is what stands for this, now. StateError where it stands for what was let go."""
+        record = self.of(value)
+        if record is None:
+            return False
+        self._expect_there(record.source)
+        return record.source.key == key
+
+    # one use
+
+    @contextmanager
+    def using(self, records: Sequence[AssembledRecord], func: Callable[..., Any], first: object) -> Iterator[None]:
+        """Gives tensors their bytes, all of them at once, and takes them away again; those that were changed are written back.
+
+        Args:
+            func, first: what is called, and its first argument.
+        Raises:
+            BudgetError: they do not fit. StateError: one has nothing to show any more.
+        """
+        self._owner.settle()
+        with self._lock:
+            for of in records:
+                self._expect_there(of.source)
+            leased = [self._leases.take(of.source.key) for of in records]
+            for of, copy in zip(records, leased, strict=True):
+                of.depth += 1
+                if of.depth == 1:
+                    shape_only = of.source.shape_only
+                    with torch.inference_mode(False):
+                        of.tensor().data = copy.as_strided(shape_only.shape, shape_only.stride(), 0)
+            del leased
+        versions = [of.tensor()._version for of in records]
+        try:
+            yield
+        finally:
+            with self._lock:
+                try:
+                    changed = [
+                        of for of, version in zip(records, versions, strict=True) if of.tensor()._version != version
+                    ]
+                    wholly = func.__name__ in _OVERWRITES and len(changed) == 1 and self._is_first(changed[0], first)
+                    for key in dict.fromkeys(of.source.key for of in changed if not of.source.gone):
+                        self._owner.assembled_changed(key, wholly=wholly)
+                finally:
+                    for of in records:
+                        of.depth -= 1
+                        if not of.depth:
+                            of.tensor().data = of.source.standin
+
+    def _is_first(self, of: AssembledRecord, first: object) -> bool:
+        if isinstance(first, list | tuple):
+            first = first[0]
+        return self.of(first) is of
+
+    def expect_room(self, records: Sequence[AssembledRecord]) -> None:
+        """BudgetError where there is no room for one of them, alone: before the first of many is changed."""
+        self._owner.settle()
+        for of in records:
+            self._expect_there(of.source)
+            self._owner.expect_room(of.source.key)
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """What autograd may keep of a tensor in use: for one of these, an alias that keeps its bytes."""
+        return tensor.detach() if type(tensor) is self._class else tensor
+
+    def _expect_there(self, source: AssembledValue) -> None:
+        if source.gone:
+            what = title(source.key)
+            raise StateError(
+                f"{what} was used after {source.gone}: it lies in chunks, and shows what is there when it is used. Read it anew, or take a "
+                f"copy while it is there, {what}.clone()"
+            )
+
+    # changes where it lies
+
+    def changed(self, key: AssembledKey) -> None:
+        """What is kept has other values now: whoever holds a view of it sees them, and autograd that it was changed."""
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            return
+        torch.autograd.graph.increment_version(tensor)
+        if key in self._leases.living():
+            self._owner.renew(key, self._leases.take(key))
+
+    def dropped(self, key: AssembledKey, why: str) -> None:
+        """It is kept no longer."""
+        tensor = self._tensors.pop(key, None)
+        if tensor is not None:
+            self._known[id(tensor)][1].source.gone = why
+            self._leases.disown(key)
+
+    def release(self) -> None:
+        """The session ends."""
+        for key in list(self._tensors):
+            self.dropped(key, "the session was closed")

@@ -1,0 +1,133 @@
+"""What is asked of a managed parameter that is no use of its bytes: its shape, its gradient, an alias of it, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from patrickstar.errors import StateError
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.detached import DetachedAliases
+from patrickstar.parameters.functions import ESCAPES, HOOKS, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
+from patrickstar.parameters.owner import Owner
+from patrickstar.parameters.tiles import NOT_ONE_TENSOR
+from patrickstar.torch_private import backward_id
+
+if TYPE_CHECKING:
+    from patrickstar.parameters.binding import Binding
+
+__all__ = ["Attributes", "not_its_own"]
+
+
+class Attributes:
+    """Answers for the parameters of a binding, and for their detached aliases."""
+
+    def __init__(self, binding: Binding, owner: Owner, detached: DetachedAliases) -> None:
+        self._binding = binding
+        self._owner = owner
+        self._detached = detached
+
+    def answer(
+        self, func: Callable[..., Any], bound: BoundParameter, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a torch function gives whose first argument is the parameter; NotImplemented where it is a use of its bytes."""
+        if bound.tiles and func in HOOKS:
+            raise StateError(f"{func.__name__}() was called on {bound.name}, which is used in tiles: {NOT_ONE_TENSOR}")
+        if func in NEEDS_NO_DATA:
+            return func(*args, **kwargs)
+        if func in SHAPE_ONLY:
+            return func(bound.shape_only, *args[1:], **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, bound, *args[1:], **kwargs)
+        if func in ESCAPES:
+            return self._escape(func, bound, *args[1:], **kwargs)
+        if func.__name__ in REPOINTS:
+            raise StateError(not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
+        return NotImplemented
+
+    def _get_grad(self, bound: BoundParameter) -> Tensor | None:
+        return self._binding.gradients.get(bound)
+
+    def _set_grad(self, bound: BoundParameter, value: Tensor | None = None) -> None:
+        self._binding.gradients.set(bound, value)
+
+    def _detach(self, bound: BoundParameter) -> Tensor:
+        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())
+
+    def _get_data(self, bound: BoundParameter) -> Tensor:
+        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().data)
+
+    def _in_its_slot(self, bound: BoundParameter) -> Tensor:
+        """Inside of a backward: a view that holds the slot. Checkpointing detaches what a custom Function saves while it recomputes, and
+        autograd unpacks it without its class: a stand-in would be taken for values.
+        """
+        binding = self._binding
+        binding.enter([bound])
+        try:
+            with torch.inference_mode(False):
+                return cast("Tensor", binding.dress(bound.over(binding.leases.take(bound.key))))
+        finally:
+            binding.leave([bound])
+
+    def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
+        same = self._binding.bound(value)
+        # `p.data += x` adds in place, and assigns the alias of the very same bytes.
+        if same is None or same.name != bound.name:
+            what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
+            raise StateError(not_its_own(bound, what))
+
+    def _escape(self, func: Callable[..., Any], bound: BoundParameter, *args: Any, **kwargs: Any) -> Any:
+        """Memory is handed out: that of a view of its own, so that what holds the view holds the slot.
+
+        Of an alias that nothing but a number is asked for (`data_ptr()`), the slot stays as long as the alias lives.
+        """
+        self._binding.enter([bound])
+        try:
+            leased = self._binding.leases.take(bound.key)
+            if self._detached.is_one(bound.tensor()):
+                bound.lease = leased
+            self._owner.escaped(bound.key)
+            with torch.inference_mode(False):
+                view = bound.over(leased).requires_grad_(bound.tensor().requires_grad)
+            return func(view, *args, **kwargs)
+        finally:
+            self._binding.leave([bound])
+
+    def _set_requires_grad(self, bound: BoundParameter, value: bool = True) -> Tensor:
+        tensor, parameter = bound.tensor(), self._binding.by_name[bound.name].tensor()
+        if value and not tensor.requires_grad and tensor is parameter:
+            self._owner.thawed(bound.name)
+        tensor.requires_grad = value
+        if tensor is parameter:
+            self._binding.gradients.watch(bound)
+            for tile in bound.tiles:
+                tile.parameter.requires_grad = value
+                self._binding.gradients.watch(tile)
+        return tensor
+
+
+def not_its_own(bound: BoundParameter, what: str) -> str:
+    """A message that says what to do instead of giving a parameter other memory."""
+    return (
+        f"{what}; its bytes belong to a session. Copy into it (`parameter.data.copy_(value)`), use "
+        f"session.write({bound.name!r}, value), or change it before manage()"
+    )
+
+
+_SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {
+        accessor("grad", "__get__"): Attributes._get_grad,
+        accessor("grad", "__set__"): Attributes._set_grad,
+        accessor("grad", "__delete__"): Attributes._set_grad,
+        accessor("data", "__get__"): Attributes._get_data,
+        accessor("data", "__set__"): Attributes._set_data,
+        Tensor.detach: Attributes._detach,
+        accessor("requires_grad", "__set__"): Attributes._set_requires_grad,
+        Tensor.requires_grad_: Attributes._set_requires_grad,
+    }
+)

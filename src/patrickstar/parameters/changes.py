@@ -1,0 +1,164 @@
+"""Weights that a use changes in place: how that is noticed, and who is told.
+
+Note [Changes in place]
+    torch counts the changes of every tensor, its views included (`_version`): what has more of them after a use than before it has been
+    written, whatever the operation is called. A forward may do that itself (`nn.Embedding(max_norm=)`, `weight.clamp_()` under `no_grad`), and
+    then its trace must have the change, or the plan would drop as clean what is dirty. So the owner is told while the bytes are still held, in
+    a trial run as in earnest, and a change is a moment of its own, which writes what the use before it has only read.
+    Where more is kept than a weight shows (a split master), its elements must be compared with what they were. That is remembered before
+    operations that write by their name, their arguments or their schema; a change by any other is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patrickstar.errors import StateError
+from patrickstar.memory.leases import AssembledKey, Key, WeightKey
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.functions import uncounted, writes_to
+from patrickstar.parameters.owner import Owner, Rewriting
+from patrickstar.parameters.records import with_tiles
+from patrickstar.torch_private import Plain, backward_id
+
+__all__ = ["Changes", "UnseenChangeError", "WatchedUse"]
+
+
+_NOT_COUNTED, _CHANGES = -1, -2
+"""In place of how often a tensor has been changed: nobody counts that, and whatever is counted, it changes."""
+
+
+class UnseenChangeError(StateError):
+    """A weight was changed in place by an operation of which nothing told that it would."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedUse:
+    """A use that may change something: of what, its tensors and how often each has been changed, and what elements were, by parameter."""
+
+    what: object
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+    before: Mapping[str, Tensor]
+
+
+class Changes:
+    """Notices what uses change.
+
+    Args:
+        owner: is told. records: of parameters and tiles, by name. take: a 1-D tensor over what is leased.
+        owners_of: the records of the parameters that tensors, in nested containers, are or lie in. keys_of: what these lie in.
+
+    Attributes:
+        rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        records: Mapping[str, BoundParameter],
+        *,
+        take: Callable[[WeightKey], Tensor],
+        owners_of: Callable[[Any], list[BoundParameter]],
+        keys_of: Callable[[Iterable[Tensor]], list[Key]],
+    ) -> None:
+        self._owner = owner
+        self._records = records
+        self._take = take
+        self._owners_of = owners_of
+        self._keys_of = keys_of
+
+        self.rewriting: Rewriting | None = None
+        self._recomputed: dict[int, int] = {}
+
+    def watch(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        tensors: Sequence[Tensor],
+    ) -> WatchedUse:
+        """A function is about to run that is given these parameters, and views of slots; their bytes are there."""
+        hidden = {id(tensor) for tensor in uncounted(func, args, kwargs)}
+        versions = [_CHANGES if id(tensor) in hidden else _version(tensor) for tensor in tensors]
+        written = writes_to(func, args, kwargs) if self.rewriting is not None else None
+        before = {} if written is None else self.remember(self._owners_of(written))
+        return WatchedUse(func, tensors, versions, before)
+
+    def watch_call(self, what: object, parameters: Sequence[Tensor]) -> WatchedUse:
+        """A call is about to run in which these parameters, whose bytes are there, are ordinary ones."""
+        return WatchedUse(what, parameters, [parameter._version for parameter in parameters], {})
+
+    def remember(self, parameters: Sequence[BoundParameter]) -> dict[str, Tensor]:
+        """The elements of those of which more is kept than they show, by name: 1-D, in slot order."""
+        rewriting = self.rewriting
+        if rewriting is None:
+            return {}
+        with torch.inference_mode(False), torch.no_grad(), Plain():
+            return {
+                bound.name: self._take(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()].clone()
+                for bound in parameters
+                if rewriting.keeps_more(bound)
+            }
+
+    def tell(self, watched: WatchedUse) -> None:
+        """It has run: tells of what it has changed.
+
+        Raises:
+            UnseenChangeError: nothing told that it would change a parameter of which more is kept than it shows.
+        """
+        changed = self._changed(watched)
+        if not changed:
+            return
+        if backward_id() != -1:
+            for bound in with_tiles(self._records, changed):
+                self._recomputed[id(bound.parameter)] = bound.parameter._version
+        with ExitStack() as told:  # all of them, whatever becomes of one
+            for bound in reversed(changed.values()):
+                told.callback(self._carry, bound, watched)
+            for key in reversed(dict.fromkeys(bound.key for bound in changed.values())):
+                told.callback(self._owner.changed, key)
+
+    def _changed(self, watched: WatchedUse) -> dict[str, BoundParameter]:
+        """The parameters that were changed, by name. Of one in tiles, what autograd saved of the tiles is out of date too."""
+        grown = [
+            tensor
+            for tensor, version in zip(watched.tensors, watched.versions, strict=True)
+            if version == _CHANGES or _version(tensor) != version
+        ]
+        changed = {bound.name: bound for bound in self._owners_of(grown)} if grown else {}
+        for key in self._keys_of(grown):
+            if isinstance(key, AssembledKey):  # a view of a gradient, or of the optimizer's state
+                self._owner.assembled_changed(key, wholly=False)
+        tiles = [tile.parameter for bound in changed.values() for tile in bound.tiles]
+        if tiles:
+            torch.autograd.graph.increment_version(tiles)
+        return changed
+
+    def _carry(self, bound: BoundParameter, watched: WatchedUse) -> None:
+        if self.rewriting is None or not self.rewriting.keeps_more(bound):
+            return
+        before = watched.before.get(bound.name)
+        self.rewriting.carry(bound, before)
+        if before is None:
+            raise UnseenChangeError(
+                f"{getattr(watched.what, '__name__', watched.what)}() changed {bound.name} in place, and nothing told before that it would: "
+                "which of its elements keep their fp32 master cannot be known, and all of them count as changed. Change it by an operation whose "
+                "name tells (`with torch.no_grad(): weight.clamp_(-1, 1)`), declare what an operation of your own writes "
+                '(torch.library.custom_op(mutates_args=)), or manage with Options(compute="fp32") or precision="fp32"'
+            )
+
+    def was_recomputed(self, parameter: Tensor, version: int) -> bool:
+        """Whether a recomputation of a forward, in backward, has left a parameter at this version."""
+        return self._recomputed.get(id(parameter)) == version
+
+
+def _version(tensor: Tensor) -> int:
+    return _NOT_COUNTED if tensor.is_inference() else tensor._version

@@ -1,0 +1,165 @@
+"""What `.grad` of a managed parameter is: taken off as it arrives, and bound by use when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.plane import GRAD
+from patrickstar.errors import StateError
+from patrickstar.memory.leases import AssembledKey
+from patrickstar.parameters.assembled import AssembledTensors, title
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.torch_private import Plain
+
+__all__ = ["GradientAccess", "GradientOwner"]
+
+
+class GradientOwner(Protocol):
+    """Who keeps gradients."""
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """A gradient has arrived in backward. Takes it."""
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether there is a gradient. StateError where it has been used and let go."""
+
+    def drop_gradient(self, name: str) -> None:
+        """The gradient accumulated so far is no longer wanted."""
+
+
+class GradientAccess:
+    """The gradients of bound parameters, as PyTorch's users know them.
+
+    Read as `p.grad`, a gradient is a tensor bound by use (Note [Assembled tensors] in `assembled.py`). A tensor that is assigned as `p.grad` is
+    the user's own from then on: an ordinary one, to which autograd adds as ever, until it is None again. Where gradients stay tensors, all of
+    them are the user's own, always.
+
+    Args:
+        by_name: the parameters. lock: held while a gradient is taken off. assembled: what stands for gradients in chunks. undress: makes an alias
+            of what was put together an ordinary tensor. use: where gradients go.
+
+    Attributes:
+        own: the parameters whose gradient is the user's own, by name.
+    """
+
+    def __init__(
+        self,
+        by_name: Mapping[str, BoundParameter],
+        owner: GradientOwner,
+        lock: AbstractContextManager[object],
+        *,
+        assembled: AssembledTensors,
+        undress: Callable[[Tensor], None],
+        use: GradientUse,
+    ) -> None:
+        self._by_name = by_name
+        self._owner = owner
+        self._lock = lock
+        self._assembled = assembled
+        self._undress = undress
+        self._use = use
+
+        self._by_id: dict[int, BoundParameter] = {}
+        self.own: set[str] = set(by_name) if use is GradientUse.TENSOR else set()
+
+    @property
+    def stay(self) -> bool:
+        """Whether gradients stay the tensors that autograd made."""
+        return self._use is GradientUse.TENSOR
+
+    def watch(self, bound: BoundParameter) -> None:
+        """Takes the parameter's gradients off from now on, if it has any."""
+        self._by_id[id(bound.parameter)] = bound
+        if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound.handles:
+            return
+        handle = bound.parameter.register_post_accumulate_grad_hook(self._take)
+        bound.handles.append(handle)
+        # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
+        # ordered one: only the order of insertion counts.
+        hooks = bound.parameter._post_accumulate_grad_hooks
+        others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+        for key, _ in others:
+            del hooks[key]
+        hooks.update(others)
+
+    def _take(self, parameter: Tensor) -> None:
+        with self._lock, Plain():
+            bound = self._by_id[id(parameter)]
+            gradient = parameter.grad
+            if gradient is not None and self.stay:
+                self._owner.gradient(bound.name, gradient)
+            elif gradient is not None and bound.owner not in self.own:
+                parameter.grad = None
+                self._owner.gradient(bound.name, gradient)
+            elif gradient is not None and bound.owner != bound.name:
+                parameter.grad = None
+                own = self._by_name[bound.owner].parameter.grad
+                assert own is not None, f"{bound.owner} has no gradient of the user's own"
+                bound.of(own.detach()).add_(gradient)
+
+    def get(self, bound: BoundParameter) -> Tensor | None:
+        """`p.grad`."""
+        gradient = bound.tensor().grad
+        if gradient is None and self._is_parameter(bound) and self._owner.has_gradient(bound.name):
+            return self._assembled.tensor(AssembledKey(bound.name, GRAD), bound.shape_only)
+        return gradient
+
+    def set(self, bound: BoundParameter, value: Tensor | None) -> None:
+        """`p.grad = value`, with torch's own checks of shape, type and device."""
+        if not self._is_parameter(bound):
+            bound.tensor().grad = value
+            return
+        if self._assembled.is_of(value, AssembledKey(bound.name, GRAD)):
+            return  # `p.grad *= x` multiplies in place, and assigns the very same
+        other = self._assembled.of(value)
+        if other is not None:
+            what = title(other.source.key)
+            raise StateError(
+                f"{bound.name}.grad was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
+            )
+        bound.tensor().grad = value
+        # What a view of the old gradient shows is ordinary memory once that is let go.
+        self._owner.drop_gradient(bound.name)
+        if value is None:
+            self.is_not_own(bound.name)
+        else:
+            self._undress(value)
+            self.own.add(bound.name)
+
+    def is_not_own(self, name: str) -> None:
+        """The user has let go of the parameter's gradient: the next one is the owner's again, where it keeps any."""
+        if not self.stay:
+            self.own.discard(name)
+
+    def own_of(self, name: str) -> Tensor | None:
+        """The gradient of a parameter that is the user's own, if there is one."""
+        with Plain():
+            return self._by_name[name].parameter.grad if name in self.own else None
+
+    def owned(self) -> Iterator[tuple[str, Tensor]]:
+        """All of these, with the names of their parameters."""
+        for name in self.own:
+            own = self.own_of(name)
+            if own is not None:
+                yield name, own
+
+    def own_bytes(self) -> int:
+        """Bytes of all of these."""
+        return sum(gradient.nbytes for _, gradient in self.owned())
+
+    def forget_own(self) -> None:
+        """All of these become None."""
+        with Plain():
+            for name in self.own:
+                self._by_name[name].parameter.grad = None
+        if not self.stay:
+            self.own.clear()
+
+    def _is_parameter(self, bound: BoundParameter) -> bool:
+        """Whether this is the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""
+        return bound.tensor() is self._by_name[bound.name].tensor()

@@ -1,0 +1,123 @@
+"""What autograd saves for backward, as long as a managed parameter is in use.
+
+Note [Saved tensors]
+    Autograd saves an alias of a weight (`nn.Linear` saves its transpose), not the leaf. With slots that move, an alias read in backward would
+    be another chunk's bytes. So an alias of a slot is packed as *where it lies*, and resolved when backward unpacks it.
+    Saved-tensor hooks do not nest: torch calls the topmost pair only. Pushed for a whole session ours would miss every weight saved during a
+    non-re-entrant recomputation (checkpoint's own pair is on top there); pushed around a module they would switch the user's checkpointing
+    off. So they are pushed around each *use* of a parameter, and whatever is not a slot is handed to the pair underneath.
+    Under hooks torch does not check that a saved tensor is unchanged: both kinds carry the version they had, and unpacking checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from patrickstar.errors import StateError
+from patrickstar.memory.leases import WeightKey
+from patrickstar.torch_private import Plain, is_checkpoints, top_saved_tensors_hooks
+
+__all__ = ["SavedSlice", "SavedTensors"]
+
+
+class SavedSlice(NamedTuple):
+    """An alias of a managed parameter, as autograd saved it. Strides and offset are in elements, the offset from the start of what is leased."""
+
+    key: WeightKey
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    owner: torch.nn.Parameter
+    version: int
+    is_recomputed: bool
+    """Whether the forward that saved it runs again before it is read, as gradient checkpointing does."""
+
+
+class SavedTensor(NamedTuple):
+    """Any other tensor saved by the same operation, with no hooks underneath."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class SavedUnderneath(NamedTuple):
+    """Any other tensor saved by the same operation, packed by the hooks underneath ours."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
+def changed_message(shape: tuple[int, ...], now: int, then: int) -> str:
+    """The words PyTorch uses when a tensor needed for backward has been changed."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[torch.FloatTensor {list(shape)}] is at version {now}; expected version {then} instead. "
+        "A weight was changed between forward and backward: change it before the forward or after the backward"
+    )
+
+
+class WeightChangedError(StateError, RuntimeError):
+    """A weight was changed between forward and backward. Also a RuntimeError, as which PyTorch raises the same thing."""
+
+
+class SavedTensors:
+    """The pair of saved-tensor hooks for one use.
+
+    Args:
+        find: gives (unit or copy, offset, parameter) of a tensor over a slot or copy, or None.
+        fetch: gives a 1-D tensor over the unit's slot, fetching it where it is not resident, or the copy.
+        lasting: gives what may be kept of any other tensor.
+        was_recomputed: whether a recomputation of a forward has left a parameter at a version.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[torch.Tensor], tuple[WeightKey, int, torch.nn.Parameter] | None],
+        fetch: Callable[[WeightKey], torch.Tensor],
+        lasting: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        *,
+        was_recomputed: Callable[[torch.Tensor, int], bool],
+    ) -> None:
+        self._find = find
+        self._fetch = fetch
+        self._lasting = lasting
+        self._was_recomputed = was_recomputed
+
+    def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which what is saved goes through us, and what is not ours through the hooks that were on top before."""
+        underneath = top_saved_tensors_hooks()
+        is_recomputed = underneath is not None and is_checkpoints(underneath)
+
+        def pack(tensor: torch.Tensor) -> SavedSlice | SavedTensor | SavedUnderneath:
+            found = self._find(tensor)
+            if found is not None:
+                key, offset, owner = found
+                with Plain():
+                    version = owner._version
+                return SavedSlice(key, offset, tuple(tensor.shape), tensor.stride(), owner, version, is_recomputed)
+            tensor = self._lasting(tensor)
+            if underneath is not None:
+                return SavedUnderneath(underneath[0](tensor), underneath[1])
+            return SavedTensor(tensor, tensor._version)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
+
+    def unpack(self, saved: SavedSlice | SavedTensor | SavedUnderneath) -> torch.Tensor:
+        """The saved tensor again. RuntimeError where it has been changed since, with the text PyTorch would have used."""
+        match saved:
+            case SavedSlice():
+                with Plain():
+                    now = saved.owner._version
+                # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.
+                if now != saved.version and not (saved.is_recomputed and self._was_recomputed(saved.owner, now)):
+                    raise WeightChangedError(changed_message(saved.shape, now, saved.version))
+                return torch.as_strided(self._fetch(saved.key), saved.shape, saved.stride, saved.offset)
+            case SavedTensor():
+                if saved.tensor._version != saved.version:
+                    raise RuntimeError(changed_message(tuple(saved.tensor.shape), saved.tensor._version, saved.version))
+                return saved.tensor
+            case SavedUnderneath():
+                return saved.unpack(saved.packed)

@@ -1,0 +1,264 @@
+"""Answers one question: what must happen before this moment?
+
+Inside a stretch (a forward with its backward, the norm, the optimizer's step) that has a plan, the answer is read off the plan, as long as
+the moments come as its trace has them. From the first that does not, and where there is no plan, the answer is decided on the spot, by the
+same rule and with the same actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from patrickstar.core.fixed_costs import FixedCosts
+from patrickstar.core.plane import PlaneRef
+from patrickstar.core.trace import Phase, Rows, Touch, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan.actions import Action, Drop
+from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import NoRoom, Residency, make_room
+from patrickstar.plan.rows import prepare_rows, state_after
+from patrickstar.units import format_bytes
+
+__all__ = ["Pilot", "Stretch"]
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A stretch of a step that is planned as one: its trace and plan where they are known, and how far it has come.
+
+    `reserve_bytes` is the room that is left to non-model data where moments are decided on the spot. `reason`: why they are.
+    `lets_go`: units that the plan has let go of before moment `lets_go_at`, and nobody has yet; `let_go_at`: before which it was that somebody did.
+    """
+
+    name: str
+    trace: Trace | None = None
+    plan: Plan | None = None
+    reserve_bytes: int = 0
+    reason: str = ""
+
+    position: int = 0
+    gave_gradients: bool = False
+    lets_go: set[PlaneRef] = field(default_factory=set)
+    lets_go_at: int = 0
+    let_go_at: int = 0
+    differentiates: bool = False  # a backward of it has made a graph
+    opened: bool = False  # what must happen before the first moment has happened
+    worth: Worth | None = field(default=None, repr=False)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the plan is being followed."""
+        return self.plan is not None and not self.reason
+
+    @property
+    def complete(self) -> bool:
+        """Whether every moment of the trace has come, as planned."""
+        return self.planned and self.trace is not None and self.position == len(self.trace.moments)
+
+
+class Pilot:
+    """Decides, moment by moment. Moves nothing.
+
+    Args:
+        state: where every unit is now; the mover changes it.
+        budget_bytes: what the compute tier may hold now, slots and non-model data together.
+        policy: "next-use" or "lru".
+        spare_bytes: of the budget, to be left free where that can be.
+        costs: what the budget that the user gave holds beside, for refusals.
+
+    Attributes:
+        capacity_slots: how many slots may be in use at the moment that was asked about last.
+    """
+
+    def __init__(
+        self,
+        state: Residency,
+        *,
+        budget_bytes: Callable[[], int],
+        policy: str,
+        spare_bytes: int = 0,
+        costs: FixedCosts = FixedCosts(),  # noqa: B008  (frozen)
+    ) -> None:
+        self.costs = costs
+        self._state = state
+        self._budget_bytes = budget_bytes
+        self._policy = policy
+        self._spare_bytes = spare_bytes
+
+        self.stretch = Stretch("outside")
+        self.capacity_slots = 0
+        self._handicap_bytes = 0
+        self._clock = 0
+        self._last_use: dict[PlaneRef, int] = {}
+
+    def begin(self, stretch: Stretch) -> None:
+        """The next moments belong to this stretch."""
+        self.stretch = stretch
+        self._handicap_bytes = 0
+
+    def opening(self, held: Collection[PlaneRef]) -> Sequence[Action]:
+        """What may happen as soon as the stretch begins, so that what is allocated before its first moment finds room."""
+        stretch, state = self.stretch, self._state
+        if stretch.planned and stretch.plan is not None and stretch.trace is not None and stretch.trace.moments:
+            actions = stretch.plan.moments[0]
+            if not any(
+                isinstance(action, Drop) and action.tier is state.compute and action.ref in held for action in actions
+            ):
+                stretch.opened = True
+                budget = stretch.plan.machine.budget[state.compute]
+                self.capacity_slots = (budget - stretch.trace.moments[0].nonmodel_bytes) // state.slot_bytes
+                return actions
+        withheld = stretch.reserve_bytes + self._spare_bytes
+        self.capacity_slots = (self._budget_bytes() - withheld) // state.slot_bytes
+        try:
+            return make_room(
+                state, needed=(), pinned=held, capacity_slots=self.capacity_slots, order=self._order(stretch)
+            )
+        except NoRoom:
+            return ()  # what is in use now may leave before the first moment, which decides
+
+    def let_go(self, ref: PlaneRef) -> bool:
+        """Somebody lets go of a unit's contents. Whether the plan has it so; then its slots stay until the plan gives them back."""
+        stretch = self.stretch
+        if not stretch.planned or stretch.complete:
+            return False
+        if ref in stretch.lets_go and stretch.position == stretch.lets_go_at:
+            stretch.lets_go.discard(ref)
+            return True
+        stretch.let_go_at = stretch.position
+        stretch.reason = (
+            f"{ref} was let go of before moment {stretch.position} of the {stretch.name}, which its plan did not have"
+        )
+        return False
+
+    def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
+        """What leaves so that slots take no more than these bytes, as far as what is held allows; the rest of the stretch is decided."""
+        stretch, state = self.stretch, self._state
+        stretch.reason = (
+            stretch.reason or f"the {stretch.name} took more memory at moment {stretch.position} than was foreseen"
+        )
+        pinned = sum(state.slots[ref] for ref in state.resident if ref in held or state.home[ref] is state.compute)
+        capacity_slots = max(slot_bytes // state.slot_bytes, pinned)
+        return make_room(state, needed=(), pinned=held, capacity_slots=capacity_slots, order=self._order(stretch))
+
+    def yield_bytes(self, nbytes: int, *, slots: int) -> None:
+        """Until the stretch ends, chunks have less room: so many bytes less than these slots take, since something else has taken them."""
+        room = max(0, slots * self._state.slot_bytes - nbytes)
+        withheld = self.stretch.reserve_bytes + self._spare_bytes
+        self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
+        self.stretch.reason = self.stretch.reason or f"{format_bytes(nbytes)} more are held than the plan foresaw"
+
+    def actions(
+        self,
+        phase: Phase,
+        label: str,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        rows: Rows | None = None,
+    ) -> Sequence[Action]:
+        """What must happen before a moment that touches these units, and uses these rows, while `held` are in use.
+
+        Raises:
+            BudgetError: what it needs at once does not fit.
+        """
+        self._clock += 1
+        for touch in touches:
+            self._last_use[touch.ref] = self._clock
+        stretch = self.stretch
+        # What reads state after the last moment (gradients, a checkpoint) is no part of the stretch.
+        if stretch.planned and not (stretch.complete and phase is Phase.STEP):
+            planned = self._planned(stretch, phase, touches, held, rows)
+            if planned is not None:
+                stretch.position += 1
+                return planned
+        return self.decided(phase, label, touches, held, rows)
+
+    def _planned(
+        self,
+        stretch: Stretch,
+        phase: Phase,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        rows: Rows | None,
+    ) -> Sequence[Action] | None:
+        assert stretch.trace is not None
+        assert stretch.plan is not None
+        number = stretch.position
+        if number == len(stretch.trace.moments):
+            stretch.reason = f"the {stretch.name} has more than the {number} moments of its trace"
+            return None
+        if stretch.lets_go and number >= stretch.lets_go_at:
+            stretch.reason = f"{min(stretch.lets_go)} was not let go of before moment {number} of the {stretch.name}, as the last time"
+            return None
+        moment = stretch.trace.moments[number]
+        if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows != rows:
+            came = " ".join(map(str, (*touches, *([] if rows is None else [rows]))))
+            stretch.reason = (
+                f"at moment {number} of the {stretch.name} came {phase} {came} where the trace has {moment}"
+            )
+            return None
+        budget = stretch.plan.machine.budget[self._state.compute]
+        self.capacity_slots = (budget - moment.nonmodel_bytes) // self._state.slot_bytes
+        actions: Sequence[Action] = () if stretch.opened and not number else stretch.plan.moments[number]
+        for action in actions:
+            if isinstance(action, Drop) and action.tier is self._state.compute and action.ref in held:
+                stretch.reason = f"at moment {number} of the {stretch.name} {action.ref} is still in use, which its trace did not have"
+                return None
+        return actions
+
+    def decided(
+        self,
+        phase: Phase,
+        label: str,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        rows: Rows | None = None,
+    ) -> Sequence[Action]:
+        """The same, whatever the plan says. BudgetError as there."""
+        actions = self._room_for(phase, label, [touch.ref for touch in touches], held)
+        return actions if rows is None else [*actions, *prepare_rows(state_after(self._state, actions), rows)]
+
+    def _room_for(
+        self, phase: Phase, label: str, needed: Sequence[PlaneRef], held: Collection[PlaneRef]
+    ) -> Sequence[Action]:
+        stretch = self.stretch
+        budget, slot_bytes = self._budget_bytes(), self._state.slot_bytes
+        withheld = stretch.reserve_bytes + self._handicap_bytes + self._spare_bytes
+        order = self._order(stretch)
+        self.capacity_slots = (budget - withheld) // slot_bytes
+        try:
+            return make_room(self._state, needed=needed, pinned=held, capacity_slots=self.capacity_slots, order=order)
+        except NoRoom as refusal:
+            needed_slots = refusal.needed_slots
+        # The reserve is a forecast; what is asked for now is a fact, and stays alone. The meter, where there is one, has the last word.
+        needed_bytes = needed_slots * slot_bytes
+        if needed_bytes > budget:
+            fixed_bytes = self.costs.beside(needed_bytes)
+            needed_bytes += fixed_bytes
+            budget += self.costs.set_aside_bytes
+            fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
+            raise BudgetError(
+                f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
+                f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once{fixed}; "
+                f"budget {format_bytes(budget)}\n"
+                "  let go of views of parameters and of gradients that are still held (session.state_dict() reads one tensor at a time, "
+                "session.export(dir) writes them as save_pretrained does), or give a larger budget",
+                tier=self._state.compute.label,
+                moment=f"{stretch.position} {phase} {label}",
+                needed_bytes=needed_bytes,
+                available_bytes=budget,
+                smallest_bytes=needed_bytes,
+                fixed_bytes=fixed_bytes,
+            )
+        self.capacity_slots = needed_slots
+        return make_room(self._state, needed=needed, pinned=held, capacity_slots=needed_slots, order=order)
+
+    def _order(self, stretch: Stretch) -> Callable[[Iterable[PlaneRef]], list[PlaneRef]]:
+        if stretch.trace is not None and stretch.position < len(stretch.trace.moments):
+            if stretch.worth is None:
+                stretch.worth = policy_named(self._policy)(Uses(stretch.trace))
+            worth, now = stretch.worth, stretch.position
+            return lambda held: eviction_order(held, state=self._state, worth=worth, now=now)
+        return lambda held: sorted(held, key=lambda ref: (self._last_use.get(ref, -1), ref))

@@ -1,0 +1,132 @@
+"""Moves a model's values, gradients and optimizer state into chunks, and back where that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.deferred.deferred_init import deferred_by
+from patrickstar.memory.allocator import release_free_memory
+from patrickstar.optim.user_optimizer import read_state
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.records import names_by_id
+from patrickstar.step.gradients import Gradients
+from patrickstar.step.training import Training
+from patrickstar.step.values import Weights
+
+__all__ = ["ValueSource", "take_over"]
+
+_log = logging.getLogger("patrickstar")
+
+
+class ValueSource(Protocol):
+    """Values of parameters that come from elsewhere than from the parameters.
+
+    `names`: of which. `keep`: whether those hold their own values until nothing can fail any more; where not, they have the new ones
+    after an error, which is told.
+    """
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    @property
+    def keep(self) -> bool: ...
+
+    def read(self, name: str) -> Tensor:
+        """The value of one of them, new at each call."""
+
+
+def take_over(
+    named: Mapping[str, nn.Parameter],
+    source: ValueSource | None,
+    *,
+    binding: Binding,
+    weights: Weights,
+    gradients: Gradients,
+    training: Training | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Moves everything, one parameter at a time, so that no second copy of the model ever exists; then binds the parameters.
+
+    Whatever is raised on the way, parameters, gradients and the optimizer's state are as before.
+
+    Args:
+        source: asked first for the value of a parameter.
+    """
+    given = source.names if source is not None else ()
+    keep = source is not None and source.keep
+    dtypes = {name: parameter.dtype for name, parameter in named.items()}
+    their_gradients: dict[str, Tensor] = {}
+    taken: list[str] = []
+    own = _kept(named, given, all_given=keep)
+    try:
+        for bound in binding:
+            gradient = bound.parameter.grad
+            if training is not None and gradient is not None and not binding.gradients.stay:
+                their_gradients[bound.name] = gradient
+                bound.parameter.grad = None
+            if _fill(bound, source, weights):
+                taken.append(bound.name)
+                bound.parameter.data = bound.standin
+        if training is not None:
+            assert optimizer is not None
+            for name, gradient in their_gradients.items():
+                gradients.add(binding.by_name[name], gradient)
+            gradients.whole |= gradients.names
+            _take_state(named, weights, training, optimizer)
+    except BaseException:
+        for name in taken:
+            named[name].data = own[name] if name in own else weights.read(name).to(dtypes[name])
+        for name, gradient in their_gradients.items():
+            named[name].grad = gradient
+        _tell([name for name in taken if name in given and name not in own])
+        raise
+    if optimizer is not None:
+        optimizer.state.clear()
+    binding.bind()
+    own.clear()
+    release_free_memory()
+
+
+def _kept(named: Mapping[str, nn.Parameter], given: Collection[str], *, all_given: bool) -> dict[str, Tensor]:
+    """What fp32 cannot hold exactly, and what is not moved: kept until nothing can fail any more."""
+    return {
+        name: parameter.data
+        for name, parameter in named.items()
+        if deferred_by(parameter) is None and (all_given if name in given else parameter.dtype is torch.float64)
+    }
+
+
+def _tell(lost: list[str]) -> None:
+    if lost:
+        _log.error(
+            "%d parameters have the values they were to get, %s first: not both fit in memory", len(lost), lost[0]
+        )
+
+
+def _fill(bound: BoundParameter, source: ValueSource | None, weights: Weights) -> bool:
+    """Puts a parameter's first value into its place; gives back whether the parameter has one to let go."""
+    recorder = deferred_by(bound.parameter)
+    if source is not None and bound.name in source.names:
+        weights.fill(bound, source.read(bound.name))
+    elif recorder is not None:
+        weights.fill_made(bound, recorder)
+    else:
+        weights.fill(bound, bound.parameter.data)
+    return recorder is None
+
+
+def _take_state(
+    named: Mapping[str, nn.Parameter], weights: Weights, training: Training, optimizer: torch.optim.Optimizer
+) -> None:
+    names = names_by_id(named)
+    for name, entry in read_state(optimizer, names).items():
+        weights.write_average(name, EXP_AVG, entry.exp_avg)
+        weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
+        training.steps[name] = entry.step

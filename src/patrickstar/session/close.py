@@ -1,0 +1,143 @@
+"""The end of a session: the model is an ordinary one again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from patrickstar.core.plane import WEIGHT, PlaneRef
+from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.optim.user_optimizer import return_state
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.session.buffers import put_on_meta, restore_buffers
+from patrickstar.session.optimizer_state import OptimizerState
+from patrickstar.session.parts import Parts
+
+__all__ = ["Closing"]
+
+_log = logging.getLogger("patrickstar")
+
+
+class Closing:
+    """Gives back what was taken, stage by stage: where a disk fails in the middle, what is left can be given back by another try.
+
+    Args:
+        optimizer, optimizer_state: of a session that trains.
+        keep_weights: whether the model keeps them; otherwise its parameters become meta tensors.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        optimizer: ManagedOptimizer | None,
+        optimizer_state: Callable[[], OptimizerState],
+        keep_weights: bool,
+    ) -> None:
+        self._parts = parts
+        self._optimizer = optimizer
+        self._optimizer_state = optimizer_state
+        self._wanted = keep_weights
+        self._keeps = keep_weights and self._weights_fit()
+
+        self._gradients: dict[str, Tensor] = {}
+        self._stages = [self._finish, self._return_gradients, self._return_optimizer_state, self._return_weights]
+        if keep_weights and not self._keeps:
+            _log.warning(
+                "the weights do not fit the host budget as ordinary tensors: the model's parameters are on the meta device now. "
+                "Call session.export(dir) or session.save_checkpoint(dir) before close() to keep them"
+            )
+
+    def run(self) -> None:
+        """All that is left to do. DeviceError where weights cannot be read: another call goes on from there."""
+        while self._stages:
+            self._stages[0]()
+            del self._stages[0]
+        parts = self._parts
+        parts.root.remove()
+        parts.whole_calls.watched.remove()
+        if not self._keeps:
+            put_on_meta(parts.model, parts.parameter_dtypes)
+        for name, gradient in self._gradients.items():
+            parts.named[name].grad = gradient
+        restore_buffers(parts.model, parts.buffer_dtypes)
+        if self._optimizer is not None:
+            self._optimizer.detach()
+        parts.executor.mover.store.close()
+
+    def _finish(self) -> None:
+        if not self._wanted:
+            self._parts.executor.pending = None
+        elif self._parts.training is not None:
+            self._parts.training.finish()
+        self._parts.executor.settle()
+        self._parts.stretches.end()
+
+    def _return_gradients(self) -> None:
+        """Gradients that nobody has used stay, where they fit as whole tensors beside the weights."""
+        training, stretch = self._parts.training, self._parts.executor.pilot.stretch
+        if not self._keeps or training is None or training.in_backward:
+            return
+        reserved = stretch.reserve_bytes
+        for name, gradient in training.gradients():
+            stretch.reserve_bytes += gradient.nbytes
+            if not self._fits(self._weight_bytes() + stretch.reserve_bytes - reserved):
+                _log.warning(
+                    "the gradients do not fit the host budget as whole tensors beside the weights: they are let go"
+                )
+                self._gradients.clear()
+                stretch.reserve_bytes = reserved
+                return
+            self._gradients[name] = gradient.to(self._parts.parameter_dtypes[name])
+
+    def _return_optimizer_state(self) -> None:
+        """The optimizer that was passed in goes on from here, where its state fits as whole tensors beside the weights."""
+        parts, training = self._parts, self._parts.training
+        if not self._keeps or training is None or self._optimizer is None or not training.steps:
+            return
+        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in training.steps)
+        if not self._fits(
+            needed + self._weight_bytes() + sum(gradient.nbytes for gradient in self._gradients.values())
+        ):
+            _log.warning(
+                "the optimizer's state does not fit the host budget as whole tensors: the optimizer passed to manage() starts without it. "
+                "Call session.save_checkpoint(dir) before close() to keep it"
+            )
+            return
+        parts.executor.pilot.stretch.reserve_bytes += needed  # chunks make room
+        return_state(self._optimizer.original, parts.binding.names, self._optimizer_state().states())
+
+    def _return_weights(self) -> None:
+        # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.
+        mover = self._parts.executor.mover
+        for ref in [ref for ref in mover.state.resident if ref.plane != WEIGHT]:
+            mover.release(ref)
+        self._parts.binding.release(self._taken_back if self._keeps else lambda _: None)
+
+    def _taken_back(self, bound: BoundParameter) -> Tensor:
+        parts = self._parts
+        value = parts.weights.read(bound.name).to(parts.parameter_dtypes[bound.name])
+        parts.executor.pilot.stretch.reserve_bytes += value.nbytes
+        state = parts.executor.mover.state
+        held = parts.binding.leases.held()  # by what outlives the session: it keeps its memory
+        for ref in bound.refs:
+            if self._last_of[ref] == bound.name and ref in state.resident and ref not in held:
+                parts.executor.mover.release(ref)  # its slots' pages go before the next parameter is read
+        return value
+
+    @property
+    def _last_of(self) -> dict[PlaneRef, str]:
+        """The last parameter in each weight unit, in registration order: with it the unit has been read whole."""
+        return {ref: bound.name for bound in self._parts.binding for ref in bound.refs}
+
+    def _weights_fit(self) -> bool:
+        return self._fits(self._weight_bytes())
+
+    def _weight_bytes(self) -> int:
+        return sum(4 * bound.shape_only.numel() for bound in self._parts.binding)
+
+    def _fits(self, nbytes: int) -> bool:
+        budget, state = self._parts.host_budget_bytes, self._parts.executor.mover.state
+        return budget is None or nbytes + 2 * max(state.unit_bytes(ref) for ref in state.home) <= budget

@@ -1,0 +1,293 @@
+"""What a training step will take, without running it: nothing is allocated, and the model may be on the meta device."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.core.formats import Formats, SessionFormats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.deferred.deferred_init import present_and_absent_bytes
+from patrickstar.errors import BudgetError, Error
+from patrickstar.plan import residency
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.minimum import minimum_bytes, worst_moment
+from patrickstar.plan.pilot import Pilot
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.simulate import simulate
+from patrickstar.plan.touches import Touches, gradients_freed, norm_trace, step_trace
+from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
+from patrickstar.step.budgets import Budgets, find_budgets
+from patrickstar.step.events import cast_inputs
+from patrickstar.step.freed_blocks import KeptBlocks
+from patrickstar.step.precision import find_precision
+from patrickstar.step.stretches import with_retention
+from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+
+__all__ = ["Forecast", "forecast"]
+
+_STEPS_TO_SETTLE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a training step will take.
+
+    Attributes:
+        fits: whether every moment fits; refusal: why it does not, and what would.
+        peak: bytes by tier ("device", "host", "disk"). moved: bytes by link ("H>D", ...) of a step in the long run.
+        minimum: the smallest budget of each tier that is used, with the others as they are; 0 where a tier is not used.
+        parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
+        plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
+        layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
+            and the host computes: fixed costs, and freed blocks where there is room to keep them.
+    """
+
+    fits: bool
+    refusal: str
+    peak: Mapping[str, int]
+    moved: Mapping[str, int]
+    minimum: Mapping[str, int]
+    parameters: int
+    model_data_bytes: int
+    layout: Layout
+    traces: tuple[Trace, ...] = ()
+    plans: tuple[Plan, ...] = field(default=(), repr=False)
+    beside_bytes: int = 0
+
+    @property
+    def plan_text(self) -> str:
+        """The plans as readable text."""
+        return "\n\n".join(str(plan) for plan in self.plans)
+
+
+def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = False, **memory_options: Any) -> Forecast:
+    """What training `model(**batch)` will take, with memory options as `manage` takes them.
+
+    Raises:
+        ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
+    """
+    memory = check_arguments(**memory_options)
+    in_backward = memory.step == "in_backward"
+    named = dict(model.named_parameters())
+    precision = find_precision(memory, model)
+    layout = layout_of(model, named, memory, precision)
+    present, absent = present_and_absent_bytes(named.values())
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
+    gradients = gradient_use(memory, budgets, precision)
+    trainable = {name for name, parameter in named.items() if parameter.requires_grad}
+    formats = SessionFormats(precision.formats)
+    tracer = OfflineTracer(
+        layout,
+        lambda: Touches(layout, gradients=gradients, updates=trainable.__contains__, formats=formats),
+        gradients=gradients,
+        dtypes=precision.parameter_dtypes(layout),
+        copied=precision.copied(layout),
+        gathers_rows=gathers_rows(budgets.machine),
+        scales=precision.scales,
+    )
+    try:
+        step = with_retention(tracer.trace(model, named, (), cast_inputs(batch, precision.compute)), budgets)
+    except CannotTrace as problem:
+        raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
+    clips = clip or memory.max_grad_norm is not None
+    in_chunks = gradients is GradientUse.CHUNK
+    late = _updated_late(step, layout) if in_backward else trainable
+    update = _update(layout, named, late, precision.formats, clips=clips, in_chunks=in_chunks or in_backward)
+    updates = [update] if late or not in_backward else []
+    norms = [norm_trace(layout, trainable, formats=precision.formats)] if clips and in_chunks else []
+    traces = (step, *norms, *updates)
+    facts = {
+        "parameters": sum(parameter.numel() for parameter in named.values()),
+        "model_data_bytes": _model_data_bytes(layout, named, precision.formats, keeps_gradients=not in_backward),
+        "layout": layout,
+        "traces": traces,
+        "beside_bytes": budgets.beside_bytes,
+    }
+    minimum = _minimum(layout, budgets, traces, gradients=gradients, formats=precision.formats)
+    try:
+        state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
+        if in_backward:
+            add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
+        kept = KeptBlocks(budgets)
+        peak, moved, plans = _long_run(
+            state, layout, budgets, traces, kept, policy=memory.options.eviction, frees=not in_backward
+        )
+    except BudgetError as refusal:
+        nothing = {tier.label: 0 for tier in Tier}
+        return Forecast(False, f"{refusal}{_full_disk(memory, budgets)}", nothing, {}, minimum, **facts)  # type: ignore[arg-type]
+    facts["beside_bytes"] = budgets.beside_bytes + kept.nbytes
+    return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
+
+
+def _updated_late(step: Trace, layout: Layout) -> set[str]:
+    """The parameters whose gradients wait until the backward ends. See Note [Updates in backward]."""
+    return {
+        layout.owner(moment.label)
+        for moment in step.moments
+        if any(touch.ref.plane == GRAD for touch in moment.touches)
+    }
+
+
+def _full_disk(memory: MemoryOptions, budgets: Budgets) -> str:
+    """What to add to a refusal where the disk has a budget of nothing, because nothing is free there."""
+    if memory.disk is None or budgets.machine.budget[Tier.DISK]:
+        return ""
+    return (
+        f"\n  nothing is free in disk={str(memory.disk)!r} (0 bytes): free space there, name a directory on another disk, "
+        "or give disk_memory to plan for one"
+    )
+
+
+def _model_data_bytes(
+    layout: Layout, named: Mapping[str, nn.Parameter], formats: Formats, *, keeps_gradients: bool
+) -> int:
+    total = 0
+    for name, parameter in named.items():
+        planes = formats.at(layout.slices[name].chunk, layout)
+        kept = [form.itemsize for plane, form in planes.items() if plane != GRAD or keeps_gradients]
+        total += parameter.numel() * sum(kept)
+    return total
+
+
+def _update(
+    layout: Layout,
+    named: Mapping[str, nn.Parameter],
+    trainable: set[str],
+    formats: Formats,
+    *,
+    clips: bool,
+    in_chunks: bool,
+) -> Trace:
+    trace = step_trace(layout, trainable, formats=formats, in_plane=in_chunks, writes_gradients=clips)
+    if in_chunks:
+        return trace
+    beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
+    return Trace(tuple(replace(moment, nonmodel_bytes=beside) for moment in trace.moments))
+
+
+def _minimum(
+    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
+) -> dict[str, int]:
+    """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below."""
+    machine = budgets.machine
+    minimum = {tier.label: 0 for tier in Tier}
+    if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
+        needed = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
+    else:
+        needed = minimum_bytes(*traces, layout=layout, formats=formats)
+    minimum[machine.compute.label] = needed + machine.costs.beside(needed)
+    return minimum
+
+
+def _minimum_of_the_host_alone(
+    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
+) -> int:
+    """The same where everything is at home on the host, and nothing leaves it."""
+    roomy = replace(budgets, machine=Machine(Tier.HOST, {Tier.HOST: sys.maxsize}))
+    contents = resting_state(layout, roomy, gradients=gradients, formats=formats)
+    if gradients is GradientUse.UPDATE:
+        add_gradients(contents, traces[0], layout=layout, machine=roomy.machine, formats=formats)
+    needs = [sum(map(contents.unit_bytes, contents.home))]
+    # Weights are there from the beginning, whatever a moment touches.
+    for ref in contents.home:
+        if ref.plane == WEIGHT:
+            residency.apply(contents, residency.Create(ref, Tier.HOST, contents.slots[ref]))
+    for _ in range(2):  # in the second step moments are there from the beginning too
+        for trace in traces:
+            needs.append(worst_moment(trace, start=contents).nbytes)
+            contents = _touched(contents, trace)
+        _let_gradients_go(contents)
+    return max(needs)
+
+
+def _touched(state: Residency, trace: Trace) -> Residency:
+    """The state in which everything that the trace touches has contents on the compute tier."""
+    state = state.copy()
+    for moment in trace.moments:
+        for touch in moment.touches:
+            if touch.ref in state.free:
+                residency.apply(state, residency.Create(touch.ref, state.compute, state.slots[touch.ref]))
+    return state
+
+
+def _long_run(
+    state: Residency,
+    layout: Layout,
+    budgets: Budgets,
+    traces: tuple[Trace, ...],
+    kept: KeptBlocks,
+    *,
+    policy: str,
+    frees: bool,
+) -> tuple[dict[str, int], dict[str, int], tuple[Plan, ...]]:
+    """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
+
+    Args:
+        kept: learns of each plan.
+        frees: whether the update's plan lets each gradient go when it has been used; else all of them go when the update is done.
+    """
+    _fill(state, layout, budgets, policy)
+    peak: Counter[str] = Counter()
+    starts: list[str] = []
+    plans: list[Plan] = []
+    moved: Counter[str] = Counter()
+    for _ in range(_STEPS_TO_SETTLE):
+        plans, moved = [], Counter()
+        for number, trace in enumerate(traces):
+            last = number == len(traces) - 1
+            machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
+            freed = gradients_freed(trace) if frees and last and len(traces) > 1 else ()
+            plan = make_plan(
+                trace,
+                layout=layout,
+                machine=machine,
+                start=state,
+                policy=policy,
+                following=traces[(number + 1) % len(traces)],
+                frees=freed,
+            )
+            simulated = simulate(plan, trace, layout=layout, machine=machine)
+            plans.append(plan)
+            kept.add(simulated, trace, slot_bytes=state.slot_bytes)
+            moved.update(simulated.moved)
+            for tier, nbytes in simulated.peak.items():
+                peak[tier] = max(peak[tier], nbytes)
+            state = Residency.of(plan.end)
+            if last:
+                _let_gradients_go(state)
+        now = str(state.snapshot())
+        if now in starts:
+            break
+        starts.append(now)
+    return dict(peak), dict(moved), tuple(plans)
+
+
+def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> None:
+    """Weights are put into chunks as `manage` does it."""
+    budget_bytes = budgets.machine.budget[state.compute]
+    pilot = Pilot(state, budget_bytes=lambda: budget_bytes, spare_bytes=budgets.spare_bytes, policy=policy)
+    for run in layout.runs:
+        ref = PlaneRef(run.head, WEIGHT)
+        for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
+            residency.apply(state, action)
+        residency.mark_written(state, ref)
+
+
+def _let_gradients_go(state: Residency) -> None:
+    """The step is over: no gradient is wanted any more, and those that take slots give them back."""
+    for ref in sorted(state.home):
+        if ref.plane == GRAD and (ref not in state.free or ref in state.void):
+            for action in residency.release(state, ref):
+                residency.apply(state, action)

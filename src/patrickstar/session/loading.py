@@ -1,0 +1,117 @@
+"""`manage(..., weights=)`: values that come from files, a tensor at a time, in the place of those the model has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from patrickstar.checkpoint.matching import Wanted, match
+from patrickstar.checkpoint.naming import naming_of
+from patrickstar.checkpoint.weight_files import WeightFiles
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import WEIGHT
+from patrickstar.deferred.deferred_init import present_and_absent_bytes
+from patrickstar.errors import some
+from patrickstar.parameters.records import names_by_id
+from patrickstar.plan.residency import Residency
+from patrickstar.session.buffers import persistent_buffers
+from patrickstar.step.budgets import Budgets
+
+__all__ = ["Loading", "tensors_of"]
+
+_log = logging.getLogger("patrickstar")
+_PIECE_NUMEL = 1 << 20
+_SHOWN = 5
+
+
+class Loading:
+    """The weights of a model that files have: a source of values for `take_over`.
+
+    `names`: parameters whose values the files have. `keep`: as `ValueSource` has it.
+    """
+
+    def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], path: Path) -> None:
+        """Opens the files, holds them against the model, and tells what either lacks. Nothing of the model is changed.
+
+        Raises:
+            CheckpointError: they are damaged, or of another model.
+        """
+        tensors = tensors_of(model)
+        parameters = names_by_id(named)
+        self._model = model
+        self._naming = naming_of(model)
+        self._files = WeightFiles(path)
+        wanted = [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors.items()]
+        found = match(self._files, wanted, self._naming)
+        origins = {id(tensor): found.origins[keys[0]] for keys, tensor in tensors.items() if keys[0] in found.origins}
+        self._origins = {parameters[tensor]: origin for tensor, origin in origins.items() if tensor in parameters}
+        self._buffers = {
+            path: origins[id(buffer)] for path, buffer in persistent_buffers(model).items() if id(buffer) in origins
+        }
+        self.names = frozenset(self._origins)
+
+        self.keep = True
+        self._values: dict[str, Tensor] = {}
+        _tell(path, "of the model are not in the files and keep the values they have", found.missing)
+        _tell(path, "in the files are none of the model's and are not used", found.unexpected)
+        _log.info("%s: %d of %d tensors of the model", path, len(found.origins), len(wanted))
+
+    def read(self, name: str) -> Tensor:
+        """A parameter's value, of the type it has in its file."""
+        return self._origins[name].read(self._files, self._naming)
+
+    def prepare(self, named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> None:
+        """What can be done before anything changes.
+
+        Raises:
+            CheckpointError: something cannot be read.
+        """
+        self.keep = _fit_twice(named, state, budgets)
+        if not self.keep:
+            self._rehearse()
+        self._values = {name: origin.read(self._files, self._naming) for name, origin in self._buffers.items()}
+
+    def finish(self) -> None:
+        """Gives the model's buffers their values, in place, and closes the files."""
+        present = persistent_buffers(self._model)
+        for name, value in self._values.items():
+            present[name].detach().copy_(value)
+        self._values.clear()
+        self._files.close()
+
+    def _rehearse(self) -> None:
+        """Reads every byte that will be wanted."""
+        for origin in self._origins.values():
+            for part in origin.parts:
+                for piece in self._files.pieces(part, _PIECE_NUMEL):
+                    del piece
+
+
+def tensors_of(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
+    """Parameters and persistent buffers, each once, by all the keys that it has in the model's state dict."""
+    tensors = {id(tensor): tensor for tensor in persistent_buffers(model).values()}
+    tensors |= {id(tensor): tensor for tensor in model.parameters()}
+    keys: dict[int, tuple[str, ...]] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) in tensors:
+            keys[id(value)] = (*keys.get(id(value), ()), key)
+    for name, parameter in model.named_parameters():  # a hook may have left it out, or put a copy there
+        keys.setdefault(id(parameter), (name,))
+    return {aliases: tensors[tensor] for tensor, aliases in keys.items()}
+
+
+def _fit_twice(named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> bool:
+    """Whether the model can keep its own values until the files' are in their place: chunks rest on the disk, or the budget has room for both."""
+    if all(tier is Tier.DISK for ref, tier in state.home.items() if ref.plane == WEIGHT):
+        return True
+    own, _ = present_and_absent_bytes(named.values())
+    chunks = sum(state.unit_bytes(ref) for ref in state.home if ref.plane == WEIGHT)
+    return own + chunks <= budgets.machine.budget[Tier.HOST]
+
+
+def _tell(path: Path, what: str, names: Sequence[str]) -> None:
+    if names:
+        _log.warning("%s: %d tensors %s: %s", path, len(names), what, some(names, most=_SHOWN))

@@ -1,0 +1,45 @@
+"""What a session is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from patrickstar.core.layout import Layout
+from patrickstar.hooks import Watched
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.whole_calls import WholeCalls
+from patrickstar.step.events import Events
+from patrickstar.step.executor import Executor
+from patrickstar.step.stretches import Stretches
+from patrickstar.step.training import Training
+from patrickstar.step.values import Weights
+
+__all__ = ["Parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a session is made of; `manage` puts it together.
+
+    `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: what they were before. `host_budget_bytes`: what
+    chunks and tensors may take of the host, where the user gave a bound, or None.
+    """
+
+    model: nn.Module
+    named: Mapping[str, nn.Parameter]
+    layout: Layout
+    binding: Binding
+    executor: Executor
+    stretches: Stretches
+    events: Events
+    weights: Weights
+    training: Training | None
+    root: Watched
+    whole_calls: WholeCalls
+    parameter_dtypes: Mapping[str, torch.dtype]
+    buffer_dtypes: Mapping[str, torch.dtype]
+    host_budget_bytes: int | None

@@ -1,0 +1,218 @@
+"""Checkpoints of a session: weights, moments and everything else that stopping and resuming must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.checkpoint import rng
+from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import StepReader
+from patrickstar.checkpoint.storage import write_step
+from patrickstar.checkpoint.tensors import TensorEntry
+from patrickstar.core.layout import Layout
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.errors import CheckpointError
+from patrickstar.optim.state import restore_groups
+from patrickstar.parameters.binding import Binding
+from patrickstar.session.buffers import persistent_buffers
+from patrickstar.step.executor import Executor
+from patrickstar.step.values import Weights
+
+__all__ = ["Saving"]
+
+_EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
+_PLANES = MappingProxyType({"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ})
+
+
+class Saving:
+    """Writes and reads checkpoints, a piece at a time.
+
+    Args:
+        groups: gives the optimizer's live parameter groups, or None. steps: updates so far by parameter, changed in place by a load.
+        forget: called before the first change of a load: gradients and what was under way are over. scaler: gives what scales losses.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        binding: Binding,
+        layout: Layout,
+        executor: Executor,
+        weights: Weights,
+        groups: Callable[[], list[dict[str, Any]] | None],
+        steps: dict[str, int],
+        forget: Callable[[], None],
+        scaler: Callable[[], torch.amp.GradScaler],
+    ) -> None:
+        self._model = model
+        self._binding = binding
+        self._layout = layout
+        self._executor = executor
+        self._weights = weights
+        self._live_groups = groups
+        self._steps = steps
+        self._forget = forget
+        self._scaler = scaler
+
+    def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
+        """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
+        self._executor.settle()
+        buffers = persistent_buffers(self._model)
+        entries = [
+            TensorEntry(f"weight/{b.name}", torch.float32, tuple(b.shape_only.shape), "weights") for b in self._binding
+        ]
+        entries += [TensorEntry(f"buffer/{name}", t.dtype, tuple(t.shape), "buffers") for name, t in buffers.items()]
+        for bound in self._binding:
+            if bound.name in self._steps:
+                shape = tuple(bound.shape_only.shape)
+                entries += [TensorEntry(f"{kind}/{bound.name}", torch.float32, shape, "moments") for kind in _PLANES]
+        groups = self._groups()
+        state: dict[str, Any] = {
+            "steps": dict(self._steps),
+            "rng": rng.capture(),
+            "groups": groups,
+            "group_parameters": self._group_parameters(),
+            "scaler": self._scaler().state_dict(),
+        }
+        with self._executor.lock, self._executor.quiet():
+            return write_step(
+                directory,
+                step,
+                entries=entries,
+                read=lambda name: self._pieces(name, buffers),
+                parameters=self._shapes(),
+                layout={"chunk_numel": self._layout.chunk_numel},
+                state=state,
+                extra=extra,
+                keep=keep,
+            )
+
+    def load(self, path: Path) -> tuple[int, object]:
+        """Takes over a checkpoint: (step, extra). CheckpointError before anything has changed where it is not whole or not of this model."""
+        with open_step(path) as reader:
+            reader.require_model(self._shapes())
+            reader.verify()
+            state, extra = reader.state, reader.extra
+            buffers = persistent_buffers(self._model)
+            steps = self._check(reader, state, buffers)
+            assert isinstance(state, dict)
+            self._forget()
+            with self._executor.lock, self._executor.quiet():
+                for name in reader.entries:
+                    kind, _, owner = name.partition("/")
+                    if kind == "buffer":
+                        buffers[owner].copy_(reader.read(name))
+                    elif kind == "weight":
+                        self._read_weight(reader, name, owner)
+                    else:
+                        self._read_average(reader, name, owner, _PLANES[kind])
+                for name in set(self._steps) - set(steps):
+                    self._weights.clear_averages(name)
+            self._steps.clear()
+            self._steps.update(steps)
+            self._binding.stepped(self._binding.by_name)
+            live = self._live_groups()
+            if live is not None and state["groups"] is not None:
+                restore_groups(live, {"param_groups": state["groups"]})
+            if self._scaler().is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
+                self._scaler().load_state_dict(state["scaler"])
+            rng.restore(state["rng"])
+            return reader.step, extra
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {bound.name: tuple(bound.shape_only.shape) for bound in self._binding}
+
+    def _groups(self) -> list[dict[str, Any]] | None:
+        live = self._live_groups()
+        return (
+            None
+            if live is None
+            else [{key: value for key, value in group.items() if key != "params"} for group in live]
+        )
+
+    def _group_parameters(self) -> list[list[str]]:
+        names = self._binding.names
+        return [[names[id(parameter)] for parameter in group["params"]] for group in self._live_groups() or ()]
+
+    def _check(self, reader: StepReader, state: object, buffers: Mapping[str, Tensor]) -> dict[str, int]:
+        where = reader.path
+        if (
+            not isinstance(state, dict)
+            or {"steps", "rng", "groups", "group_parameters"} - set(state)
+            or not isinstance(state["steps"], dict)
+        ):
+            raise CheckpointError(f"{where}: its state is not that of a session")
+        steps = state["steps"]
+        if not all(name in self._binding.by_name and isinstance(count, int) for name, count in steps.items()):
+            raise CheckpointError(f"{where}: its counts of updates are not of this model's parameters")
+        wanted = {f"weight/{bound.name}": tuple(bound.shape_only.shape) for bound in self._binding}
+        wanted |= {f"{kind}/{name}": wanted[f"weight/{name}"] for name in steps for kind in _PLANES}
+        wanted |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
+        found = {name: entry.shape for name, entry in reader.entries.items()}
+        if wanted != found:
+            odd = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+            raise CheckpointError(f"{where}: a checkpoint of another model or precision: {', '.join(odd[:4])} differ")
+        for name, entry in reader.entries.items():
+            kind, _, owner = name.partition("/")
+            expected = buffers[owner].dtype if kind == "buffer" else torch.float32
+            if entry.dtype is not expected and not (expected is torch.float32 and entry.dtype in _EXACT_IN_FP32):
+                raise CheckpointError(
+                    f"{where}: {name} is {entry.dtype}, expected {expected}: a checkpoint of another precision"
+                )
+        self._check_groups(where, state["groups"], state["group_parameters"])
+        return steps
+
+    def _check_groups(self, where: Path, groups: list[object] | None, parameters: list[list[str]]) -> None:
+        live = self._live_groups()
+        if live is None or groups is None:
+            return
+        if len(groups) != len(live):
+            raise CheckpointError(
+                f"{where}: saved with {len(groups)} parameter groups, the optimizer has {len(live)}: "
+                "build the groups as they were when it was saved"
+            )
+        for number, (saved, present) in enumerate(zip(parameters, self._group_parameters(), strict=True)):
+            if saved != present:
+                odd = sorted(set(saved) ^ set(present)) or present
+                raise CheckpointError(
+                    f"{where}: parameter group {number} had other parameters when it was saved ({', '.join(odd[:4])}): "
+                    "build the groups as they were then"
+                )
+
+    def _pieces(self, name: str, buffers: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        kind, _, owner = name.partition("/")
+        if kind == "buffer":
+            yield buffers[owner].detach().contiguous().reshape(-1)
+            return
+        bound = self._binding.by_name[owner]
+        if not bound.shape_only.is_contiguous():
+            whole = self._weights.read(owner) if kind == "weight" else self._weights.read_average(owner, _PLANES[kind])
+            yield whole.contiguous().reshape(-1)
+        elif kind == "weight":
+            yield from self._weights.master_pieces(owner)
+        else:
+            yield from self._weights.average_pieces(owner, _PLANES[kind])
+
+    def _read_weight(self, reader: StepReader, name: str, owner: str) -> None:
+        bound = self._binding.by_name[owner]
+        if not bound.shape_only.is_contiguous():
+            self._weights.fill(bound, reader.read(name))
+            return
+        for part in self._layout.parts(owner):
+            self._weights.read_into(owner, part, lambda master, at: reader.read_into(name, master, start=at))
+
+    def _read_average(self, reader: StepReader, name: str, owner: str, plane: str) -> None:
+        if not self._binding.by_name[owner].shape_only.is_contiguous():
+            self._weights.write_average(owner, plane, reader.read(name))
+            return
+        at = 0
+        for target in self._weights.average_pieces(owner, plane, writes=True):
+            reader.read_into(name, target, start=at)
+            at += target.numel()

@@ -1,0 +1,366 @@
+"""A session: a model and an optimizer under management, from `manage` to `close`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
+from patrickstar.core.machine import Tier
+from patrickstar.core.trace import Trace
+from patrickstar.errors import ConfigError, StateError
+from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.plan.plan import Plan
+from patrickstar.session.close import Closing
+from patrickstar.session.exporting import export_model
+from patrickstar.session.optimizer_state import OptimizerState
+from patrickstar.session.parts import Parts
+from patrickstar.session.saving import Saving
+from patrickstar.session.state_mapping import StateMapping
+from patrickstar.session.stats import Stats, gather_stats
+from patrickstar.step.training import Training
+from patrickstar.units import parse_size
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Made by `patrickstar.manage`. Use as a context manager, or call `close()`.
+
+    `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.layout = parts.layout
+        self.optimizer: ManagedOptimizer | None = None
+        """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
+
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler("cpu", enabled=False)
+        """Scales losses, with the interface of `torch.amp.GradScaler`: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`,
+        `scaler.update()`. Disabled unless the precision is fp16: then these do no more than the plain calls."""
+
+        self._closed = False
+        self._closing: Closing | None = None
+        self._state: StateMapping | None = None
+        self.unclosed: weakref.finalize[Any, Any] | None = None
+        """Warns of a session that nobody closes; `manage` sets it."""
+
+        self._steps_before = 0
+        self._saving = Saving(
+            model=parts.model,
+            binding=parts.binding,
+            layout=parts.layout,
+            executor=parts.executor,
+            weights=parts.weights,
+            groups=self._groups,
+            steps=parts.training.steps if parts.training is not None else {},
+            forget=self._forget,
+            scaler=lambda: self.scaler,
+        )
+
+    def __repr__(self) -> str:
+        model = type(self._parts.model).__name__
+        return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._closed else ''}>"
+
+    def attach(self, optimizer: ManagedOptimizer) -> None:
+        """The optimizer that asks this session to step; `manage` calls this once."""
+        self.optimizer = optimizer
+
+    def _groups(self) -> list[dict[str, Any]] | None:
+        return None if self.optimizer is None else self.optimizer.param_groups
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last training step's forward and backward; None before the first, and where there was none."""
+        stretch = self._parts.stretches.training
+        return None if stretch is None else stretch.plan
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that plan was made from."""
+        stretch = self._parts.stretches.training
+        return None if stretch is None else stretch.trace
+
+    # numbers
+
+    def stats(self) -> Stats:
+        """What has happened so far."""
+        self._expect_open()
+        parts = self._parts
+        parts.executor.settle()
+        step_seconds = parts.training.step_seconds if parts.training is not None else 0.0
+        return gather_stats(
+            parts.executor.mover,
+            parts.stretches,
+            seconds={**parts.events.seconds, "step": step_seconds},
+            numel=parts.layout.model_numel,
+            gradient_bytes=parts.binding.gradients.own_bytes(),
+        )
+
+    # gradients
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the global norm of all gradients: returns the norm before (0-dim, fp32), as `torch.nn.utils.clip_grad_norm_` does."""
+        return self._training().clip(max_norm)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of every parameter that has one, one at a time."""
+        return self._training().gradients()
+
+    # state
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Sets a parameter's value."""
+        self._begin_access()
+        self._parts.weights.write(name, tensor)
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The keys of `model.state_dict()`, parameters in fp32; each tensor is read when it is asked for."""
+        self._expect_open()
+        parts = self._parts
+        entries = parts.model.state_dict(keep_vars=True)
+        names = parts.binding.names
+
+        def read(key: str) -> Tensor:
+            self._begin_access()
+            value = entries[key]
+            name = names.get(id(value))
+            if name is not None:
+                return parts.weights.read(name)
+            return value.detach() if isinstance(value, Tensor) else value
+
+        return LazyStateDict(entries, read)
+
+    def load_state_dict(self, mapping: Mapping[str, Tensor]) -> None:
+        """Takes over weights and persistent buffers. All keys of `model.state_dict()`, no others.
+
+        Raises:
+            ConfigError: missing or unexpected keys, or other shapes. Nothing has changed then.
+        """
+        self._begin_access()
+        parts = self._parts
+        entries = parts.model.state_dict(keep_vars=True)
+        missing, unexpected = (
+            [key for key in entries if key not in mapping],
+            [key for key in mapping if key not in entries],
+        )
+        if missing or unexpected:
+            raise ConfigError(
+                f"load_state_dict: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}; nothing was loaded"
+            )
+        names = parts.binding.names
+        tensors = {key: entry for key, entry in entries.items() if isinstance(entry, Tensor)}
+        for key, entry in tensors.items():
+            value = mapping[key]
+            if value.shape != entry.shape:
+                raise ConfigError(
+                    f"load_state_dict: {key} has shape {tuple(value.shape)}, the model's {tuple(entry.shape)}; nothing was loaded"
+                )
+        for key, entry in tensors.items():
+            name = names.get(id(entry))
+            if name is not None:
+                parts.weights.write(name, mapping[key])
+            else:
+                with torch.no_grad():
+                    entry.copy_(mapping[key])
+
+    def save_checkpoint(
+        self,
+        dir: str | Path,  # noqa: A002 - the name users type
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        *,
+        keep: int | None = None,
+    ) -> Path:
+        """Writes `dir/step-00000012/` and moves `dir/latest`; returns the first.
+
+        Args:
+            extra: JSON values, tensors, and objects with `state_dict`, such as a scheduler or a data loader.
+            wait: only True until checkpoints can be written in the background.
+            keep: how many of the newest stay; None: all.
+        Raises:
+            DeviceError: it cannot be written; what was written before is intact.
+        """
+        self._begin_access()
+        if wait is not True:
+            raise ConfigError("wait=False: checkpoints are written in the background in a later version; leave it out")
+        if self._parts.training is not None:
+            self._parts.training.expect_whole()
+        self._parts.events.expect_own_parameters()
+        return self._saving.save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
+
+    def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
+        """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
+
+        Raises:
+            CheckpointError: it is damaged or of another model. Nothing has changed then.
+        """
+        self._begin_access()
+        step, extra = self._saving.load(Path(dir))
+        stretches = self._parts.stretches
+        self._steps_before = step - stretches.planned_steps - stretches.reactive_steps
+        return extra
+
+    def export(self, dir: str | Path, *, max_shard_size: int | str = "5GB") -> None:  # noqa: A002 - the name users type
+        """Writes the weights to `dir` as the model's own library reads them: safetensors with index and configuration.
+
+        Parameters are in fp32, tied ones stand there once. Written aside first; other files in `dir` stay. A model of no library has its
+        tensors written and no configuration.
+
+        Args:
+            max_shard_size: of one file, unless a tensor is larger.
+        Raises:
+            DeviceError: it cannot be written; a model that was there is as before, unless renaming fails half way. ConfigError: no such size.
+        """
+        self._begin_access()
+        shard_bytes = parse_size(max_shard_size, name="max_shard_size")
+        parts = self._parts
+        if parts.training is not None:
+            parts.training.expect_whole()
+        parts.events.expect_own_parameters()
+        export_model(
+            parts.model,
+            Path(dir),
+            binding=parts.binding,
+            executor=parts.executor,
+            weights=parts.weights,
+            shard_bytes=shard_bytes,
+        )
+
+    def _steps(self) -> int:
+        stretches = self._parts.stretches
+        self._parts.executor.settle()
+        return self._steps_before + stretches.planned_steps + stretches.reactive_steps
+
+    def _forget(self) -> None:
+        parts = self._parts
+        parts.executor.settle()
+        parts.stretches.end()
+        if parts.training is not None:
+            parts.training.zero_grad(set_to_none=True)
+            parts.training.forget_unfinished()
+
+    # what the optimizer asks for (optim.managed.StepTarget)
+
+    def step_groups(self) -> None:
+        """The optimizer's step."""
+        events = self._parts.events
+        events.forget_abandoned_backward()
+        events.check_watch()
+        self._training().step()
+        if events.watches:  # what is written to that memory from now on comes after this update
+            self._parts.executor.settle()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """The optimizer's `zero_grad`."""
+        self._parts.events.forget_abandoned_backward()
+        names = set(self.optimizer.hypers()) if self.optimizer is not None else None
+        self._training().zero_grad(set_to_none=set_to_none, names=names)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state in torch's format, whole. BudgetError where it does not fit at once."""
+        self._begin_access()
+        return self._optimizer_state().whole(room_bytes=self._room_bytes())
+
+    def optimizer_state(self) -> StateMapping:
+        """The optimizer's state by parameter, bound by use; one and the same mapping."""
+        if self._state is None:
+            parts = self._parts
+            self._state = StateMapping(
+                parts.binding,
+                parts.weights,
+                steps=self._training().steps,
+                parameters=lambda: [parameter for group in self._groups() or () for parameter in group["params"]],
+                expect_open=self._expect_open,
+                begin_access=self._begin_access,
+            )
+        return self._state
+
+    def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over a state in torch's format."""
+        self._begin_access()
+        self._optimizer_state().load(state_dict)
+
+    def _optimizer_state(self) -> OptimizerState:
+        groups = self._groups()
+        assert groups is not None
+        parts = self._parts
+        return OptimizerState(
+            parts.named,
+            parts.weights,
+            self._training(),
+            parts.executor.pilot,
+            groups,
+            assembled=parts.binding.assembled,
+        )
+
+    def _training(self) -> Training:
+        self._expect_open()
+        if self._parts.training is None:
+            raise StateError("this session manages weights only: pass an optimizer to manage()")
+        return self._parts.training
+
+    # the end
+
+    def close(self, *, keep_weights: bool = True) -> None:
+        """Gives the model ordinary parameters with the current weights, in the types they had before. A second call does nothing.
+
+        Args:
+            keep_weights: False: the weights are not wanted; parameters become meta tensors, at once and without a warning.
+        Raises:
+            DeviceError: the disk does not give weights back. What was read stays; another call tries the rest.
+        """
+        if self._closed:
+            return
+        self._parts.events.check_watch()
+        if self._closing is None:
+            self._closing = Closing(
+                self._parts,
+                optimizer=self.optimizer,
+                optimizer_state=self._optimizer_state,
+                keep_weights=keep_weights,
+            )
+        self._closing.run()
+        self._closed = True
+        if self.unclosed is not None:
+            self.unclosed.detach()
+
+    def _room_bytes(self) -> int | None:
+        """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""
+        budget, state = self._parts.host_budget_bytes, self._parts.executor.mover.state
+        if budget is None:
+            return None
+        if state.compute is Tier.DEVICE:
+            resting = [ref for ref, tier in state.home.items() if tier is Tier.HOST]
+        else:
+            resting = [ref for ref, tier in state.home.items() if tier is state.compute]
+        at_rest = sum(state.unit_bytes(ref) for ref in resting)
+        return budget - at_rest - 2 * max(state.unit_bytes(ref) for ref in state.home)
+
+    def __enter__(self) -> Session:
+        self._expect_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise StateError(f"{self!r} is closed: the model has ordinary parameters; manage it again")
+
+    def _begin_access(self) -> None:
+        """State is about to be read or written: what is pending is done, and a stretch that is complete is over."""
+        self._expect_open()
+        self._parts.events.forget_abandoned_backward()
+        self._parts.executor.settle()
+        self._parts.events.check_watch()
+        self._parts.stretches.pause()

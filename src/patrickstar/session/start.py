@@ -1,0 +1,121 @@
+"""Where everything lies and rests before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.formats import Formats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.spec import TensorSpec
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan.minimum import expect_room, worst_moment
+from patrickstar.plan.placement import place, place_gradients
+from patrickstar.plan.refusal import name_gradients
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import step_trace
+from patrickstar.session.tiling import find_tables, find_tiles
+from patrickstar.step.budgets import Budgets
+from patrickstar.step.precision import Precision, lies_in
+
+__all__ = ["add_gradients", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
+
+
+_GRAIN_16_BITS = 2048
+
+
+def layout_of(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    memory: MemoryOptions,
+    precision: Precision,
+    *,
+    trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
+) -> Layout:
+    """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
+    tiles = find_tiles(model, named, memory.options.tile_rows)
+    tables = find_tables(model, named) if memory.options.embedding_rows else frozenset()
+    specs = [
+        TensorSpec(
+            name,
+            tuple(parameter.shape),
+            trained(parameter),
+            lies_in(name, precision.whole),
+            None if name in tables else tiles.get(name),
+            table=name in tables,
+        )
+        for name, parameter in named.items()
+    ]
+    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs)
+    if precision.mixed:  # slots are whole pages in 16 bits too
+        chunk_numel = -(-chunk_numel // _GRAIN_16_BITS) * _GRAIN_16_BITS
+    return build_layout([_in_tiles(spec, chunk_numel) for spec in specs], chunk_numel=chunk_numel)
+
+
+def _in_tiles(spec: TensorSpec, chunk_numel: int) -> TensorSpec:
+    """A table in as many rows at a time as a chunk holds; what fits a chunk is an ordinary parameter."""
+    if not spec.table or spec.numel <= chunk_numel:
+        return replace(spec, table=False)
+    row = spec.numel // spec.shape[0]
+    return replace(spec, tile_numel=max(1, chunk_numel // row) * row)
+
+
+def gathers_rows(machine: Machine) -> bool:
+    """Whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host."""
+    return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget
+
+
+def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
+    """Where gradients go: with nothing to move them out of the way for, they stay where PyTorch puts them."""
+    if memory.step == "in_backward":
+        return GradientUse.UPDATE
+    # 16-bit gradients of several backwards add up in fp32, which autograd does not do; and those of tiles have no parameter of the user's.
+    in_chunks = budgets.bind or precision.mixed or memory.options.tile_rows is not None or memory.options.embedding_rows
+    return GradientUse.CHUNK if in_chunks else GradientUse.TENSOR
+
+
+def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:
+    """Every unit at its home, without contents yet. Gradients that are used as they arrive have none: see Note [Homes of gradients].
+
+    Raises:
+        BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
+    """
+    machine = budgets.machine
+    home = _homes(layout, machine, gradients.planes, formats=formats)
+    state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
+    uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
+    traces = [Trace(uses)]
+    if gradients is not GradientUse.NONE:
+        in_chunks = gradients is GradientUse.CHUNK
+        traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, writes_gradients=True))
+    expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
+    return state
+
+
+def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Machine, formats: Formats) -> None:
+    """Gives homes to the gradients that a forward with this trace keeps. BudgetError: they do not fit."""
+    kept, why = trace.touched(GRAD), name_gradients(trace)
+    state.grow(*place_gradients(machine, kept, state=state, layout=layout, formats=formats, why=why))
+
+
+def _homes(layout: Layout, machine: Machine, planes: tuple[str, ...], *, formats: Formats) -> dict[PlaneRef, Tier]:
+    """Where each unit rests: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
+
+    What fits stays on the compute tier all the same, as cached copies that never have to move.
+    """
+    if machine.compute is Tier.DEVICE or Tier.DISK in machine.budget:
+        try:
+            whole = machine.budget[machine.compute]
+            return place(layout, machine, planes=planes, nonmodel_bytes=whole, formats=formats)
+        except BudgetError:
+            if machine.compute is Tier.HOST:
+                raise
+    return place(layout, machine, planes=planes, formats=formats)

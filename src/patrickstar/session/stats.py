@@ -1,0 +1,69 @@
+"""What a session has done so far, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from patrickstar.core.machine import LINKS, Tier
+from patrickstar.core.plane import GRAD
+from patrickstar.memory.mover import Mover
+from patrickstar.step.stretches import Stretches
+
+__all__ = ["Stats", "gather_stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Numbers of a session. Tiers are "device", "host" and "disk"; links "H>D", "D>H", "H>K" and "K>H" (K: disk)."""
+
+    peak: Mapping[str, int]
+    """The most bytes each tier has held, model data and activations together; 0 where a tier is not used."""
+
+    moved: Mapping[str, int]
+    """Bytes that have crossed each link."""
+
+    model_data: Mapping[str, int]
+    """Bytes of model data by plane, wherever they are, each counted once."""
+
+    steps: int
+    """Optimizer steps."""
+
+    planned_steps: int
+    """Those that went as their plan said."""
+
+    reactive_steps: int
+    """Those that did not, in part at least."""
+
+    reason: str
+    """Why the last of these did not."""
+
+    seconds: Mapping[str, float]
+    """Of the last step, by phase: forward, backward, step."""
+
+    bytes_per_parameter: float
+    """Bytes of model data by parameter."""
+
+
+def gather_stats(
+    mover: Mover, stretches: Stretches, *, seconds: Mapping[str, float], numel: int, gradient_bytes: int
+) -> Stats:
+    """The numbers as they are now. `numel`: elements of all parameters. `gradient_bytes`: of gradients in no chunk."""
+    state, ledger = mover.state, mover.ledger
+    model_data: dict[str, int] = {}
+    for ref in state.home:
+        if ref not in state.free:
+            model_data[ref.plane] = model_data.get(ref.plane, 0) + state.unit_bytes(ref)
+    if gradient_bytes:
+        model_data[GRAD] = model_data.get(GRAD, 0) + gradient_bytes
+    return Stats(
+        peak={tier.label: ledger.peak(tier) for tier in Tier},
+        moved={link: ledger.moved(link) for link in LINKS},
+        model_data=model_data,
+        steps=stretches.planned_steps + stretches.reactive_steps,
+        planned_steps=stretches.planned_steps,
+        reactive_steps=stretches.reactive_steps,
+        reason=stretches.reason,
+        seconds=seconds,
+        bytes_per_parameter=sum(model_data.values()) / max(1, numel),
+    )

@@ -1,0 +1,134 @@
+"""Gradients and the optimizer's state, put together for a use and written back. See Note [Assembled tensors] in `parameters/assembled.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import BudgetError, StateError
+from patrickstar.memory.leases import AssembledKey
+from patrickstar.parameters.assembled import STEP, title
+from patrickstar.parameters.binding import Binding
+from patrickstar.step.executor import Executor
+from patrickstar.step.gradients import Gradients
+from patrickstar.step.values import Weights
+from patrickstar.units import format_bytes
+
+__all__ = ["Assembling", "count_of"]
+
+
+class Assembling:
+    """Reads whole tensors out of chunks, and writes them back.
+
+    Args:
+        steps: updates so far, by parameter name.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        layout: Layout,
+        executor: Executor,
+        *,
+        gradients: Gradients,
+        weights: Weights,
+        steps: dict[str, int],
+    ) -> None:
+        self._binding = binding
+        self._layout = layout
+        self._executor = executor
+        self._gradients = gradients
+        self._weights = weights
+        self._steps = steps
+
+    def make(self, key: AssembledKey) -> Tensor:
+        """A tensor put together: 1-D, in slot order.
+
+        Raises:
+            BudgetError: it does not fit.
+        """
+        bound = self._binding.by_name[key.name]
+        dtype = bound.shape_only.dtype if key.plane == GRAD else torch.float32
+        numel = 1 if key.plane == STEP else bound.shape_only.numel()
+        with self._executor.lock, self._executor.apart(), self._taking(key, numel * dtype.itemsize):
+            flat = torch.empty(numel, dtype=dtype)
+            self.renew(key, flat)
+            return flat
+
+    def renew(self, key: AssembledKey, copy: Tensor) -> None:
+        """Writes what is in chunks into a tensor that was put together."""
+        with self._executor.lock, self._executor.apart():
+            if key.plane == STEP:
+                copy.fill_(float(self._steps[key.name]))
+            elif key.plane == GRAD:
+                self._gradients.copy_into(key.name, copy)
+            else:
+                self._weights.copy_average_into(key.name, key.plane, copy)
+
+    def changed(self, key: AssembledKey, *, wholly: bool) -> None:
+        """What was put together has been written in place: so are the chunks.
+
+        `wholly`: every element of it, also those that are shown rounded and have the same bits as before.
+        """
+        copy = self._binding.leases.take(key)
+        with self._executor.lock, self._executor.apart():
+            if key.plane == STEP:
+                self._steps[key.name] = count_of(key, copy)
+            elif key.plane == GRAD:
+                self._gradients.write(self._binding.by_name[key.name], copy, wholly=wholly)
+            else:
+                self._weights.write_average_from(key.name, key.plane, copy)
+
+    def expect_room(self, key: AssembledKey) -> None:
+        """BudgetError where there is no room to put this one together."""
+        if key.plane == STEP or key in self._binding.leases.living():
+            return
+        bound, held = self._binding.by_name[key.name], self._binding.leases.held()
+        itemsize = bound.shape_only.element_size() if key.plane == GRAD else torch.float32.itemsize
+        with self._executor.lock, self._taking(key, bound.shape_only.numel() * itemsize):
+            for part in self._layout.parts(key.name):
+                self._executor.pilot.decided(Phase.STEP, key.name, (Touch(PlaneRef(part.chunk, key.plane)),), held)
+
+    @contextmanager
+    def _taking(self, key: AssembledKey, nbytes: int) -> Iterator[None]:
+        """So much less is left to chunks meanwhile."""
+        held = self._binding.leases.assembled_bytes()
+        self._binding.assembled.making_bytes += nbytes
+        try:
+            with self._executor.rising(nbytes):
+                yield
+        except BudgetError as refusal:
+            taken = held + nbytes
+            slots = refusal.needed_bytes - refusal.fixed_bytes
+            fixed_bytes = self._conductor.pilot.costs.beside(slots + taken)
+            needed, budget = slots + taken + fixed_bytes, refusal.available_bytes + taken
+            fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
+            raise BudgetError(
+                f"{title(key)} does not fit as a whole tensor\n"
+                f"  needed {format_bytes(needed)} = the tensor {format_bytes(nbytes)} + others in use or held by views of them {format_bytes(held)} "
+                f"+ chunk slots in use at once {format_bytes(slots)}{fixed};  budget {format_bytes(budget)}\n"
+                "  to clip, session.clip_grad_norm_(max_norm) needs one chunk at a time; else use one tensor at a time, let go of what is held, "
+                f"or give {refusal.tier}_memory >= {format_bytes(needed)}",
+                tier=refusal.tier,
+                moment=refusal.moment,
+                needed_bytes=needed,
+                available_bytes=budget,
+                smallest_bytes=needed,
+                fixed_bytes=fixed_bytes,
+            ) from refusal
+        finally:
+            self._binding.assembled.making_bytes -= nbytes
+
+
+def count_of(key: AssembledKey, value: Tensor) -> int:
+    """A count of updates that was written. StateError where it is none."""
+    count = float(value)
+    if not (count >= 0 and count == int(count)):
+        raise StateError(f"{title(key)} was set to {count:g}: it is a count of updates, a whole number from 0 on")
+    return int(count)

@@ -1,0 +1,102 @@
+"""Copies of weights in the type that computes, where that is not the one they are kept in. See Note [Copies] in `memory/leases.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Part
+from patrickstar.core.plane import REST, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import Error
+from patrickstar.optim.split import split
+from patrickstar.optim.widen import BLOCK_NUMEL, blocks
+from patrickstar.parameters.binding import Binding
+from patrickstar.plan.touches import Touches
+from patrickstar.step.executor import Executor
+from patrickstar.step.precision import Precision
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """Makes copies, and carries what is changed in them back."""
+
+    def __init__(self, binding: Binding, executor: Executor, precision: Precision, touches: Touches) -> None:
+        self._binding = binding
+        self._layout = touches.layout
+        self._executor = executor
+        self._touches = touches
+        # Scratch for a value that has 16 bits and computes in fp32.
+        rounding = precision.rounding
+        self._rounded = None if rounding is None else torch.empty(BLOCK_NUMEL, dtype=rounding, device="cpu")
+
+    def make(self, name: str) -> Tensor:
+        """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
+        bound = self._binding.records[name]
+        with self._executor.lock, self._executor.quiet():
+            copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
+            for part in self._layout.parts(name):
+                self._convert(self._kept(part), copy[_span(part)])
+            return copy
+
+    def renew(self, name: str, copy: Tensor) -> None:
+        """Writes a parameter's value into a copy of it."""
+        state = self._executor.mover.state
+        with self._executor.lock, self._executor.apart():
+            for part in self._layout.parts(name):
+                ref, _ = self._layout.weight_place(part)
+                if ref not in state.resident:
+                    self._executor.moment(Phase.STEP, name, (Touch(ref),))
+                self._convert(self._kept(part), copy[_span(part)])
+
+    def changed(self, name: str) -> None:
+        """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
+        copy = self._binding.leases.take(name)
+        with self._executor.lock, self._executor.apart():
+            for part, touches in self._touches.master(name):
+                try:
+                    self._executor.moment(self._executor.change_phase(), name, touches)
+                except Error:
+                    self._binding.leases.forget(name)  # the next use is given a copy of what is kept
+                    raise
+                kept, rest = self._kept(part), PlaneRef(part.chunk, REST)
+                is_split = any(touch.ref == rest for touch in touches)
+                left = self._executor.tensor(rest)[part.start : part.stop] if is_split else None
+                self._take_changes(copy[_span(part)], kept, left)
+                self._convert(kept, copy[_span(part)])
+
+    def _take_changes(self, copy: Tensor, kept: Tensor, rest: Tensor | None) -> None:
+        bits = torch.int16 if copy.dtype.itemsize == 2 else torch.int32
+        for block in blocks(copy.numel()):
+            before = torch.empty_like(copy[block])
+            self._convert(kept[block], before)
+            changed = before.view(bits) != copy[block].view(bits)
+            if not bool(changed.any()):
+                continue
+            value = copy[block].to(torch.float32)
+            if kept.dtype is not torch.bfloat16:
+                kept[block].copy_(torch.where(changed, value, kept[block]))
+                continue
+            weight, left = torch.empty_like(kept[block]), torch.empty(value.shape, dtype=torch.int16)
+            split(value, weight, left)
+            kept[block].copy_(torch.where(changed, weight, kept[block]))
+            if rest is not None:
+                rest[block].copy_(torch.where(changed, left, rest[block]))
+
+    def _kept(self, part: Part) -> Tensor:
+        ref, start = self._layout.weight_place(part)
+        return self._executor.tensor(ref)[start : start + part.stop - part.start]
+
+    def _convert(self, kept: Tensor, copy: Tensor) -> None:
+        if self._rounded is None or copy.dtype is self._rounded.dtype:
+            copy.copy_(kept)
+            return
+        for block in blocks(copy.numel()):
+            rounded = self._rounded[: block.stop - block.start].copy_(kept[block])
+            copy[block].copy_(rounded)
+
+
+def _span(part: Part) -> slice:
+    """The part's elements of its parameter or tile."""
+    return slice(part.tensor_start, part.tensor_start + part.stop - part.start)

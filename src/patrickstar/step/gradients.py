@@ -1,0 +1,272 @@
+"""Gradients in the `grad` plane: how they arrive, add up, are read, written and let go.
+
+Within one backward call autograd adds in the parameter's type; over several calls they add up here, in fp32, as `.grad` does. The first one is
+copied, not added to zeros: -0.0 stays -0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.trace import Phase, Rows, Touch
+from patrickstar.memory.leases import AssembledKey
+from patrickstar.optim.widen import BLOCK_NUMEL, scaled_blocks
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.lookups import RowGradients
+from patrickstar.plan.touches import gradient_parts
+from patrickstar.step.executor import Executor
+from patrickstar.step.late_planes import LatePlanes
+
+__all__ = ["Gradients"]
+
+
+class GradientViews(Protocol):
+    """Who has given gradients in the plane to somebody (`parameters/assembled.py`)."""
+
+    def changed(self, key: AssembledKey) -> None:
+        """The gradient has other values now."""
+
+    def dropped(self, key: AssembledKey, why: str) -> None:
+        """It is kept no longer."""
+
+
+class Gradients:
+    """Which parameters have a gradient, and the bytes of each.
+
+    Args:
+        views: is told of gradients that change or are let go.
+
+    Attributes:
+        names: the parameters with a gradient in the plane, by name. incomplete: those of whose tiles only some have one so far, with these tiles.
+        whole: those whose gradient is of a backward that has ended.
+        factors: what a gradient in the plane is still to be multiplied with, oldest first (0-dim fp32), by name: done when it is next used, in
+            fp32 whatever the plane is of.
+        overflowed: the parameters whose gradients have arrived with an Inf or NaN, first come first, where `finds_overflow`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        executor: Executor,
+        dtype_of: Callable[[PlaneRef], torch.dtype],
+        late_planes: LatePlanes,
+        *,
+        views: GradientViews,
+        finds_overflow: bool = False,
+    ) -> None:
+        self._layout = layout
+        self._executor = executor
+        self._dtype_of = dtype_of
+        self._late_planes = late_planes
+        self._views = views
+        self._finds_overflow = finds_overflow
+
+        self.names: set[str] = set()
+        self.incomplete: dict[str, set[str]] = {}
+        self.whole: set[str] = set()
+        self.factors: dict[str, tuple[Tensor, ...]] = {}
+        self.overflowed: dict[str, None] = {}
+
+    def add(self, bound: BoundParameter, gradient: Tensor) -> None:
+        """Takes a gradient that has arrived, of a parameter or of a tile, chunk by chunk."""
+        if bound.tiles:
+            for tile in bound.tiles:
+                self.add(tile, tile.of(gradient))
+            return
+        name = bound.owner
+        self._make_ready(name, bound)
+        is_there = name in self.names or bound.name in self.incomplete.get(name, ())
+        with self._executor.quiet():
+            flat = bound.flat(gradient)
+            for part, touches in gradient_parts(self._layout, bound.name, writes=True):
+                self._executor.moment(Phase.BACKWARD, bound.name, touches)
+                target = self._executor.tensor(touches[0].ref)[part.start : part.stop]
+                self._put(name, target, flat[part.tensor_start : part.tensor_start + target.numel()], is_there=is_there)
+        if name not in self.names:
+            self.incomplete.setdefault(name, set()).add(bound.name)
+            if self.incomplete[name].issuperset(self._layout.leaves(name)):
+                self.names.add(name)
+                del self.incomplete[name]
+        self._views.changed(AssembledKey(name, GRAD))
+
+    def add_rows(self, bound: BoundParameter, rows: Rows, gradients: RowGradients) -> None:
+        """Takes the gradients of rows of a table, where the table rests."""
+        name = bound.name
+        self._make_ready(name, bound)
+        before = self.incomplete.pop(name, set())
+        self._executor.moment(Phase.BACKWARD, name, (), rows)
+        with self._executor.lock, self._executor.apart():
+            for tile in bound.tiles:
+                is_there = name in self.names or tile.name in before
+                flat = gradients.sums(tile.first_row, tile.rows).view(-1)
+                for part in self._layout.parts(tile.name):
+                    target = self._executor.tensor_at_home(PlaneRef(part.chunk, GRAD))[part.start : part.stop]
+                    piece = flat[part.tensor_start : part.tensor_start + target.numel()]
+                    self._put(name, target, piece, is_there=is_there)
+        self.names.add(name)
+        self._views.changed(AssembledKey(name, GRAD))
+
+    def _put(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
+        if is_there:
+            target.add_(piece)
+        else:
+            target.copy_(piece)
+        self._look_for_overflow(name, target)
+
+    def _look_for_overflow(self, name: str, target: Tensor) -> None:
+        if self._finds_overflow:  # here, where it is in the caches
+            with self._executor.apart():
+                is_finite = _is_finite(target)
+            if not is_finite:
+                self.overflowed.setdefault(name)
+
+    def _make_ready(self, name: str, bound: BoundParameter) -> None:
+        """There is room for a gradient of this parameter, and what is there already can be added to."""
+        self._late_planes.thaw(name)
+        if name in self.whole and self.dtype(bound) is not torch.float32:
+            self._late_planes.widen_gradients()
+        self._late_planes.reserve_for(name)
+        self._apply_factors(name)
+
+    def drop_incomplete(self) -> None:
+        """What a backward that failed has left of gradients in tiles is not wanted: without tiles there would be none."""
+        for name in list(self.incomplete):
+            self.drop(name)
+
+    def multiply(self, factor: Tensor) -> None:
+        """Every gradient counts as multiplied with this from now on (0-dim fp32)."""
+        for name in self.names:
+            self.factors[name] = (*self.factors.get(name, ()), factor)
+            self._views.changed(AssembledKey(name, GRAD))
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
+        for part, touches in gradient_parts(self._layout, name, writes=False):
+            self._executor.moment(Phase.STEP, name, touches)
+            yield self._executor.tensor(touches[0].ref)[part.start : part.stop]
+
+    def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A copy of the gradient, of the parameter's shape and strides."""
+        with self._executor.quiet():
+            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype)
+            with self._executor.making(whole.nbytes):
+                self.copy_into(bound.name, whole.as_strided((whole.numel(),), (1,)))
+            return whole
+
+    def copy_into(self, name: str, flat: Tensor) -> None:
+        """Writes the gradient, rounded to its type, into a 1-D tensor in slot order."""
+        at = 0
+        for piece in self.pieces(name):
+            for block in scaled_blocks(piece, self.factors.get(name, ())):
+                flat[at : at + block.numel()].copy_(block)
+                at += block.numel()
+
+    def write(self, bound: BoundParameter, flat: Tensor, *, wholly: bool) -> None:
+        """Takes a gradient that was read (`copy_into`) and has been changed.
+
+        An element that reads as before keeps what it was rounded from, unless all are written (`wholly`). A plane that cannot hold what was
+        written becomes fp32: one of 16 bits under a parameter that computes in fp32, or whose gradient is still to be multiplied.
+
+        Raises:
+            BudgetError: there is no room for that. The gradient is as it was.
+        """
+        name = bound.name
+        if self.dtype(bound) is not torch.float32 and (self.dtype(bound) != flat.dtype or name in self.factors):
+            self._late_planes.widen_gradients()
+        self._apply_factors(name)
+        self.overflowed.pop(name, None)
+        with self._executor.quiet():
+            for part, touches in gradient_parts(self._layout, name, writes=True):
+                self._executor.moment(Phase.STEP, name, touches)
+                target = self._executor.tensor(touches[0].ref)[part.start : part.stop]
+                written = flat[part.tensor_start : part.tensor_start + target.numel()]
+                if wholly or target.dtype == written.dtype:
+                    target.copy_(written)
+                else:
+                    _take_changes(written, target)
+                self._look_for_overflow(name, target)
+
+    def dtype(self, bound: BoundParameter) -> torch.dtype:
+        """What the gradient is kept in."""
+        return self._dtype_of(PlaneRef(bound.ref.chunk, GRAD))
+
+    def drop(self, name: str) -> None:
+        """The gradient is no longer wanted; chunks without any other give their slots back."""
+        if name not in self.names and name not in self.incomplete:
+            return
+        self._executor.settle()
+        self._forget(name)
+        for part in self._layout.parts(name):
+            pieces = self._layout.tensors_in(part.chunk)
+            if not any(piece.name in self.names or piece.name in self.incomplete for piece in pieces):
+                self._executor.release(PlaneRef(part.chunk, GRAD))
+
+    def drop_all(self) -> None:
+        """No gradient is wanted any more."""
+        names = [*self.names, *self.incomplete]
+        chunks = {part.chunk for name in names for part in self._layout.parts(name)}
+        for name in names:
+            self._forget(name)
+        for chunk in sorted(chunks):
+            self._executor.release(PlaneRef(chunk, GRAD))
+
+    def fill_with_zeros(self, names: Collection[str]) -> None:
+        """Those of these gradients that there are become zero, and stay there (`zero_grad(set_to_none=False)`)."""
+        with self._executor.quiet():
+            for chunk in self.chunks():
+                self._executor.moment(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
+                flat = self._executor.tensor(PlaneRef(chunk, GRAD))
+                for piece in self._layout.tensors_in(chunk):
+                    if piece.name in self.names and piece.name in names:
+                        flat[piece.start : piece.stop].zero_()
+        for name in names:
+            self.factors.pop(name, None)
+            self.overflowed.pop(name, None)
+            if name in self.names:
+                self._views.changed(AssembledKey(name, GRAD))
+
+    def chunks(self) -> list[int]:
+        """The chunks that hold a gradient, in order."""
+        return sorted({part.chunk for name in self.names for part in self._layout.parts(name)})
+
+    def _apply_factors(self, name: str) -> None:
+        """Multiplies what is pending into the plane, where something is to be added to it."""
+        factors = self.factors.pop(name, ())
+        if factors:
+            with self._executor.quiet():
+                for part, touches in gradient_parts(self._layout, name, writes=True):
+                    self._executor.moment(Phase.STEP, name, touches)
+                    for factor in factors:
+                        self._executor.tensor(touches[0].ref)[part.start : part.stop].mul_(factor)
+
+    def _forget(self, name: str) -> None:
+        self.names.discard(name)
+        self.incomplete.pop(name, None)
+        self.whole.discard(name)
+        self.factors.pop(name, None)
+        self.overflowed.pop(name, None)
+        self._views.dropped(
+            AssembledKey(name, GRAD), "it was let go (zero_grad(), p.grad = None, a checkpoint that was loaded)"
+        )
+
+
+def _take_changes(written: Tensor, kept: Tensor) -> None:
+    """Widens the elements of a 16-bit tensor that are not those that the kept ones are rounded to; the others stay as they are."""
+    for start in range(0, kept.numel(), BLOCK_NUMEL):
+        block = slice(start, start + BLOCK_NUMEL)
+        changed = kept[block].to(written.dtype).view(torch.int16) != written[block].view(torch.int16)
+        kept[block].copy_(torch.where(changed, written[block].to(torch.float32), kept[block]))
+
+
+def _is_finite(piece: Tensor) -> bool:
+    """Whether there is neither Inf nor NaN: both show in the extremes."""
+    if not piece.numel():
+        return True
+    least, most = torch.aminmax(piece)
+    return bool(torch.isfinite(least)) and bool(torch.isfinite(most))

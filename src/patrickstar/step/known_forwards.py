@@ -1,0 +1,124 @@
+"""What is known of one kind of forward: a forecast at first, and then what steps of that kind have done.
+
+Note [Courses]
+    Steps of one kind mostly go one way, and their trace is that of the way they went. Two things make several ways of it that take turns, and
+    there the trace of the last step is no model for the next.
+
+    A loss with a gradient in it (a gradient penalty) goes through the weights twice. No forward shows that, and regularisation may come at every
+    sixteenth step only. Such steps have a trace of their own, which is measured at the first of them. The next step is expected to be
+    one too where the last was; until a step has shown that they do not follow each other.
+
+    A forward may branch on numbers that it draws (layers that are dropped by chance). Its forecast is that of the branches that need most, and
+    holds for all of them. What was measured of a step takes its place only where the forward was as foreseen, and so took these branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from patrickstar.core.trace import Phase, Trace
+from patrickstar.plan.pilot import Stretch
+
+__all__ = ["BEING_MEASURED", "KnownForward"]
+
+BEING_MEASURED = "the forward did not go as its trace; it is being measured"
+_MEASUREMENTS = 3
+_NOT_MEASURED = (
+    "the gradient that the last step differentiated (create_graph=True) shows in no forward: it is being measured"
+)
+
+
+@dataclass(slots=True)
+class KnownForward:
+    """What is known of one kind of forward, or of one course of its steps. See Note [Courses].
+
+    Attributes:
+        trace: what it is expected to do. offline: the forecast it started from. measured: what it did when it was last recorded.
+        reason: why there is no trace. by_chance: whether the forward branches on numbers that it draws.
+        measurements: how often a measured trace has taken the place of another. departures: steps in a row that did not go as the trace.
+        measure_next: whether the next step is to be measured. reserved: the trace for whose gradients there is room.
+        lets_go_at: before which moment gradients of the step before are let go of, where that is between forward and backward; 0: it is not.
+        twice: the same of those steps that differentiate a gradient; None before the first.
+    """
+
+    trace: Trace | None = None
+    offline: Trace | None = None
+    measured: Trace | None = None
+    reason: str = ""
+    by_chance: bool = False
+    measurements: int = 0
+    departures: int = 0
+    measure_next: bool = False
+    reserved: Trace | None = None
+    lets_go_at: int = 0
+    twice: KnownForward | None = None
+
+    _was_twice: bool = field(default=False, repr=False)
+    _stays_twice: bool = field(default=True, repr=False)
+
+    @property
+    def expected(self) -> KnownForward:
+        """What is known of the course that the next step is expected to take."""
+        return self.twice if self.twice is not None and self._was_twice and self._stays_twice else self
+
+    def learn(self, stretch: Stretch, recorded: Trace | None) -> None:
+        """A step of this kind went as the stretch says. `recorded`: what it did, where that was written down, with its backward."""
+        expected, course = self.expected, self._course_of(stretch)
+        if recorded is not None:
+            expected.measure_next = False
+            course.measured = recorded
+        if self.by_chance and not _forward_is(course.trace or self.trace, stretch, recorded):
+            return
+        if course is not expected or (recorded is None and course.trace is None):
+            course.trace = course.trace or recorded
+            return
+        course.departures = course.departures + 1 if stretch.reason else 0
+        # One odd step is no model for the next; two in a row are.
+        odd = course.departures > 1 and course.measurements < _MEASUREMENTS
+        if recorded is None:
+            course.measure_next = odd
+        elif course.trace is None or odd:
+            course.measurements += 1
+            course.trace = recorded
+
+    def explain(self, stretch: Stretch) -> str:
+        """Why a step departed from its trace, to be added to where it did; empty where that is not known."""
+        if stretch.trace is None or stretch.reason == BEING_MEASURED:
+            return ""
+        if stretch.differentiates and stretch.trace is self.trace:
+            return "; it differentiates a gradient (create_graph=True), which no forward shows: what was measured is expected of the next such step"
+        if self.by_chance and not _forward_is(stretch.trace, stretch, None):
+            return (
+                "; the forward branches on numbers that it draws, and the trace is that of the branches which need most"
+            )
+        return ""
+
+    def _course_of(self, stretch: Stretch) -> KnownForward:
+        """The course that the step has taken; from now on it is the last one."""
+        if not stretch.gave_gradients:
+            return self
+        if self._was_twice:
+            self._stays_twice = stretch.differentiates
+        self._was_twice = stretch.differentiates
+        if not stretch.differentiates:
+            return self
+        if self.twice is None:
+            self.twice = KnownForward(reason=_NOT_MEASURED)
+        return self.twice
+
+
+def _forward_is(trace: Trace | None, stretch: Stretch, recorded: Trace | None) -> bool:
+    """Whether a step's forward was that of the trace."""
+    if trace is None:
+        return True
+    if recorded is not None:
+        return _forward_of(recorded) == _forward_of(trace)
+    return not stretch.reason or stretch.position >= len(_forward_of(trace))
+
+
+def _forward_of(trace: Trace) -> list[Hashable]:
+    """What the forward touches, moment by moment."""
+    return [
+        (moment.touches, moment.rows and moment.rows.refs) for moment in trace.moments if moment.phase is Phase.FORWARD
+    ]

@@ -1,0 +1,218 @@
+"""Room that a session turns out to need: planes of parameters that were frozen, gradients of several backwards, and gradients that must wait.
+
+Note [Homes of gradients]
+    With `step="in_backward"` a gradient is used as it arrives and rests nowhere: its unit has no home. Those that must wait until the backward
+    ends (Note [Updates in backward]) are the ones that a trace of the forward shows in their plane: they get homes before that forward runs.
+    Where there is no trace, any may have to wait, and all of them get homes. What is kept although no trace has shown it gets its home then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from patrickstar.core.formats import Formats, SessionFormats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout, Run
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.plan.minimum import Need, expect_room
+from patrickstar.plan.placement import place_gradients, place_more
+from patrickstar.plan.refusal import name_gradients
+from patrickstar.plan.residency import Residency, slots_of
+from patrickstar.plan.touches import update_touches
+from patrickstar.step.executor import Executor
+
+__all__ = ["LatePlanes"]
+
+_WIDE = 4  # bytes of an element in fp32
+_Homes = dict[PlaneRef, Tier]
+_Slots = dict[PlaneRef, int]
+
+
+class LatePlanes:
+    """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
+
+    Args:
+        gradients: where they go.
+        changed: is told that plans made so far are of other units, or of units of other sizes.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        formats: SessionFormats,
+        executor: Executor,
+        *,
+        machine: Machine,
+        gradients: GradientUse,
+        changed: Callable[[str], None],
+    ) -> None:
+        self._layout = layout
+        self._formats = formats
+        self._executor = executor
+        self._machine = machine
+        self._gradients = gradients
+        self._reserves = gradients is GradientUse.UPDATE
+        self._changed = changed
+
+    def with_room_for(self, trace: Trace) -> Residency:
+        """Where every unit is, once there are homes for the gradients that a forward with this trace keeps. Changes nothing.
+
+        Raises:
+            BudgetError: they do not fit.
+        """
+        state = self._executor.mover.state
+        if self._reserves:
+            homes, slots = self._homes_for(trace.touched(GRAD), why=name_gradients(trace))
+            state = Residency.of(state.snapshot())
+            state.grow(homes, slots)
+        return state
+
+    def reserve(self, trace: Trace) -> None:
+        """Homes for the gradients that a forward with this trace keeps. See Note [Homes of gradients].
+
+        Raises:
+            BudgetError: they do not fit. Nothing has changed then.
+        """
+        if self._reserves:
+            self._take_in(trace.touched(GRAD), why=name_gradients(trace))
+
+    def reserve_all(self, reason: str) -> None:
+        """Homes for all gradients: which of them a forward keeps is not known, for this reason.
+
+        Raises:
+            BudgetError: they do not fit. Nothing has changed then.
+        """
+        if self._reserves:
+            gradients = list(self._formats.now.units(self._layout, (GRAD,)))
+            why = f"any of the gradients may have to wait until the backward ends: {reason}"
+            self._take_in(gradients, why=why)
+
+    def reserve_for(self, name: str) -> None:
+        """Homes for a parameter's gradient, which is about to be kept, whether a trace has shown that or not.
+
+        Raises:
+            BudgetError: it does not fit.
+        """
+        if not self._reserves:
+            return
+        state = self._executor.mover.state
+        gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
+        # One at home on the compute tier has room only while it is kept.
+        if any(state.home.get(ref, state.compute) is state.compute and ref not in state.resident for ref in gradients):
+            self._take_in(gradients, why=f"the gradient of {name} cannot be used as it arrives")
+
+    def _take_in(self, kept: Collection[PlaneRef], *, why: str) -> None:
+        homes, slots = self._homes_for(kept, why=why)
+        if homes:
+            mover = self._executor.mover
+            mover.prepare(homes, slots)
+            mover.grow(homes, slots)
+            self._changed(why)
+
+    def _homes_for(self, kept: Collection[PlaneRef], *, why: str) -> tuple[_Homes, _Slots]:
+        """Homes and sizes of those of these gradients that have none. BudgetError: they do not fit."""
+        homes, slots = place_gradients(
+            self._machine,
+            kept,
+            state=self._executor.mover.state,
+            layout=self._layout,
+            formats=self._formats.now,
+            why=why,
+        )
+        self._expect_room_for_updates(homes, slots, self._formats.now)
+        return homes, slots
+
+    def thaw(self, name: str) -> None:
+        """A parameter that was frozen is trained from now on, and with it whatever shares its chunks.
+
+        Raises:
+            BudgetError: what that takes does not fit.
+        """
+        for weight in self._layout.weight_units(name):
+            self._thaw_run(self._layout.run_of(weight.chunk), name)
+
+    def _thaw_run(self, run: Run, name: str) -> None:
+        chunks = range(run.head, run.head + run.length)
+        if self._formats.now.is_trained(run.head, self._layout):
+            return
+        self._executor.settle()
+        formats, state = self._formats.now.thaw(chunks), self._executor.mover.state
+        weight = PlaneRef(run.head, WEIGHT)
+        units = [ref for ref in formats.units(self._layout, self._gradients.planes) if ref.chunk in chunks]
+        slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
+        new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
+        homes = self._prepare(new, slots, formats)
+        # An fp16 weight alone becomes the fp32 master.
+        self._reform(homes, slots, keep=weight if weight in new else None, grow=partial(Formats.thaw, chunks=chunks))
+        self._changed(f"{name} is trained from now on")
+
+    def widen_gradients(self) -> None:
+        """Gradients add up in fp32 from now on: those that have come are widened, in every chunk.
+
+        Raises:
+            BudgetError: what that takes does not fit.
+        """
+        formats, layout, state = self._formats.now, self._layout, self._executor.mover.state
+        gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
+        narrow = [ref for ref in gradients if ref in state.home]
+        factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
+        slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
+        homes = self._prepare(narrow, slots, formats)
+        for ref in gradients:
+            if ref not in state.home:
+                self._formats.now = self._formats.now.widen(ref.chunk)
+        for ref in narrow:
+            keep = None if ref in state.free else ref
+            self._reform({ref: homes[ref]}, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
+        self._changed("gradients of several backwards add up in fp32 from now on")
+
+    def _reform(
+        self,
+        homes: _Homes,
+        slots: _Slots,
+        *,
+        keep: PlaneRef | None,
+        grow: Callable[[Formats], Formats],
+    ) -> None:
+        """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type. `grow`: the formats that have them so."""
+        executor, state = self._executor, self._executor.mover.state
+        with executor.apart():
+            values = None
+            if keep is not None:
+                executor.moment(Phase.STEP, "", (Touch(keep),))
+                values = executor.tensor(keep).clone()
+            for ref in homes:
+                if ref in state.home:
+                    executor.mover.release(ref)
+            self._formats.now = grow(self._formats.now)
+            executor.mover.grow(homes, slots)
+            if keep is not None and values is not None:
+                executor.moment(Phase.STEP, "", (Touch(keep, True),))
+                executor.tensor(keep).copy_(values)
+
+    def _prepare(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> _Homes:
+        """Where the units will rest. BudgetError where they do not fit there, or the update of a chunk does not fit any more."""
+        self._expect_room_for_updates(new, slots, formats)
+        mover = self._executor.mover
+        homes = place_more(
+            self._machine,
+            new,
+            home=mover.state.home,
+            slots={**mover.state.slots, **slots},
+            slot_bytes=mover.state.slot_bytes,
+            disk=mover.store.has_disk,
+        )
+        mover.prepare(homes, slots)
+        return homes
+
+    def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> None:
+        state, layout = self._executor.mover.state, self._layout
+        sizes = {**state.slots, **slots}
+        for chunk in sorted({ref.chunk for ref in new}):
+            gradient = PlaneRef(chunk, GRAD)
+            beside = [Touch(gradient)] if gradient in sizes else []
+            needed = sum(sizes[touch.ref] for touch in update_touches(chunk, layout, formats, *beside))
+            expect_room(Need(f"step {layout.run_of(chunk).tensors[0]}", needed, state.slot_bytes, 0), self._machine)

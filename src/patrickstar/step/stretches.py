@@ -1,0 +1,331 @@
+"""What is known of each kind of forward, and the plan of each stretch of a step.
+
+A stretch is planned when it begins, from where every unit is then; the same start gives the same plan again, which is kept. What follows is
+expected to be what followed last time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine
+from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.trace import Phase, Trace
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.minimum import Need, expect_room, worst_moment
+from patrickstar.plan.pilot import Stretch
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.recorder import TraceRecorder
+from patrickstar.step.budgets import Budgets
+from patrickstar.step.executor import Executor
+from patrickstar.step.freed_blocks import FreedBlocks
+from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
+from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.metering import Metering
+from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
+
+__all__ = ["Stretches", "with_retention"]
+
+_KEPT_KINDS = 64
+_KEPT_PLANS = 64
+_UNKNOWN_SHARE = 4
+_UNTRACEABLE = "the forward cannot be traced: {}"
+_log = logging.getLogger("patrickstar")
+
+
+class Stretches:
+    """Begins and ends the stretches of a step.
+
+    Args:
+        budgets: the tiers, what they may hold, and what the allocator does. policy: of eviction.
+        freed_blocks: learns what is planned, and of stretches that are not.
+        taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
+        metering: counts live bytes. late_planes: has room for gradients that must wait.
+        always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
+
+    Attributes:
+        planned_steps, reactive_steps, reason: steps that went as planned and that did not, and why the last of these did not.
+    """
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        layout: Layout,
+        budgets: Budgets,
+        freed_blocks: FreedBlocks,
+        policy: str,
+        tracer: OfflineTracer,
+        taken_bytes: Callable[[], int],
+        metering: Metering,
+        late_planes: LatePlanes,
+        always_meter: bool,
+    ) -> None:
+        self._executor = executor
+        self._layout = layout
+        self._budgets = budgets
+        self._freed_blocks = freed_blocks
+        self._policy = policy
+        self._tracer = tracer
+        self._taken_bytes = taken_bytes
+        self._metering = metering
+        self._late_planes = late_planes
+        self._always_meter = always_meter
+
+        self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
+        self._follower: dict[str, Trace] = {}
+        self._current: KnownForward | None = None
+        self._recorded = False
+        self._ended: Stretch | None = None
+        self._largest_bytes = 0
+        self._step_reasons: list[str] = []
+        self.planned_steps = 0
+        self.reactive_steps = 0
+        self.reason = ""
+        self.training: Stretch | None = None
+
+    # forwards
+
+    def begin_forward(
+        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """A forward of the whole model begins.
+
+        Raises:
+            BudgetError: it does not fit. Nothing has changed then.
+        """
+        self.end()
+        known = self._explore(model, named, args, kwargs)
+        expected = known.expected
+        recorded = torch.is_grad_enabled()
+        name = "training step" if recorded else "evaluation"
+        if expected.trace is None:
+            reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
+            stretch = Stretch(name, reserve_bytes=reserve, reason=expected.reason)
+        else:
+            let_go = self._let_go(expected) if recorded else set()
+            frees = tuple((expected.lets_go_at - 1, ref) for ref in sorted(let_go))
+            stretch = self._stretch(name, expected.trace, following="step" if recorded else name, frees=frees)
+            stretch.lets_go, stretch.lets_go_at = let_go, expected.lets_go_at
+            if expected.measure_next:
+                stretch.reason = BEING_MEASURED
+        needed = self._always_meter or expected.trace is None or expected.measure_next
+        # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
+        wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
+        if needed or wanted:
+            restart_peak = self._metering.start(acts=needed)
+            if expected.trace is not None or can_be_traced((args, kwargs)):
+                self._executor.recorder = TraceRecorder(restart_peak)
+        self._current, self._recorded = known, False
+        self._begin(stretch)
+        self._executor.open()
+        if recorded:
+            self.training = stretch
+
+    def _let_go(self, known: KnownForward) -> set[PlaneRef]:
+        """The gradients that will be let go of in the middle of this forward and its backward, if it is as the last time."""
+        state = self._executor.mover.state
+        if known.trace is None or not 0 < known.lets_go_at < len(known.trace.moments):
+            return set()
+        return {ref for ref in state.home if ref.plane == GRAD and ref not in state.free}
+
+    def _explore(
+        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> KnownForward:
+        if not can_be_traced((args, kwargs)):
+            unknown = KnownForward(reason=_UNTRACEABLE.format("its inputs hold objects that a trial run could change"))
+            self._reserve(unknown)
+            return unknown
+        key = signature(model, args, kwargs)
+        known = self._known.get(key)
+        if known is None:
+            known = self._like_a_larger_one(key)
+        if key not in self._known and known.trace is None:
+            try:
+                foreseen = self._tracer.foresee(model, named, args, kwargs)
+            except CannotTrace as problem:
+                known.reason = _UNTRACEABLE.format(problem)
+                _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
+            else:
+                known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
+                known.by_chance = foreseen.by_chance
+                need = worst_moment(known.trace, start=self._late_planes.with_room_for(known.trace))
+                expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
+        # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
+        self._reserve(known.expected)
+        self._known[key] = known
+        self._known.move_to_end(key)
+        if len(self._known) > _KEPT_KINDS:
+            self._known.popitem(last=False)
+        if known.trace is not None:
+            self._largest_bytes = max(self._largest_bytes, known.trace.peak)
+        return known
+
+    def _reserve(self, known: KnownForward) -> None:
+        """There is room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
+        if not torch.is_grad_enabled():
+            return
+        if known.trace is None:
+            self._late_planes.reserve_all(known.reason)
+        elif known.reserved is not known.trace:
+            self._late_planes.reserve(known.trace)
+            known.reserved = known.trace
+
+    def _like_a_larger_one(self, key: Signature) -> KnownForward:
+        """What is known of a kind that is new: the least trace of those whose shapes are at least as large."""
+        larger = [
+            (entry.trace.peak, entry)
+            for other, entry in self._known.items()
+            if entry.trace is not None and other.dominates(key)
+        ]
+        if not larger:
+            return KnownForward()
+        _, least = min(larger, key=lambda item: item[0])
+        return KnownForward(trace=least.trace, by_chance=least.by_chance)
+
+    # any stretch
+
+    def begin(self, name: str, trace: Trace, *, following: str, frees: Iterable[tuple[int, PlaneRef]] = ()) -> None:
+        """A stretch whose moments are known begins: the norm, the optimizer's step."""
+        self.end()
+        self._begin(self._stretch(name, trace, following=following, frees=tuple(frees)))
+
+    def _begin(self, stretch: Stretch) -> None:
+        if stretch.trace is not None:
+            self._follower[stretch.name] = stretch.trace
+        if stretch.reason:
+            self._freed_blocks.return_at_once(f"the {stretch.name} is decided moment by moment")
+        self._executor.pilot.begin(stretch)
+
+    def _stretch(
+        self, name: str, trace: Trace, *, following: str, frees: tuple[tuple[int, PlaneRef], ...] = ()
+    ) -> Stretch:
+        state = self._executor.mover.state
+        after = self._follower.get(following)
+        contents = (frozenset(state.resident.items()), frozenset(state.free), frozenset(state.void))
+        # Traces are told apart by identity: those in a key are kept alive beside the plan.
+        key = (name, id(trace), id(after), contents, self._taken_bytes(), frees)
+        if key not in self._plans:
+            plan = make_plan(
+                trace,
+                layout=self._layout,
+                machine=self._machine_for(trace),
+                start=state,
+                policy=self._policy,
+                following=after,
+                frees=frees,
+            )
+            self._plans[key] = plan, (trace, after)
+            self._freed_blocks.plan(plan, trace, self._layout)
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return Stretch(name, trace, self._plans[key][0], reserve_bytes=trace.peak)
+
+    def forget_plans(self, why: str) -> None:
+        """Units have come, or have other sizes from now on: the rest of the stretch is decided moment by moment, and later ones are planned anew."""
+        self._plans.clear()
+        stretch = self._executor.pilot.stretch
+        stretch.reason = stretch.reason or why
+
+    def end(self) -> None:
+        """The stretch that was under way is over."""
+        stretch = self._executor.pilot.stretch
+        if stretch.reason:
+            self._freed_blocks.return_at_once(f"the {stretch.name} was not as planned")
+        recorder, self._executor.recorder = self._executor.recorder, None
+        known, self._current = self._current, None
+        if known is not None:
+            expected = known.expected
+            expected.lets_go_at = stretch.let_go_at or (0 if stretch.lets_go else expected.lets_go_at)
+            if recorder is not None:
+                self._learn(known, recorder.trace(), stretch)
+            elif not self._recorded:
+                known.learn(stretch, None)
+        self._metering.stop()
+        if stretch is not self._ended and stretch.name != "outside":
+            if stretch.name == "evaluation" or (stretch.name == "training step" and not stretch.gave_gradients):
+                pass  # no part of a step: a forward alone, or a backward for other tensors than parameters
+            elif stretch.reason:
+                self._step_reasons.append(stretch.reason + (known.explain(stretch) if known is not None else ""))
+            elif not stretch.complete:
+                self._step_reasons.append(f"the {stretch.name} ended after {stretch.position} moments of its trace")
+        self._ended = stretch
+        self._executor.pilot.begin(Stretch("outside"))
+
+    def _learn(self, known: KnownForward, recorded: Trace, stretch: Stretch) -> None:
+        recorded = with_retention(recorded, self._budgets)
+        whole = any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.name == "evaluation"
+        if not recorded.moments or not whole:
+            known.expected.measure_next = False
+            return
+        self._largest_bytes = max(self._largest_bytes, recorded.peak)
+        known.learn(stretch, recorded)
+
+    def differentiates(self) -> None:
+        """The backward under way makes a graph: the step differentiates a gradient."""
+        self._executor.pilot.stretch.differentiates = True
+
+    def backward_ended(self) -> None:
+        """A backward call is over: its last moment ends, whatever the user does next."""
+        recorder, self._executor.recorder = self._executor.recorder, None
+        if recorder is not None and self._current is not None:
+            self._learn(self._current, recorder.trace(), self._executor.pilot.stretch)
+            self._recorded = True
+        self._executor.pilot.stretch.reserve_bytes = 0  # activations are gone with the graph
+        self._metering.pause()
+
+    def abandon(self) -> None:
+        """An exception has ended a forward or a backward: what is made from now on is no part of it."""
+        self._executor.recorder = None
+        self._executor.pilot.stretch.reserve_bytes = 0
+        self._metering.pause()
+
+    def pause(self) -> None:
+        """State is read or written between stretches: one whose moments have all come is over."""
+        if self._executor.pilot.stretch.complete:
+            self.end()
+
+    def step_ended(self) -> None:
+        """The optimizer has updated: what came since the last update was one step."""
+        self.end()
+        current = self._step_reasons
+        if current:
+            self.reactive_steps += 1
+            self.reason = current[-1]
+            _log.info("step %d was not as planned: %s", self.planned_steps + self.reactive_steps, self.reason)
+        else:
+            self.planned_steps += 1
+        self._step_reasons = []
+
+    # budgets
+
+    def _budget_bytes(self) -> int:
+        machine = self._budgets.machine
+        return machine.budget[machine.compute] - self._taken_bytes()
+
+    def _machine_for(self, trace: Trace) -> Machine:
+        return self._budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
+
+    def _need(self, trace: Trace) -> Need:
+        return worst_moment(trace, start=self._executor.mover.state)
+
+
+def with_retention(trace: Trace, budgets: Budgets) -> Trace:
+    """The trace as the process sees it: the allocator may take more than what is alive, and kernels keep something between their calls."""
+    retains, fixed = budgets.retains, budgets.fixed_bytes
+    if retains == 1 and not fixed:
+        return trace
+    return Trace(
+        tuple(replace(moment, nonmodel_bytes=int(moment.nonmodel_bytes * retains) + fixed) for moment in trace.moments)
+    )

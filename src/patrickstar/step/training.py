@@ -1,0 +1,374 @@
+"""From gradients to updated parameters: accumulation, clipping, the deferred step and the step in backward.
+
+Note [Pending step]
+    `optimizer.step()` notes what is to be done, hyper-parameters and clip factor included, and the work is done before anything else
+    happens to the model: usually in the `zero_grad()` that follows, which also tells that the gradients need not be written back anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.formats import SessionFormats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout
+from patrickstar.errors import StateError, some
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.norm import clip_factor
+from patrickstar.parameters.backward_sums import BackwardSums
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.plan.touches import Touches, gradients_freed
+from patrickstar.step.backwards import Backwards
+from patrickstar.step.executor import Executor
+from patrickstar.step.gradients import Gradients
+from patrickstar.step.in_plane import InPlane
+from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.step_traces import StepTraces
+from patrickstar.step.stretches import Stretches
+from patrickstar.step.update import StepOrder, Updates
+from patrickstar.torch_private import Plain, backward_id
+
+__all__ = ["Training"]
+
+_SECOND_BACKWARD = (
+    'a second backward before optimizer.step() with step="in_backward": parameters have been updated from the first. '
+    'Call optimizer.step() after each backward, or manage with step="deferred" to accumulate'
+)
+_log = logging.getLogger("patrickstar")
+
+
+class Training:
+    """What `optimizer` and gradients mean under management.
+
+    Args:
+        hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
+        max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
+
+    Attributes:
+        backwards: calls of it that are under way.
+        steps: updates so far, by parameter name; a parameter that was never updated has no entry. step_seconds: of the last update.
+    """
+
+    def __init__(
+        self,
+        *,
+        binding: Binding,
+        layout: Layout,
+        executor: Executor,
+        stretches: Stretches,
+        gradients: Gradients,
+        updates: Updates,
+        touches: Touches,
+        late_planes: LatePlanes,
+        hypers: Callable[[], Mapping[str, Hyper]],
+        max_grad_norm: float | None,
+        formats: SessionFormats,
+        before_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._binding = binding
+        self._layout = layout
+        self._executor = executor
+        self._stretches = stretches
+        self._gradients = gradients
+        self._updates = updates
+        self._touches = touches
+        self._late_planes = late_planes
+        self._hypers = hypers
+        self._max_grad_norm = max_grad_norm
+        self._before_end = before_end
+
+        self.steps: dict[str, int] = {}
+        self.step_seconds = 0.0
+        self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
+        self._backward_hypers: Mapping[str, Hyper] = {}
+        self._updated: set[str] = set()
+        self._postponed: set[str] = set()
+        self._sums = BackwardSums()
+        self.backwards = Backwards(self._backward_ends)
+        self._unfinished = False
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether parameters are updated as gradients arrive."""
+        return self._touches.gradients is GradientUse.UPDATE
+
+    # gradients arriving
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """A gradient has arrived."""
+        bound = self._binding.records[name]
+        self.arrives()
+        if self._touches.gradients is GradientUse.TENSOR:
+            return
+        if not self.in_backward:
+            self._keep(bound, gradient)
+            return
+        owner = bound.owner
+        hyper = self._backward_hypers.get(owner)
+        # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
+        alone = owner not in self._gradients.names
+        if hyper is not None and alone and self._touches.updates_at_once(name):
+            if name in self._updated:
+                raise StateError(_SECOND_BACKWARD)
+            self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
+            self._updated |= {name, owner}
+            self._updates.update_now(bound, gradient, hyper=hyper, step=self.steps[owner])
+        else:
+            self._keep(bound, gradient)
+            if hyper is not None:
+                self._postponed.add(owner)
+
+    def _keep(self, bound: BoundParameter, gradient: Tensor) -> None:
+        """What has come of a gradient goes to its plane; first to what the rest of this backward is added to, where that is of another type."""
+        if self._touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
+            with self._executor.quiet():
+                self._sums.add(bound.name, gradient)
+        else:
+            self._gradients.add(bound, gradient)
+
+    def arrives(self) -> None:
+        """A backward has a gradient to give, now or at its end."""
+        self._executor.pilot.stretch.gave_gradients = True
+        if not self.backwards.bring and self.in_backward:
+            if self._updated and not self.backwards.nested:
+                raise StateError(_SECOND_BACKWARD)
+            self._backward_hypers = dict(self._hypers())
+            self._unfinished = True
+        self.backwards.notice_gradient()
+
+    def _backward_ends(self, inside: bool) -> None:
+        self._before_end()
+        if inside:  # of another, which goes on
+            self._unfinished = False
+            return
+        for name, gradient in self._sums.take().items():
+            self._gradients.add(self._binding.records[name], gradient)
+        assert not self._gradients.incomplete, "some tiles of a parameter have been used without the others"
+        self._gradients.whole |= self._gradients.names
+        self._stretches.backward_ended()
+        if self.in_backward:
+            self._unfinished = False
+            self._update_postponed()
+
+    def _update_postponed(self) -> None:
+        names, self._postponed = self._postponed, set()
+        if names:
+            for name in names:
+                self.steps[name] = self.steps.get(name, 0) + 1
+            order = StepOrder(
+                {name: self._backward_hypers[name] for name in names}, {name: self.steps[name] for name in names}
+            )
+            self._updated |= names
+            self._carry_out(order, free=False)
+            for name in names:
+                self._gradients.drop(name)
+
+    def begin_forward(self) -> None:
+        """A forward begins. StateError where parameters are of no one step."""
+        self.expect_whole()
+        self._gradients.drop_incomplete()
+
+    def expect_whole(self) -> None:
+        """Raises StateError where an exception has left an update of the parameters half done."""
+        if not self._unfinished or backward_id() != -1:
+            return
+        if not self.in_backward:
+            raise StateError(
+                "an exception ended an optimizer step after part of the parameters had been updated: the weights are of no one step. "
+                "Call session.load_checkpoint(dir)"
+            )
+        names = sorted(self._updated & self._binding.by_name.keys())
+        shown = some(names, most=8)
+        raise StateError(
+            f'an exception ended a backward with step="in_backward" after {len(names)} parameters had been updated ({shown}): '
+            "the weights are of no one step. Call session.load_checkpoint(dir)"
+        )
+
+    def forget_unfinished(self) -> None:
+        """Everything has been loaded anew."""
+        self._unfinished = False
+        self.backwards.forget()
+        self._updated.clear()
+        self._postponed.clear()
+        self._sums.take()
+
+    # gradients read and let go
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether there is a gradient in the plane (`p.grad`)."""
+        if name not in self._gradients.names and self.in_backward and name in self._updated:
+            raise StateError(
+                f'{name}.grad with step="in_backward": the gradient has been used and let go; manage with step="deferred"'
+            )
+        return name in self._gradients.names
+
+    def drop_gradient(self, name: str) -> None:
+        """`p.grad = None`, or a tensor of the user's in its place."""
+        self._gradients.drop(name)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of every parameter that has one, in registration order, one at a time."""
+        if self.in_backward:
+            raise StateError(
+                'gradients() with step="in_backward": gradients are used as they arrive; manage with step="deferred"'
+            )
+        self._executor.settle()
+        for name, bound in self._binding.by_name.items():
+            own = self._binding.gradients.own_of(name)
+            if own is not None:
+                yield name, own
+            elif name in self._gradients.names:
+                yield name, self._gradients.read(bound)
+
+    def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
+        """Forgets the gradients of these parameters, or makes them zero. None: of all."""
+        wanted = set(self._binding.by_name if names is None else names)
+        self._sums.drop(label for name in wanted for label in (name, *self._layout.leaves(name)))
+        if set_to_none and self._gradients.names | self._gradients.incomplete.keys() <= wanted:
+            self._settle_freeing()
+            self._gradients.drop_all()
+            if self._binding.gradients.own <= wanted:
+                self._binding.gradients.forget_own()
+                return
+        self._executor.settle()
+        with Plain():
+            for name in sorted(self._binding.gradients.own & wanted):
+                parameter = self._binding.by_name[name].parameter
+                if set_to_none:
+                    parameter.grad = None
+                    self._binding.gradients.is_not_own(name)
+                elif parameter.grad is not None:
+                    parameter.grad = parameter.grad.detach_() if parameter.grad.grad_fn is not None else parameter.grad
+                    parameter.grad.requires_grad_(False).zero_()
+        if set_to_none:
+            for name in sorted((self._gradients.names | self._gradients.incomplete.keys()) & wanted):
+                self._gradients.drop(name)
+        else:
+            self._gradients.fill_with_zeros(wanted)
+
+    # clipping and stepping
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The global norm of all gradients, which are from now on multiplied with the factor that clips it."""
+        if self.in_backward:
+            raise StateError(
+                'clipping with step="in_backward": the norm is known when parameters are updated; manage with step="deferred"'
+            )
+        self._executor.settle()
+        if self._binding.gradients.stay:
+            norm = self._updates.norm_of(self._tensors())
+        else:
+            with self._own_gradients_in_plane():
+                names = self._gradients.names
+                self._stretches.begin("norm", self._traces.norm(names), following="step")
+                norm = self._updates.norm(names, self._gradients.factors)
+                self._stretches.end()
+        self.multiply(clip_factor(max_norm, norm))
+        return norm
+
+    def multiply(self, factor: Tensor) -> None:
+        """Every gradient there is counts as multiplied with this from now on (0-dim fp32)."""
+        self._gradients.multiply(factor)
+        with self._executor.quiet():
+            for _, own in self._binding.gradients.owned():
+                own.mul_(factor)
+
+    def step(self) -> None:
+        """Notes the update of every parameter that has a gradient and is in a group. See Note [Pending step]."""
+        self.expect_whole()
+        if self.in_backward:
+            self._update_postponed()
+            self._updated.clear()
+            self.backwards.forget()
+            self._stretches.step_ended()
+            return
+        self._executor.settle()
+        if self._max_grad_norm is not None:
+            self.clip(self._max_grad_norm)
+        hypers = self._hypers()
+        own = {name for name, _ in self._binding.gradients.owned()}
+        names = [
+            name for name in self._binding.by_name if name in hypers and (name in self._gradients.names or name in own)
+        ]
+        for name in names:
+            self._late_planes.thaw(name)
+            self.steps[name] = self.steps.get(name, 0) + 1
+        factors = {name: self._gradients.factors[name] for name in names if name in self._gradients.factors}
+        for name in factors:
+            if self._updates.scales_in_place(name):
+                del self._gradients.factors[name]
+        order = StepOrder({name: hypers[name] for name in names}, {name: self.steps[name] for name in names}, factors)
+        # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
+        self._binding.changing(names)
+        self._executor.pending = partial(self._carry_out, order, free=False)
+        if own:
+            self._executor.settle()
+
+    def first_overflow(self) -> str | None:
+        """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite."""
+        self._executor.settle()
+        for name in self._gradients.overflowed:
+            return name
+        for name, own in self._binding.gradients.owned():
+            if not bool(torch.isfinite(own).all()):
+                return name
+        return None
+
+    def _settle_freeing(self) -> None:
+        """Carries out a pending step, after which no gradient is wanted."""
+        pending = self._executor.pending
+        if pending is not None:
+            self._executor.pending = None
+            pending(free=True)
+
+    def _carry_out(self, order: StepOrder, *, free: bool) -> None:
+        began = time.perf_counter()
+        self._unfinished = True
+        if self._binding.gradients.stay:
+            trace = self._traces.step(order.hypers)
+            self._stretches.begin("step", trace, following="training step")
+            self._updates.step_with(order, trace, self._tensors())
+        else:
+            self._carry_out_in_chunks(order, free=free)
+        self._unfinished = False
+        self.step_seconds = time.perf_counter() - began
+        if not self.in_backward:
+            self._stretches.step_ended()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The gradients that are the user's own: by name, 1-D in slot order."""
+        found = {}
+        with self._executor.apart():
+            for name, bound in self._binding.by_name.items():
+                own = self._binding.gradients.own_of(name)
+                if own is not None:
+                    found[name] = bound.flat(own)
+        return found
+
+    def _carry_out_in_chunks(self, order: StepOrder, *, free: bool) -> None:
+        with self._own_gradients_in_plane():
+            if order.hypers:
+                trace = self._traces.step(order.hypers, writes=bool(order.factors))
+                frees = gradients_freed(trace) if free else ()
+                self._stretches.begin("step", trace, following="training step", frees=frees)
+                self._updates.step(order, trace, frees=dict(frees))
+
+    def finish(self) -> None:
+        """The session ends: what is pending is done, unless an update was left half done, which is said."""
+        try:
+            self.expect_whole()
+        except StateError as problem:
+            _log.warning("%s", problem)
+            self._executor.pending = None
+        else:
+            self._executor.settle()
+
+    def _own_gradients_in_plane(self) -> InPlane:
+        return InPlane(self._binding, self._gradients)

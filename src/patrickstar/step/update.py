@@ -1,0 +1,228 @@
+"""The optimizer's step, chunk by chunk: at `step()`, or as gradients arrive."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.formats import SessionFormats
+from patrickstar.core.layout import Layout, aligned
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Trace
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.norm import GlobalNorm
+from patrickstar.optim.split import SplitKernel
+from patrickstar.optim.widen import WideningKernel, scaled_blocks
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.plan.touches import gradient_parts, update_parts, updated_chunks
+from patrickstar.step.executor import Executor
+from patrickstar.step.precision import torch_type
+
+__all__ = ["StepOrder", "Updates"]
+
+
+Factors = Mapping[str, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """What `optimizer.step()` asked for, as things stood then.
+
+    Attributes:
+        hypers: the hyper-parameters of each parameter that is updated, by name.
+        steps: the number of this update for each of them, from 1.
+        factors: what gradients are multiplied with first, in order, by name.
+    """
+
+    hypers: Mapping[str, Hyper]
+    steps: Mapping[str, int]
+    factors: Factors = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Adjacent elements of a chunk that are updated alike."""
+
+    start: int
+    stop: int
+    hyper: Hyper
+    step: int
+    factors: tuple[Tensor, ...]
+
+    def goes_on(self, start: int, hyper: Hyper, step: int, factors: tuple[Tensor, ...]) -> bool:
+        """Whether elements from here on are updated alike."""
+        alike = len(factors) == len(self.factors) and all(map(operator.is_, factors, self.factors))
+        return alike and (self.stop, self.hyper, self.step) == (start, hyper, step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planes:
+    """A chunk's part of the weight's run and its other planes, as 1-D tensors, and what updates them."""
+
+    weight: Tensor
+    rest: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    kernel: Kernel
+    splitting: SplitKernel
+    widening: WideningKernel
+
+    def update(
+        self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
+    ) -> None:
+        """Updates these elements from their gradient, which is scaled by the factors first: in place where it is a whole fp32 plane's."""
+        weight, exp_avg, exp_avg_sq = self.weight[span], self.exp_avg[span], self.exp_avg_sq[span]
+        if self.rest is not None:
+            self.splitting.update(
+                weight, self.rest[span], gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors
+            )
+            return
+        if gradient.dtype is not torch.float32:
+            self.widening.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
+            return
+        for factor in factors:
+            gradient.mul_(factor)
+        self.kernel.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+
+
+class Updates:
+    """Updates weights and moments where they lie.
+
+    Args:
+        bump: is given the names of parameters whose values have changed. formats: which chunks have a split master.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        executor: Executor,
+        kernel: Kernel,
+        bump: Callable[[Iterable[str]], None],
+        *,
+        formats: SessionFormats,
+    ) -> None:
+        self._layout = layout
+        self._executor = executor
+        self._kernel = kernel
+        self._bump = bump
+        self._formats = formats
+
+        self._splitting = SplitKernel(kernel)
+        self._widening = WideningKernel(kernel)
+
+    def scales_in_place(self, name: str) -> bool:
+        """Whether an update leaves a gradient in its plane multiplied with its factors."""
+        ref, formats = PlaneRef(self._layout.slices[name].chunk, GRAD), self._formats.now
+        return not formats.is_split(ref.chunk, self._layout) and formats.of(ref, self._layout).dtype == "float32"
+
+    def step(self, order: StepOrder, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
+        """Updates every parameter of the order from its accumulated gradient.
+
+        In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them
+        included: a zero whose averages and gradient are zero stays zero.
+
+        Args:
+            trace: `plan.touches.step_trace` of these parameters. frees: units nobody wants after the moment of that number.
+        """
+        with self._executor.apart():
+            for index, (chunk, moment) in enumerate(self._moments(order, trace)):
+                self._executor.moment(moment.phase, moment.label, moment.touches)
+                grad = self._executor.tensor(PlaneRef(chunk, GRAD))
+                planes = self._planes(chunk)
+                for piece in self._ranges(chunk, order):
+                    span = slice(piece.start, piece.stop)
+                    planes.update(span, grad[span], step=piece.step, hyper=piece.hyper, factors=piece.factors)
+                if index in frees:
+                    self._executor.mover.forget(frees[index])
+        self._bump(order.hypers)
+
+    def step_with(self, order: StepOrder, trace: Trace, gradients: Mapping[str, Tensor]) -> None:
+        """The same from gradients that are tensors of their own: by name, 1-D in slot order."""
+        with self._executor.apart():
+            for chunk, moment in self._moments(order, trace):
+                self._executor.moment(moment.phase, moment.label, moment.touches)
+                planes = self._planes(chunk)
+                for piece in self._layout.tensors_in(chunk):
+                    if piece.name in order.hypers:
+                        span = slice(piece.start, piece.stop)
+                        gradient = gradients[piece.name][
+                            piece.tensor_start : piece.tensor_start + piece.stop - piece.start
+                        ]
+                        step, hyper = order.steps[piece.name], order.hypers[piece.name]
+                        planes.update(span, gradient, step=step, hyper=hyper)
+        self._bump(order.hypers)
+
+    def _moments(self, order: StepOrder, trace: Trace) -> Iterator[tuple[int, Moment]]:
+        chunks = updated_chunks(self._layout, order.hypers, formats=self._formats.now)
+        return zip((chunk for chunk, _ in chunks), trace.moments, strict=True)
+
+    def update_now(self, bound: BoundParameter, gradient: Tensor, *, hyper: Hyper, step: int) -> None:
+        """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient."""
+        name = bound.name
+        with self._executor.apart():
+            # As it would come out of its plane, whenever the update is done.
+            form = self._formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
+            flat = bound.flat(gradient).to(torch_type(form))
+            for part, touches in update_parts(self._layout, name, formats=self._formats.now):
+                self._executor.moment(Phase.BACKWARD, name, touches)
+                piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
+                self._planes(part.chunk).update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
+        self._bump([name])
+
+    def norm(self, names: Iterable[str], factors: Factors) -> Tensor:
+        """The global norm of these parameters' gradients, multiplied with their factors first: 0-dim, fp32."""
+        wanted = set(names)
+        norm = GlobalNorm()
+        with self._executor.apart():
+            for name in self._layout.slices:
+                if name in wanted:
+                    for part, touches in gradient_parts(self._layout, name, writes=False):
+                        self._executor.moment(Phase.STEP, name, touches)
+                        piece = self._executor.tensor(touches[0].ref)[part.start : part.stop]
+                        for block in scaled_blocks(piece, factors.get(name, ())):
+                            norm.add(block)
+                    norm.end_tensor()
+            return norm.result()
+
+    def norm_of(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order."""
+        norm = GlobalNorm()
+        with self._executor.apart():
+            for name in self._layout.slices:
+                if name in gradients:
+                    norm.add(gradients[name])
+                    norm.end_tensor()
+            return norm.result()
+
+    def _planes(self, chunk: int) -> _Planes:
+        head = self._layout.run_of(chunk).head
+        numel = self._layout.chunk_numel
+        weight = self._executor.tensor(PlaneRef(head, WEIGHT))[(chunk - head) * numel : (chunk - head + 1) * numel]
+        is_split = self._formats.now.is_split(chunk, self._layout)
+        return _Planes(
+            weight,
+            self._executor.tensor(PlaneRef(chunk, REST)) if is_split else None,
+            self._executor.tensor(PlaneRef(chunk, EXP_AVG)),
+            self._executor.tensor(PlaneRef(chunk, EXP_AVG_SQ)),
+            self._kernel,
+            self._splitting,
+            self._widening,
+        )
+
+    def _ranges(self, chunk: int, order: StepOrder) -> list[_Range]:
+        ranges: list[_Range] = []
+        for piece in self._layout.tensors_in(chunk):
+            hyper = order.hypers.get(piece.name)
+            if hyper is None:
+                continue
+            step, stop, factors = order.steps[piece.name], aligned(piece.stop), order.factors.get(piece.name, ())
+            if ranges and ranges[-1].goes_on(piece.start, hyper, step, factors):
+                ranges[-1] = replace(ranges[-1], stop=stop)
+            else:
+                ranges.append(_Range(piece.start, stop, hyper, step, factors))
+        return ranges

@@ -1,0 +1,171 @@
+"""Parameters by name: reading and writing their values wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Layout, Part
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.deferred.recording import DeferredRecorder
+from patrickstar.errors import ConfigError
+from patrickstar.memory.leases import AssembledKey
+from patrickstar.optim.split import join, split
+from patrickstar.optim.widen import blocks
+from patrickstar.parameters.assembled import STEP
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.plan.touches import master_touches
+from patrickstar.step.executor import Executor
+from patrickstar.step.late_planes import LatePlanes
+
+__all__ = ["Weights"]
+
+_BLOCK_NUMEL = 1 << 18
+"""Elements of a 16-bit parameter whose masters are in memory at once, 1 MiB of them: a chunk's would take twice what its weights do."""
+
+
+class Weights:
+    """Values of parameters, and the averages that Adam keeps (its moments), one at a time."""
+
+    def __init__(self, binding: Binding, layout: Layout, executor: Executor, late_planes: LatePlanes) -> None:
+        self._binding = binding
+        self._layout = layout
+        self._executor = executor
+        self._late_planes = late_planes
+
+    def read(self, name: str) -> Tensor:
+        """A copy of a parameter's master, of its shape and strides, fp32."""
+        return self._whole(name, self.master_pieces(name))
+
+    def _whole(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
+        bound = self._binding.by_name[name]
+        with self._executor.lock, self._executor.apart():
+            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
+            flat, at = bound.flat(whole), 0
+            with self._executor.making(whole.nbytes):
+                for piece in pieces:
+                    flat[at : at + piece.numel()].copy_(piece)
+                    at += piece.numel()
+            return whole
+
+    def master_pieces(self, name: str) -> Iterator[Tensor]:
+        """A parameter's master as 1-D fp32 pieces in slot order; each valid until the next is asked for, and not to be written."""
+        bound = self._binding.by_name[name]
+        for part in self._layout.parts(name):
+            weight, rest = self._halves(bound.name, part, writes=False)
+            if weight.dtype is torch.float32:
+                yield weight
+                continue
+            for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
+                master = torch.empty(block.stop - block.start)
+                if rest is None:
+                    master.copy_(weight[block])
+                else:
+                    join(weight[block], rest[block], master)
+                yield master
+
+    def read_into(self, name: str, part: Part, read: Callable[[Tensor, int], object]) -> None:
+        """Sets a piece of a parameter's master from what `read` writes: into an fp32 tensor, from an element of the parameter on."""
+        weight, rest = self._halves(name, part, writes=True)
+        if weight.dtype is torch.float32:
+            read(weight, part.tensor_start)
+            return
+        for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
+            master = torch.empty(block.stop - block.start)
+            read(master, part.tensor_start + block.start)
+            if weight.dtype is torch.bfloat16:
+                left = rest[block] if rest is not None else torch.empty(master.shape, dtype=torch.int16)
+                split(master, weight[block], left)
+            else:
+                weight[block].copy_(master)
+
+    def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
+        """A piece of the weight plane, and of the rest plane where there is one."""
+        rest = PlaneRef(part.chunk, REST)
+        is_split = rest in self._executor.mover.state.home
+        touches = master_touches(part, self._layout, is_split=is_split, writes=writes)
+        self._executor.moment(Phase.STEP, name, touches)
+        ref, start = self._layout.weight_place(part)
+        weight = self._executor.tensor(ref)[start : start + part.stop - part.start]
+        return weight, self._executor.tensor(rest)[part.start : part.stop] if is_split else None
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Sets a parameter's value, rounded to fp32. Counts as a change in place.
+
+        Raises:
+            ConfigError: no such parameter, or another shape.
+        """
+        bound = self._binding.by_name.get(name)
+        if bound is None:
+            raise ConfigError(f"there is no parameter {name!r}")
+        if value.shape != bound.shape_only.shape:
+            raise ConfigError(f"{name} has shape {tuple(bound.shape_only.shape)}, the value {tuple(value.shape)}")
+        with self._executor.lock:
+            with self._executor.quiet():
+                self.fill(bound, value)
+            self._binding.changed_by_update([name])
+
+    def fill(self, bound: BoundParameter, value: Tensor) -> None:
+        """Copies a value into a parameter's place, a piece at a time."""
+        flat = bound.flat(value.detach())
+        for part in self._layout.parts(bound.name):
+            self.read_into(bound.name, part, lambda master, at: master.copy_(flat[at : at + master.numel()]))
+
+    def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
+        """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
+        can = not bound.tiles and self._executor.mover.store.dtype(bound.ref) is torch.float32
+        if can and recorder.can_make_in(bound.parameter, torch.float32):
+            self._executor.moment(Phase.STEP, bound.name, (Touch(bound.ref, True),))
+            unit = self._executor.tensor(bound.ref)
+            recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])
+            return
+        with self._executor.making(bound.parameter.nbytes):
+            self._executor.open()
+            self.fill(bound, recorder.value(bound.parameter))
+
+    def average_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
+        """A parameter's `exp_avg` or `exp_avg_sq` as 1-D pieces in slot order; each valid until the next is asked for."""
+        assert plane in (EXP_AVG, EXP_AVG_SQ)
+        self._late_planes.thaw(name)
+        for part in self._layout.parts(name):
+            ref = PlaneRef(part.chunk, plane)
+            self._executor.moment(Phase.STEP, name, (Touch(ref, writes),))
+            yield self._executor.tensor(ref)[part.start : part.stop]
+
+    def read_average(self, name: str, plane: str) -> Tensor:
+        """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""
+        return self._whole(name, self.average_pieces(name, plane))
+
+    def copy_average_into(self, name: str, plane: str, flat: Tensor) -> None:
+        """Writes a parameter's `exp_avg` or `exp_avg_sq` into a 1-D fp32 tensor in slot order."""
+        at = 0
+        for piece in self.average_pieces(name, plane):
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+
+    def clear_averages(self, name: str) -> None:
+        """A parameter's averages are as before its first update: zero."""
+        with self._executor.lock, self._executor.quiet():
+            for plane in (EXP_AVG, EXP_AVG_SQ):
+                for target in self.average_pieces(name, plane, writes=True):
+                    target.zero_()
+        for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
+            self._binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was let go")
+
+    def write_average(self, name: str, plane: str, value: Tensor) -> None:
+        """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""
+        bound = self._binding.by_name[name]
+        with self._executor.lock, self._executor.quiet():
+            self.write_average_from(name, plane, bound.flat(value.to(torch.float32)))
+        self._binding.assembled.changed(AssembledKey(name, plane))
+
+    def write_average_from(self, name: str, plane: str, flat: Tensor) -> None:
+        """The same from a 1-D fp32 tensor in slot order."""
+        at = 0
+        for target in self.average_pieces(name, plane, writes=True):
+            target.copy_(flat[at : at + target.numel()])
+            at += target.numel()

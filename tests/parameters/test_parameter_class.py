@@ -1,0 +1,325 @@
+"""Uses outside the owning module, aliases, copies, gradients as PyTorch's users know them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from patrickstar.errors import StateError
+from tests.parameters.toy import ToyOwner, compare
+
+X = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+
+
+def managed(build=lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), slots=1):
+    torch.manual_seed(3)
+    plain = build()
+    model = copy.deepcopy(plain)
+    return plain, model, ToyOwner(model, slots=slots, chunk_numel=2048)
+
+
+def test_identity_and_kind_stay():
+    _, model, _ = managed()
+    parameter = model[0].weight
+    assert parameter is model[0].weight
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter in set(model.parameters())
+
+
+def test_what_needs_no_data_fetches_nothing():
+    plain, model, owner = managed()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        for read in (
+            lambda p: p.shape,
+            lambda p: p.dtype,
+            lambda p: p.device,
+            lambda p: p.numel(),
+            lambda p: p.stride(),
+            lambda p: p.is_contiguous(),
+            lambda p: p.requires_grad,
+            lambda p: p.is_leaf,
+            lambda p: p.ndim,
+            lambda p: p.size(0),
+            lambda p: p.element_size(),
+            lambda p: p.grad is None,
+        ):
+            assert read(want) == read(got)
+    assert owner.fetches == 0
+
+
+def test_a_missed_use_reads_nan():
+    from patrickstar.torch_private import Plain
+
+    _, model, _ = managed()
+    with Plain():
+        assert model[0].weight.data.isnan().all()
+
+
+def test_functional_use_of_another_modules_weight():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return (
+                torch.nn.functional.linear(self.a(x), self.b.weight * 2, self.a.bias).sum() + self.b.bias.pow(2).sum()
+            )
+
+    compare(Model, lambda model: model(X), slots=1, chunk_numel=2048, moves=False)
+
+
+def test_gradients_by_autograd_grad_of_parameters():
+    plain, model, owner = managed(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.Linear(3, 3)))
+    results = []
+    for module in (plain, model):
+        x = X.clone().requires_grad_()
+        loss = checkpoint(module[:3], x, use_reentrant=False).square().sum()
+        results.append(torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert not owner.gradients
+    assert owner.fetches > 2
+
+
+def test_backward_for_some_parameters_only():
+    plain, model, owner = managed()
+    for module in (plain, model):
+        module(X).sum().backward(inputs=[module[1].weight, module[0].bias])
+    assert set(owner.gradients) == {"1.weight", "0.bias"}
+    assert torch.equal(plain[1].weight.grad, model[1].weight.grad)
+
+
+def test_a_penalty_over_all_parameters():
+    build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    compare(
+        build,
+        lambda model: model(X).sum() + sum(p.square().sum() for p in model.parameters()),
+        slots=1,
+        chunk_numel=2048,
+    )
+
+
+def test_custom_autograd_function():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            return gradient @ weight, gradient.t() @ x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = Scale.apply(x, layer.weight)
+            return x.sum()
+
+    compare(Model, lambda model: model(X.clone().requires_grad_()), slots=1, chunk_numel=1024)
+
+
+def test_lstm():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(32, 32, num_layers=2, batch_first=True)
+            self.head = nn.Linear(32, 4)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0]).sum()
+
+    compare(Model, lambda model: model(X[None]), slots=6, chunk_numel=4096, moves=False)
+
+
+def test_weight_norm():
+    def build():
+        return nn.Sequential(*(torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)) for _ in range(3)))
+
+    compare(build, lambda model: model(X).sum(), slots=1, chunk_numel=1088)
+
+
+def test_functional_call():
+    plain, model, _ = managed()
+    other = {name: torch.full_like(value, 0.5) for name, value in plain.named_parameters()}
+    assert torch.equal(torch.func.functional_call(model, other, (X,)), torch.func.functional_call(plain, other, (X,)))
+
+
+def test_func_grad_of_copies():
+    plain, model, _ = managed()
+    values = {name: value.detach() for name, value in plain.named_parameters()}
+
+    def loss(values, module):
+        return torch.func.functional_call(module, values, (X,)).square().sum()
+
+    want, got = (torch.func.grad(loss)(values, module) for module in (plain, model))
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_autocast():
+    build = lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+    def loss_of(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(X).float().sum()
+
+    compare(build, loss_of, slots=1, chunk_numel=2048, moves=False)
+
+
+def test_inference_mode_leaves_slots_usable():
+    plain, model, owner = managed()
+    with torch.inference_mode():
+        assert torch.equal(model(X), plain(X))
+        assert torch.equal(model[0].weight + 1, plain[0].weight + 1)
+    for module in (plain, model):
+        module(X).sum().backward()
+    assert torch.equal(plain[0].weight.grad, owner.gradients["0.weight"])
+
+
+def test_deepcopy_gives_ordinary_parameters():
+    plain, model, _ = managed()
+    twin = copy.deepcopy(model)
+    for want, got in zip(plain.parameters(), twin.parameters(), strict=True):
+        assert type(got) is nn.Parameter
+        assert torch.equal(want, got)
+
+
+def test_deepcopy_keeps_ties():
+    def build():
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        model[1].weight = model[0].weight
+        return model
+
+    _, model, _ = managed(build)
+    twin = copy.deepcopy(model)
+    assert twin[0].weight is twin[1].weight
+
+
+def test_pickle_gives_ordinary_parameters():
+    plain, model, _ = managed(slots=3)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    assert torch.equal(loaded["1.weight"], plain[1].weight)
+    assert type(pickle.loads(pickle.dumps(model[0].weight))) is nn.Parameter
+
+
+def test_changes_by_hand_are_kept():
+    plain, model, owner = managed()
+    for module in (plain, model):
+        with torch.no_grad():
+            module[0].weight.clamp_(-0.01, 0.01)
+            module[1].weight.copy_(torch.ones(32, 32))
+            module[2].weight[3] = 7
+            module[2].bias.detach().zero_()
+            module[0].bias.data.fill_(3)
+            nn.init.constant_(module[1].bias, 2.0)
+            module[1].weight.view(-1)[:5].mul_(2)
+    assert torch.equal(model(X), plain(X))
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(owner.values(name), parameter), name
+
+
+def test_memory_handed_out_is_reported():
+    _, model, owner = managed()
+    array = model[0].weight.detach().numpy()
+    assert owner.escapes == [owner.binding.by_name["0.weight"].ref]
+    assert owner.binding.leases.held()
+    del array
+    assert not owner.binding.leases.held()
+
+
+def test_repointing_is_refused():
+    _, model, _ = managed()
+    with pytest.raises(StateError, match=r"0\.weight.*session\.write"):
+        model[0].weight.data = torch.zeros(32, 32)
+    with pytest.raises(StateError):
+        model.to(torch.float64)
+    model.to("cpu")
+    model.float()
+
+
+def test_gradients_read_and_written_as_in_pytorch():
+    plain, model, _ = managed()
+    for module in (plain, model):
+        module(X).sum().backward()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(want.grad, got.grad)
+    for module in (plain, model):
+        module[0].weight.grad.mul_(2)
+        module[1].weight.grad = torch.ones(32, 32)
+        module[2].weight.grad = None
+        module(X).sum().backward()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(want.grad, got.grad)
+    for module in (plain, model):
+        module.zero_grad(set_to_none=False)
+        assert all(not p.grad.any() for p in module.parameters())
+        module.zero_grad()
+        assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_users_hook_sees_the_accumulated_gradient():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    seen = []
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    ToyOwner(model, slots=1, chunk_numel=1024)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(seen[1], 2 * seen[0])
+
+
+def test_unfreezing_and_freezing():
+    plain, model, owner = managed()
+    for module in (plain, model):
+        module[1].requires_grad_(False)
+        module(X).sum().backward()
+        module[1].weight.requires_grad = True
+        module[0].weight.requires_grad_(False)
+        module(X).sum().backward()
+    for name, parameter in plain.named_parameters():
+        got = owner.gradients.get(name)
+        assert (parameter.grad is None and got is None) or torch.equal(parameter.grad, got), name
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_ema_by_hand(mode):
+    plain, model, _ = managed()
+    averages = [torch.optim.swa_utils.AveragedModel(module) for module in (plain, model)]
+    for average, module in zip(averages, (plain, model), strict=True):
+        average.update_parameters(module)
+        with mode():
+            average(X)
+    for want, got in zip(*(average.parameters() for average in averages), strict=True):
+        assert torch.equal(want, got)
+
+
+def test_release_gives_ordinary_parameters():
+    plain, model, owner = managed()
+    owner.binding.release(lambda bound: owner.values(bound.name))
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert type(got) is nn.Parameter
+        assert torch.equal(want, got)
+        assert not got._post_accumulate_grad_hooks
+
+
+def test_channels_last_parameters_keep_their_strides():
+    def build():
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
+
+    image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    owner = compare(build, lambda model: model(image).sum(), slots=1, chunk_numel=1024, moves=False)
+    assert owner.binding.by_name["1.weight"].parameter.stride() == build()[1].weight.stride()

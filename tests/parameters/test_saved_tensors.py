@@ -1,0 +1,238 @@
+"""What autograd keeps: each trap gives wrong numbers without an error unless the binding deals with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parameters.toy import NoSlot, ToyOwner, compare
+
+X = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+
+
+class Tower(nn.Module):
+    """Four linear layers of a chunk each, run through `inside`."""
+
+    def __init__(self, inside=lambda run, x: run(x)):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.inside = inside
+        self.forwards = 0
+
+    def run(self, x):
+        self.forwards += 1
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x):
+        return self.inside(self.run, x).square().mean()
+
+
+def on_cpu(run, x):
+    with torch.autograd.graph.save_on_cpu():
+        return run(x)
+
+
+def checkpointed_on_cpu(run, x):
+    with torch.autograd.graph.save_on_cpu():
+        return checkpoint(run, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_gradients_are_those_of_the_weights_that_the_forward_used(slots):
+    compare(Tower, lambda model: model(X.clone().requires_grad_()), slots=slots, chunk_numel=2048)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_checkpointed_block_may_span_more_chunks_than_there_are_slots(reentrant, slots):
+    build = lambda: Tower(lambda run, x: checkpoint(run, x, use_reentrant=reentrant))
+    compare(build, lambda model: model(X.clone().requires_grad_()), slots=slots, chunk_numel=2048)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_users_checkpointing_still_recomputes(reentrant):
+    model = Tower(lambda run, x: checkpoint(run, x, use_reentrant=reentrant))
+    ToyOwner(model, slots=2, chunk_numel=2048)
+    model(X.clone().requires_grad_()).backward()
+    assert model.forwards == 2
+
+
+@pytest.mark.parametrize("inside", [on_cpu, checkpointed_on_cpu])
+def test_hooks_of_the_users_get_what_is_theirs(inside):
+    compare(lambda: Tower(inside), lambda model: model(X.clone().requires_grad_()), slots=2, chunk_numel=2048)
+
+
+def test_hooks_of_the_users_are_called_for_activations_only():
+    seen = []
+
+    def inside(run, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            return run(x)
+
+    model = Tower(inside)
+    owner = ToyOwner(model, slots=2, chunk_numel=2048)
+    model(X).backward()
+    assert seen
+    assert all(owner.binding.leases.locate(tensor) is None for tensor in seen)
+
+
+def test_a_weight_changed_between_forward_and_backward_raises_as_in_pytorch():
+    model = Tower()
+    ToyOwner(model, slots=2, chunk_numel=2048)
+    loss = model(X.clone().requires_grad_())
+    with torch.no_grad():
+        model.layers[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_changed_through_data_is_not_noticed_as_in_pytorch():
+    owner = compare(Tower, run_and_change_through_data, slots=2, chunk_numel=2048, steps=1)
+    assert owner.values("layers.2.weight").abs().max() == 0
+
+
+def run_and_change_through_data(model):
+    loss = model(X.clone().requires_grad_())
+    model.layers[2].weight.data.mul_(0)
+    return loss
+
+
+def test_an_activation_changed_between_forward_and_backward_raises_as_in_pytorch():
+    weight = nn.Linear(32, 32)
+    ToyOwner(weight, slots=1, chunk_numel=2048)
+    x = X.clone().requires_grad_() * 1
+    y = weight(x).sum()
+    x.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_view_that_outlives_its_moment_keeps_its_slot():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(1, 1024))
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            query = self.query.expand(2, 1024)[:, :32]
+            for layer in self.layers:
+                x = layer(x)
+            return (x * query).sum()
+
+    compare(Model, lambda model: model(X), slots=2, chunk_numel=2048)
+    with pytest.raises(NoSlot):
+        compare(Model, lambda model: model(X), slots=1, chunk_numel=2048)
+
+
+def test_a_view_is_packed_when_an_operation_saves_it():
+    """Only the view's own lifetime holds the slot, not the graph's."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(4, 16, 32))
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            y = torch.nn.functional.linear(x, self.experts[2])
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum() * y.sum()
+
+    compare(Model, lambda model: model(X), slots=1, chunk_numel=2048)
+
+
+def test_accumulators_that_fire_several_times_in_one_backward():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = checkpoint(lambda x: torch.tanh(self.other(self.layer(x))), x, use_reentrant=True)
+            return x.sum()
+
+    owner = compare(Shared, lambda model: model(X.clone().requires_grad_()), slots=1, chunk_numel=2048, steps=1)
+    assert owner.firings["layer.weight"] == 3
+
+
+def test_a_gradient_of_negative_zero_stays_negative():
+    model = nn.Linear(32, 32, bias=False)
+    owner = ToyOwner(model, slots=1, chunk_numel=2048)
+    (model.weight * torch.tensor(-0.0)).sum().backward()
+    assert torch.signbit(owner.gradients["weight"]).all()
+
+
+def test_early_stop_of_a_recomputation_leaves_nothing_behind():
+    owner = compare(
+        lambda: Tower(lambda run, x: checkpoint(run, x, use_reentrant=False, early_stop=True)),
+        lambda model: model(X.clone().requires_grad_()),
+        slots=1,
+        chunk_numel=2048,
+    )
+    assert all(bound.depth == 0 for bound in owner.binding)
+
+
+def test_inplace_operations_after_a_layer():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            y = self.relu(self.a(x))
+            z = self.norm(self.b(y))
+            z += y
+            return self.relu(z).mean()
+
+    image = torch.randn(2, 3, 8, 8)
+    compare(Block, lambda model: model(image), slots=1, chunk_numel=640)
+
+
+def test_autograd_grad_gives_gradients_to_its_caller():
+    model = Tower()
+    owner = ToyOwner(model, slots=2, chunk_numel=2048)
+    gradients = torch.autograd.grad(model(X), list(model.parameters()))
+    assert not owner.gradients
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_double_backward():
+    def loss_of(model):
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+        return slope.square().sum() * 1e3
+
+    compare(Tower, loss_of, slots=4, chunk_numel=2048, moves=False)  # the graph of the gradient holds every weight
+
+
+def test_an_exception_in_the_forward_leaves_no_lease():
+    model = Tower()
+    owner = ToyOwner(model, slots=1, chunk_numel=2048)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 31))
+    assert not owner.binding.leases.held()
+    assert all(bound.depth == 0 for bound in owner.binding)
+
+
+def test_backward_on_another_thread():
+    import threading
+
+    model = Tower()
+    owner = ToyOwner(model, slots=1, chunk_numel=2048)
+    plain = Tower()
+    plain.load_state_dict({name: owner.values(name) for name, _ in model.named_parameters()})
+    loss = model(X)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    plain(X).backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, owner.gradients[name])

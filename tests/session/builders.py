@@ -1,0 +1,221 @@
+"""A tiny model twice: under a session whose budget makes it move, and in plain PyTorch with the defined update.
+
+What a test does, it does to both; then every bit must be the same. The plain one is stepped by `patrickstar.AdamW`, the
+same update outside of any session, which `tests/optim/` compares with a definition of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import patrickstar
+from tests.parity.compare import compare_mappings, same_bits
+
+WIDTH = 32
+LAYERS = 6
+CHUNK = 2048
+"""Elements of a chunk: one layer of `mlp`, weight and bias."""
+SLOT = 4 * CHUNK
+TIGHT = 5 * SLOT + 4096
+"""Bytes for five of the twenty-four slots of model data and the activations: one more than an update needs at once."""
+
+MACHINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    "emulated": lambda disk: {"device": "emulated", "device_memory": TIGHT},
+    "cpu+disk": lambda disk: {"device": "cpu", "host_memory": TIGHT + SLOT, "disk": disk},
+    "emulated+disk": lambda disk: {
+        "device": "emulated",
+        "device_memory": TIGHT,
+        "host_memory": 12 * SLOT,
+        "disk": disk,
+    },
+}
+"""Arguments of `manage` for machines on which `mlp` does not fit, given a directory."""
+
+EMULATED = {"device": "emulated", "device_memory": TIGHT}
+ROOMY = {"device": "emulated", "device_memory": "64MiB"}
+
+
+def mlp(seed: int = 0, *, layers: int = LAYERS) -> nn.Sequential:
+    """Linear layers of one chunk each; the same bits at each call."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def batch(number: int = 0, *, rows: int = 4, width: int = WIDTH) -> Tensor:
+    """Inputs, the same for a number whatever has been drawn before."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))
+
+
+def options(**given: Any) -> patrickstar.Options:
+    """Slots are poisoned as they are given back, in every test."""
+    return patrickstar.Options(**{"chunk_size": CHUNK, "poison": True, **given})
+
+
+def loss_of(model: nn.Module, number: int = 0, *, rows: int = 4) -> Tensor:
+    loss: Tensor = model(batch(number, rows=rows)).square().mean()
+    return loss
+
+
+def backward(model: nn.Module, optimizer: Any = None, number: int = 0, *, rows: int = 4) -> Tensor:
+    """A forward and a backward; gives the loss, without its graph. The optimizer is not used."""
+    loss = loss_of(model, number, rows=rows)
+    loss.backward()
+    return loss.detach().clone()
+
+
+def train_step(model: nn.Module, optimizer: Any, number: int = 0, *, rows: int = 4) -> Tensor:
+    """One step of the ordinary loop; gives the loss."""
+    loss = backward(model, optimizer, number, rows=rows)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3, *, first: int = 0) -> Tensor:
+    """Some steps of the ordinary loop; gives their losses."""
+    return torch.stack([train_step(model, optimizer, number) for number in range(first, first + steps)])
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, so that a forecast sees all of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def step_with_loss(model: nn.Module, optimizer: Any, number: int = 0, *, rows: int = 4) -> Tensor:
+    loss = model(batch(number, rows=rows))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()  # type: ignore[no-any-return]
+
+
+def adamw(model: nn.Module) -> patrickstar.AdamW:
+    """An update in which every hyper-parameter counts."""
+    return patrickstar.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
+
+
+class Pair:
+    """A model under a session, and its plain twin.
+
+    Attributes:
+        model, original, session: the managed one, with the optimizer that was passed to `manage`.
+        plain, plain_optimizer: the twin.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module] = mlp,
+        *,
+        make_optimizer: Callable[[nn.Module], Any] = adamw,
+        before: Callable[[nn.Module, Any], object] | None = None,
+        with_options: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        """`before`: done to both before `manage` is called."""
+        self.plain, self.model = build(), build()
+        self.plain_optimizer, self.original = make_optimizer(self.plain), make_optimizer(self.model)
+        if before is not None:
+            before(self.plain, self.plain_optimizer)
+            before(self.model, self.original)
+        self.session = patrickstar.manage(
+            self.model, self.original, options=options(**(with_options or {})), **(keywords or EMULATED)
+        )
+
+    @property
+    def optimizer(self) -> Any:
+        """The session's."""
+        return self.session.optimizer
+
+    def each(self, act: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[Any, Any]:
+        """`act(model, optimizer, ...)` for both from the same random state: what the plain one gave, what the managed."""
+        state = torch.get_rng_state()
+        with _disable_current_modes():  # what the twin makes is no matter of the session's
+            want = act(self.plain, self.plain_optimizer, *args, **keywords)
+        torch.set_rng_state(state)
+        return want, act(self.model, self.optimizer, *args, **keywords)
+
+    def train(self, steps: int = 3, *, first: int = 0) -> None:
+        """Trains both; every loss must be the same."""
+        want, got = self.each(train, steps, first=first)
+        assert same_bits(want, got), f"losses {got.tolist()}, plain PyTorch has {want.tolist()}"
+
+    def expect_same(self) -> None:
+        """Weights, buffers, moments and counts of updates have the same bits, and bytes have moved."""
+        assert_same(self.plain, self.plain_optimizer, self.session)
+        assert sum(self.session.stats().moved.values()), "nothing moved, which shows nothing"
+
+    def expect_same_gradients(self) -> None:
+        """So have the gradients."""
+        want = {name: p.grad for name, p in self.plain.named_parameters() if p.grad is not None}
+        assert not (found := compare_mappings("gradient of", want, dict(self.session.gradients()))), "\n".join(found)
+
+
+def assert_same(plain: nn.Module, plain_optimizer: Any, session: patrickstar.Session) -> None:
+    """What a session holds has the bits of a plain model and its optimizer."""
+    found = compare_mappings("state dict's", plain.state_dict(), dict(session.state_dict()))
+    if plain_optimizer is not None:
+        found += compare_mappings("state of", states(plain_optimizer), held_states(session))
+    assert not found, "\n".join(found)
+
+
+def states(optimizer: Any) -> dict[str, Tensor]:
+    """Moments and counts of updates by the parameter's number."""
+    return {
+        f"{number}.{key}": value
+        for number, entry in optimizer.state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+
+
+def held_states(session: patrickstar.Session) -> dict[str, Tensor]:
+    """The same of a session, read one tensor at a time: the whole may not fit."""
+    parts, found = session._parts, dict[str, Tensor]()
+    names = {id(parameter): name for name, parameter in parts.named.items()}
+    parameters = [parameter for group in session.optimizer.param_groups for parameter in group["params"]]
+    session.stats()  # a pending step is carried out
+    for number, parameter in enumerate(parameters):
+        name = names[id(parameter)]
+        if name in parts.training.steps:
+            found[f"{number}.step"] = torch.tensor(float(parts.training.steps[name]))
+            for plane in ("exp_avg", "exp_avg_sq"):
+                found[f"{number}.{plane}"] = parts.weights.read_average(name, plane)
+    return found
+
+
+def everything(session: patrickstar.Session) -> dict[str, Tensor]:
+    """Copies of all that a session would have to keep: weights, buffers, moments, counts."""
+    held = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+    return held | ({} if session.optimizer is None else held_states(session))
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's state."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def expect_bits(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
+    """Two mappings of tensors have the same keys and bits."""
+    assert not (found := compare_mappings("", want, got)), "\n".join(found)
+
+
+def is_ordinary(model: nn.Module) -> bool:
+    """Whether no parameter is a session's."""
+    return all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def mover_of(session: patrickstar.Session) -> Any:
+    """What carries out actions: its log is what a session has really done."""
+    return session._parts.executor.mover

@@ -1,0 +1,337 @@
+"""Calls at the wrong time, and parameters that are changed under a session: a StateError that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar import StateError
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    EMULATED,
+    ROOMY,
+    Pair,
+    adamw,
+    backward,
+    batch,
+    expect_bits,
+    is_ordinary,
+    mlp,
+    options,
+    train,
+    train_step,
+    values,
+)
+
+MakePair = Callable[..., Pair]
+
+
+def replace_one(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.ones(32, 32))
+
+
+def replace_a_layer(model: nn.Module) -> None:
+    model[4] = nn.Linear(32, 32)
+
+
+def add_a_layer(model: nn.Module) -> None:
+    model.append(nn.Linear(32, 32))
+
+
+def remove_a_layer(model: nn.Module) -> None:
+    del model[10]
+
+
+def parametrize(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model[2])
+
+
+def remove_a_bias(model: nn.Module) -> None:
+    model[2].register_parameter("bias", None)
+
+
+def tie(model: nn.Module) -> None:
+    model[8].weight = model[2].weight
+
+
+def test_a_parametrization_is_refused_and_the_session_as_before(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with pytest.raises((StateError, RuntimeError)):
+        parametrize(pair.model)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_one, replace_a_layer, add_a_layer, remove_a_layer, remove_a_bias, tie],
+    ids=lambda change: change.__name__,
+)
+def test_parameters_that_are_replaced_are_found_by_the_next_forward(
+    make_pair: MakePair, change: Callable[[nn.Module], None]
+) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with pytest.raises(StateError, match=r"manage it again|session\.close|[Cc]lose the session"):
+        change(pair.model)
+        pair.model(batch())
+
+
+def test_a_checkpoint_of_what_is_no_longer_the_models_is_refused(make_pair: MakePair, tmp_path: Any) -> None:
+    """What the model shows is not what the session keeps: to save one as the other would be wrong."""
+    pair = make_pair()
+    pair.train(1)
+    replace_one(pair.model)
+    with pytest.raises(StateError, match="replaced"):
+        pair.session.save_checkpoint(tmp_path)
+
+
+def test_a_replaced_parameter_that_is_put_back_is_as_before(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    original = pair.model[0].weight
+    replace_one(pair.model)
+    with pytest.raises(StateError, match=r"0\.weight"):
+        pair.model(batch())
+    pair.model[0].weight = original
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+def test_closing_after_a_replacement_gives_the_others_back(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    replace_one(pair.model)
+    pair.session.close()
+    assert is_ordinary(pair.model)
+    want = values(pair.plain) | {"0.weight": torch.ones(32, 32)}
+    expect_bits(want, values(pair.model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.double(),
+        lambda model: model.half(),
+        lambda model: model[2].to(torch.float64),
+    ],
+    ids=["bf16", "fp64", "fp16", "one layer"],
+)
+def test_a_model_that_is_re_typed_is_refused_and_as_before(make_pair: MakePair, change: Callable[..., Any]) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with pytest.raises(StateError, match=r"manage\(\)"):
+        change(pair.model)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_a_model_that_is_moved_to_meta_is_found_by_the_next_forward(make_pair: MakePair) -> None:
+    """`Module.to` puts other parameters in place where the device has another kind of tensor."""
+    pair = make_pair()
+    with pytest.raises(StateError, match="manage it again"):
+        pair.model.to("meta")
+        pair.model(batch())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(32, 32), torch.ones(8, 8), torch.ones(32, 32, dtype=torch.float64)],
+    ids=["same shape", "other shape", "other type"],
+)
+def test_data_that_is_assigned_is_refused_with_what_to_do_instead(make_pair: MakePair, value: torch.Tensor) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with pytest.raises(StateError, match=r"session\.write"):
+        pair.model[0].weight.data = value
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_a_tensor_that_is_swapped_in_is_refused_or_found_by_the_next_forward(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with pytest.raises((StateError, RuntimeError)):
+        torch.utils.swap_tensors(pair.model[0].weight, nn.Parameter(torch.ones(32, 32)))
+        pair.model(batch())
+
+
+def test_resized_embeddings_of_transformers_are_refused() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
+    with patrickstar.manage(model, adamw(model), options=options(), **ROOMY):
+        with pytest.raises(StateError, match="resize_token_embeddings|session"):
+            model.resize_token_embeddings(70)
+            model(torch.ones(1, 4, dtype=torch.long))
+
+
+# after close
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "stats": lambda session, tmp: session.stats(),
+    "clip_grad_norm_": lambda session, tmp: session.clip_grad_norm_(1.0),
+    "gradients": lambda session, tmp: list(session.gradients()),
+    "write": lambda session, tmp: session.write("0.weight", torch.ones(32, 32)),
+    "state_dict": lambda session, tmp: session.state_dict(),
+    "load_state_dict": lambda session, tmp: session.load_state_dict(mlp().state_dict()),
+    "save_checkpoint": lambda session, tmp: session.save_checkpoint(tmp),
+    "load_checkpoint": lambda session, tmp: session.load_checkpoint(tmp),
+    "optimizer.step": lambda session, tmp: session.optimizer.step(),
+    "optimizer.zero_grad": lambda session, tmp: session.optimizer.zero_grad(),
+    "optimizer.state_dict": lambda session, tmp: session.optimizer.state_dict(),
+    "optimizer.load_state_dict": lambda session, tmp: session.optimizer.load_state_dict(adamw(mlp()).state_dict()),
+    "optimizer.add_param_group": lambda session, tmp: session.optimizer.add_param_group({"params": []}),
+    "with": lambda session, tmp: session.__enter__(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_after_close_is_a_state_error(make_pair: MakePair, call: str, tmp_path: Any) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.session.close()
+    before = values(pair.model)
+    with pytest.raises(StateError, match="closed"):
+        CALLS[call](pair.session, tmp_path / "checkpoint")
+    expect_bits(before, values(pair.model))
+
+
+def test_a_lazy_state_dict_that_outlives_the_session_is_a_state_error(make_pair: MakePair) -> None:
+    pair = make_pair()
+    held = pair.session.state_dict()
+    pair.session.close()
+    with pytest.raises(StateError, match="closed"):
+        held["0.weight"]
+
+
+def test_closing_twice_does_nothing(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.session.close()
+    with torch.no_grad():
+        pair.model[0].weight.zero_()
+    pair.session.close()
+    assert not pair.model[0].weight.any()
+
+
+# close
+
+
+@pytest.mark.parametrize("pending", ["nothing", "step", "gradients"])
+def test_close_gives_back_ordinary_parameters_with_the_current_weights(make_pair: MakePair, pending: str) -> None:
+    pair = make_pair()
+    pair.train(2)
+    identities = [id(p) for p in pair.model.parameters()]
+    if pending != "nothing":
+        pair.each(backward, 2)
+    if pending == "step":
+        pair.each(lambda model, optimizer: optimizer.step())
+    pair.session.close()
+    assert is_ordinary(pair.model)
+    assert identities == [id(p) for p in pair.model.parameters()]
+    expect_bits(values(pair.plain), values(pair.model))
+    for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+        assert (want.grad is None) == (got.grad is None)
+        assert want.grad is None or same_bits(want.grad, got.grad)
+        assert got.requires_grad
+    assert not pair.model._forward_pre_hooks
+    assert not pair.model._forward_hooks
+    assert not pair.original._optimizer_step_pre_hooks
+    assert all(not p._post_accumulate_grad_hooks for p in pair.model.parameters())
+
+
+def test_after_close_the_model_is_trained_by_plain_pytorch(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.session.close()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (pair.plain, pair.model)]
+    want, got = (train(model, o) for model, o in zip((pair.plain, pair.model), optimizers, strict=True))
+    assert same_bits(want, got)
+
+
+def test_after_close_the_model_is_managed_again(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(2)
+    pair.session.close()
+    oracle = adamw(pair.plain)
+    with patrickstar.manage(pair.model, adamw(pair.model), options=options(), **EMULATED) as session:
+        for number in range(2):
+            assert same_bits(train_step(pair.plain, oracle, number), train_step(pair.model, session.optimizer, number))
+
+
+def test_aliases_that_outlive_the_session_go_on_as_in_pytorch(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    alias, view = pair.model[0].weight.detach(), pair.model[2].weight.detach().numpy()
+    pair.session.close()
+    assert same_bits(alias, pair.plain[0].weight.detach())
+    assert (view == pair.plain[2].weight.detach().numpy()).all(), "it keeps its memory, of which the model has a copy"
+    with torch.no_grad():
+        pair.model[0].weight.add_(1)
+    assert same_bits(alias, pair.model[0].weight.detach())
+
+
+def test_an_exception_inside_of_the_with_block_closes_with_the_weights_of_the_last_step() -> None:
+    plain, model = mlp(), mlp()
+    train(plain, adamw(plain), 2)
+    with pytest.raises(ZeroDivisionError):
+        with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+            train(model, session.optimizer, 2)
+            backward(model, number=2)
+            raise ZeroDivisionError
+    assert is_ordinary(model)
+    expect_bits(values(plain), values(model))
+
+
+def test_an_exception_between_forward_and_backward_closes_cleanly() -> None:
+    model = mlp()
+    with pytest.raises(ZeroDivisionError):
+        with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+            train(model, session.optimizer, 1)
+            loss = model(batch()).sum()
+            raise ZeroDivisionError
+    assert is_ordinary(model)
+    assert loss.isfinite()
+
+
+def test_weights_that_do_not_fit_become_meta_with_one_warning_that_names_what_keeps_them(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    session = patrickstar.manage(
+        model, adamw(model), options=options(), device="cpu", host_memory="36KiB", disk=tmp_path / "disk"
+    )
+    train(model, session.optimizer, 1)
+    want = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+    session.save_checkpoint(tmp_path / "checkpoint")
+    caplog.clear()
+    session.close()
+    assert all(p.is_meta and type(p) is nn.Parameter for p in model.parameters())
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "export" in warning.getMessage()
+    assert "save_checkpoint" in warning.getMessage()
+    other = mlp(3)
+    with patrickstar.manage(other, adamw(other), options=options(), **EMULATED) as session:
+        session.load_checkpoint(tmp_path / "checkpoint")
+    expect_bits(want, values(other))
+
+
+def test_weights_that_nobody_wants_are_not_given_back(make_pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.session.close(keep_weights=False)
+    assert is_ordinary(pair.model)
+    assert all(parameter.is_meta for parameter in pair.model.parameters())
+    assert not caplog.records
+    with pytest.raises(StateError, match="closed"):
+        pair.session.stats()

@@ -1,0 +1,558 @@
+"""Gradients in chunks, read and written as `p.grad`, have the bits of plain PyTorch and bytes only while an operation uses them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patrickstar
+from patrickstar import BudgetError, StateError
+from tests.parity.compare import same_bits
+from tests.session.builders import CHUNK, MACHINES, ROOMY, SLOT, Pair, backward, batch, loss_of, mlp
+
+MakePair = Callable[..., Pair]
+
+SMALLEST = {"device": "emulated", "device_memory": 4 * SLOT}
+"""An update of one chunk fills the device."""
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters()]
+
+
+def norms_by_hand(model: nn.Module, _: Any) -> Tensor:
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    for p in model.parameters():
+        p.grad.mul_(torch.clamp(1e-3 / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def grad_scaler(model: nn.Module, optimizer: Any) -> Tensor:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm
+
+
+def noise(model: nn.Module, _: Any) -> None:
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=1e-3)
+
+
+def augmented(model: nn.Module, _: Any) -> None:
+    for p in model.parameters():
+        p.grad *= 0.5
+        p.grad += 1e-3
+        p.grad.data.mul_(3)
+        p.grad.detach().sub_(1e-4)
+        p.grad = p.grad
+
+
+def views(model: nn.Module, _: Any) -> None:
+    for p in model.parameters():
+        p.grad.view(-1)[::2] = 0.25
+        p.grad[0] = 1.0
+        torch.mul(p.grad, 2, out=p.grad)
+        p.grad.t().clamp_(-1, 1)
+
+
+def foreach(model: nn.Module, _: Any) -> Tensor:
+    held = gradients(model)
+    torch._foreach_mul_(held, [float(index) for index in range(len(held))])
+    torch._foreach_add_(held, torch._foreach_abs(held), alpha=0.5)
+    torch._foreach_addcmul_(held, held, held, torch.linspace(0, 1, len(held)))
+    torch._foreach_mul_(held, torch.tensor(0.5))
+    return torch.stack(torch._foreach_norm(held))
+
+
+def amp_foreach(model: nn.Module, _: Any) -> Tensor:
+    found, scale = torch.zeros(1), torch.tensor([0.125])
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients(model), found, scale)
+    return found
+
+
+CHANGES = {
+    "clip": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clip, one by one": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False),
+    "clip, foreach": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True),
+    "clip, 1-norm": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=1.0),
+    "clip, largest": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=float("inf")),
+    "clip values": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1e-4),
+    "total norm": lambda model, _: nn.utils.get_total_norm(gradients(model)),
+    "norms": norms_by_hand,
+    "GradScaler": grad_scaler,
+    "noise": noise,
+    "augmented": augmented,
+    "views": views,
+    "foreach": foreach,
+    "amp foreach": amp_foreach,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loop_over_gradients_has_torchs_bits(make_pair: MakePair, machine: dict[str, Any], change: str) -> None:
+    pair = make_pair(**machine)
+    for number in range(2):
+        pair.each(backward, number)
+        want, got = pair.each(CHANGES[change])
+        assert want is None or same_bits(want, got)
+        pair.expect_same_gradients()
+        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("change", ["clip", "norms", "foreach", "GradScaler"])
+def test_the_smallest_budget_of_an_update_is_enough(make_pair: MakePair, change: str) -> None:
+    pair = make_pair(**SMALLEST)
+    pair.each(backward)
+    want, got = pair.each(CHANGES[change])
+    assert same_bits(want, got)
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_a_gradient_that_lies_in_several_chunks_is_put_together(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    def wide() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 200), nn.Tanh(), nn.Linear(200, 32))
+
+    pair = make_pair(wide, **{**on_disk, "host_memory": 12 * SLOT})
+    for number in range(2):
+        pair.each(backward, number)
+        want, got = pair.each(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+        assert same_bits(want, got)
+        pair.each(views)
+        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_a_channels_last_filters_gradient_has_its_strides(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    def filters() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(288, 4))
+
+    def step(model: nn.Module, optimizer: Any) -> tuple[Any, Tensor]:
+        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        model(images).square().mean().backward()
+        gradient = model[0].weight.grad
+        strides, values = gradient.stride(), gradient[1:3, 0].clone()
+        gradient[0, 1] = 2.0
+        optimizer.step()
+        return strides, values
+
+    pair = make_pair(filters, **{**on_disk, "host_memory": "1MiB"})
+    (want_strides, want), (got_strides, got) = pair.each(step)
+    assert want_strides == got_strides
+    assert same_bits(want, got)
+    assert same_bits(pair.plain[0].weight, pair.session.state_dict()["0.weight"])
+
+
+# what reading gives
+
+
+def test_a_list_of_all_gradients_holds_no_bytes(make_pair: MakePair, machine: dict[str, Any]) -> None:
+    pair = make_pair(**machine)
+    pair.each(backward)
+    held = gradients(pair.model)
+    assert pair.session._parts.binding.taken_bytes() == 0
+    assert all(isinstance(gradient, Tensor) for gradient in held)
+    for want, got in zip(pair.plain.parameters(), held, strict=True):
+        assert same_bits(want.grad, got.clone())
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(1, first=1)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
+
+
+def test_what_is_no_use_moves_nothing(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    before = dict(pair.session.stats().moved)
+    for p in pair.model.parameters():
+        gradient = p.grad
+        assert gradient is p.grad
+        assert (gradient.shape, gradient.dtype, gradient.device) == (p.shape, p.dtype, p.device)
+        assert gradient.stride() == torch.empty(p.shape).stride()
+        assert gradient.is_contiguous()
+        assert not gradient.requires_grad
+        assert gradient.detach().shape == p.shape
+        assert gradient.grad is None
+    assert dict(pair.session.stats().moved) == before
+
+
+def test_a_held_gradient_shows_what_another_backward_adds(make_pair: MakePair, machine: dict[str, Any]) -> None:
+    def accumulate(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        backward(model, number=0)
+        held, view = model[0].weight.grad, model[2].weight.grad.view(-1)
+        shown = [held.clone(), view.clone()]
+        backward(model, number=1)
+        shown += [held.clone(), view.clone()]
+        view.mul_(2)
+        shown += [model[2].weight.grad.clone()]
+        optimizer.step()
+        return [*shown, held.clone(), view.clone()]
+
+    pair = make_pair(
+        **{**machine, **({"device_memory": 8 * SLOT} if "device_memory" in machine else {"host_memory": 9 * SLOT})}
+    )
+    want, got = pair.each(accumulate)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    pair.expect_same()
+
+
+def test_a_view_of_a_gradient_that_is_let_go_keeps_its_last_values(make_pair: MakePair) -> None:
+    def outlive(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        backward(model)
+        view = model[0].weight.grad[3]
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model, number=1)
+        view.add_(1)
+        return [view.clone(), torch.stack([view, view]), model[0].weight.grad.clone()]
+
+    pair = make_pair()
+    want, got = pair.each(outlive)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+def test_a_view_assigned_as_gradient_is_the_users_own(make_pair: MakePair) -> None:
+    def assign(model: nn.Module, optimizer: Any) -> None:
+        backward(model)
+        weight = model[0].weight
+        weight.grad = weight.grad.view(32, 32)
+        weight.grad.mul_(0.5)
+        other = model[2].weight
+        other.grad = other.grad.clone().mul_(3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair = make_pair()
+    pair.each(assign)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_copies_are_ordinary_tensors(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    want, gradient = pair.plain[0].weight.grad, pair.model[0].weight.grad
+    file = io.BytesIO()
+    torch.save(gradient, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), torch.load(file), gradient.clone()):
+        assert type(copied) is Tensor
+        assert same_bits(want, copied)
+    assert same_bits(want.double(), gradient.to(torch.float64))
+    assert bool(torch.isfinite(gradient).all())
+    assert gradient.to("cpu") is gradient
+    assert want[0].tolist() == gradient[0].tolist()
+    assert repr(want) == repr(gradient)
+
+
+def test_autograd_keeps_what_it_saves_of_a_gradient(make_pair: MakePair) -> None:
+    def meta_loss(model: nn.Module, _: Any) -> Tensor:
+        backward(model)
+        scale = torch.full((32, 32), 2.0, requires_grad=True)
+        (model[0].weight.grad * scale).sum().backward()
+        return scale.grad
+
+    pair = make_pair()
+    want, got = pair.each(meta_loss)
+    assert same_bits(want, got)
+
+
+def test_a_gradient_changed_after_autograd_saved_it_is_told_as_in_pytorch(make_pair: MakePair) -> None:
+    def late(model: nn.Module, _: Any) -> None:
+        backward(model)
+        scale = torch.full((32, 32), 2.0, requires_grad=True)
+        product = (model[0].weight.grad * scale).sum()
+        model[0].weight.grad.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+    make_pair().each(late)
+
+
+def test_under_no_grad_and_inference_mode_gradients_are_read_and_written(make_pair: MakePair) -> None:
+    def spell(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        backward(model)
+        with torch.no_grad():
+            model[0].weight.grad.mul_(2)
+        with torch.inference_mode():
+            norm = model[2].weight.grad.norm().clone()
+            model[2].weight.grad.mul_(3)
+        optimizer.step()
+        return [norm]
+
+    pair = make_pair()
+    (want,), (got,) = pair.each(spell)
+    assert want.item() == got.item()
+    pair.expect_same()
+
+
+def test_the_sessions_clipping_shows_in_gradients(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    view = pair.model[0].weight.grad.view(-1)
+    pair.session.clip_grad_norm_(1e-3)
+    read = dict(pair.session.gradients())
+    for name, p in pair.model.named_parameters():
+        assert same_bits(read[name], p.grad.clone())
+    assert same_bits(read["0.weight"].view(-1), view.clone())
+    pair.model[0].weight.grad.add_(1)
+    assert same_bits(read["0.weight"] + 1, dict(pair.session.gradients())["0.weight"])
+
+
+# what cannot be given
+
+
+@pytest.mark.parametrize(
+    "let_go",
+    [
+        lambda pair: pair.optimizer.zero_grad(),
+        lambda pair: pair.model.zero_grad(),
+        lambda pair: setattr(pair.model[0].weight, "grad", None),
+        lambda pair: setattr(pair.model[0].weight, "grad", torch.ones(32, 32)),
+    ],
+    ids=["zero_grad", "model", "None", "another"],
+)
+def test_a_gradient_that_was_let_go_is_refused_by_name(make_pair: MakePair, let_go: Callable[[Pair], None]) -> None:
+    pair = make_pair()
+    backward(pair.model)
+    held, detached = pair.model[0].weight.grad, pair.model[0].weight.grad.detach()
+    let_go(pair)
+    backward(pair.model, number=1)
+    for stale in (held, detached):
+        for use in (
+            torch.norm,
+            lambda g: g.mul_(2),
+            lambda g: g.clone(),
+            lambda g: torch._foreach_mul_([g, torch.ones(1)], 2),
+        ):
+            with pytest.raises(StateError, match=r"0\.weight\.grad.*let go.*clone"):
+                use(stale)
+        with pytest.raises(StateError, match=r"0\.weight\.grad.*let go"):
+            pair.model[0].weight.grad = stale
+    assert held.shape == (32, 32)
+
+
+def test_a_gradient_kept_over_close_is_refused(make_pair: MakePair) -> None:
+    pair = make_pair()
+    backward(pair.model)
+    held = pair.model[0].weight.grad
+    pair.session.close()
+    with pytest.raises(StateError, match="closed"):
+        held.sum()
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [
+        lambda g: g.numpy(),
+        lambda g: g.data_ptr(),
+        lambda g: g.untyped_storage(),
+        lambda g: g.view(-1).numpy(),
+        torch.from_dlpack,
+    ],
+)
+def test_memory_that_outlives_the_use_is_refused_by_name(make_pair: MakePair, escape: Callable[[Tensor], Any]) -> None:
+    pair = make_pair()
+    backward(pair.model)
+    with pytest.raises(StateError, match=r"0\.weight\.grad.*clone"):
+        escape(pair.model[0].weight.grad)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model: setattr(model[0].weight, "grad", model[2].weight.grad),
+        lambda model: setattr(model[0].weight.grad, "data", torch.ones(32, 32)),
+        lambda model: model[0].weight.grad.t_(),
+        lambda model: model[0].weight.grad.resize_(3),
+    ],
+    ids=["another's", "data", "t_", "resize_"],
+)
+def test_a_gradient_that_cannot_lie_where_it_should_is_refused(
+    make_pair: MakePair, act: Callable[[nn.Module], None]
+) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    with pytest.raises(StateError, match=r"weight\.grad.*chunks"):
+        act(pair.model)
+    pair.expect_same_gradients()
+
+
+def test_another_threads_use_is_as_good(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    norms: list[Tensor] = []
+
+    def read() -> None:
+        for p in pair.model.parameters():
+            norms.append(p.grad.norm())
+            p.grad.mul_(0.5)
+
+    worker = threading.Thread(target=read)
+    worker.start()
+    worker.join()
+    want = [p.grad.norm() for p in pair.plain.parameters()]
+    for p in pair.plain.parameters():
+        p.grad.mul_(0.5)
+    assert same_bits(torch.stack(want), torch.stack(norms))
+    pair.expect_same_gradients()
+
+
+def test_a_foreach_operation_may_mix_managed_and_ordinary_tensors(make_pair: MakePair) -> None:
+    def mixed(model: nn.Module, _: Any) -> list[Tensor]:
+        own = [torch.ones(3), torch.ones(2)]
+        tensors = [own[0], model[0].weight.grad, model[0].bias.grad, own[1]]
+        torch._foreach_mul_(tensors, 2)
+        torch._foreach_mul_([own[1], model[2].weight.grad], 2)
+        return own
+
+    pair = make_pair()
+    pair.each(backward)
+    want, got = pair.each(mixed)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    pair.expect_same_gradients()
+
+
+def test_a_foreach_operation_over_two_sessions_gradients(make_pair: MakePair) -> None:
+    first, second = make_pair(), make_pair()
+    for pair in (first, second):
+        pair.each(backward)
+    want = nn.utils.clip_grad_norm_([*first.plain.parameters(), *second.plain.parameters()], 1e-3)
+    got = nn.utils.clip_grad_norm_([*first.model.parameters(), *second.model.parameters()], 1e-3)
+    assert same_bits(want, got)
+    for pair in (first, second):
+        pair.expect_same_gradients()
+
+
+def test_lists_of_other_lengths_are_refused_by_torch_before_anything_changes(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    with pytest.raises(RuntimeError, match="same number of elements"):
+        torch._foreach_add_(gradients(pair.model), gradients(pair.model)[1:])
+    pair.expect_same_gradients()
+
+
+def test_many_whole_gradients_at_once_are_refused_in_numbers(make_pair: MakePair) -> None:
+    pair = make_pair(**SMALLEST)
+    pair.each(backward)
+    with pytest.raises(BudgetError, match=r"session\.clip_grad_norm_") as refusal:
+        torch.cat([gradient.view(-1) for gradient in gradients(pair.model)])
+    assert refusal.value.needed_bytes > refusal.value.available_bytes == SMALLEST["device_memory"]
+    assert refusal.value.smallest_bytes == refusal.value.needed_bytes
+    del refusal
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_one_whole_gradient_that_does_not_fit_is_refused_before_the_first_is_changed() -> None:
+    """A matrix in tiles, of which a tile fits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32 * 16, bias=False))
+    optimizer = patrickstar.AdamW(model.parameters())
+    options = patrickstar.Options(chunk_size=CHUNK, poison=True, tile_rows=64)
+    with patrickstar.manage(model, optimizer, device="emulated", device_memory=7 * SLOT, options=options) as session:
+        model(batch()).square().mean().backward()
+        before = {name: gradient.clone() for name, gradient in session.gradients()}
+        for use in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+            lambda: torch._foreach_mul_(gradients(model), 0.5),
+            lambda: model[1].weight.grad.norm(),
+        ):
+            with pytest.raises(BudgetError, match=r"1\.weight\.grad does not fit(.|\n)*session\.clip_grad_norm_"):
+                use()
+        assert all(same_bits(before[name], gradient) for name, gradient in session.gradients())
+        session.clip_grad_norm_(1e-3)
+        session.optimizer.step()
+
+
+def test_held_views_count_against_the_budget_and_are_said(make_pair: MakePair) -> None:
+    pair = make_pair(**SMALLEST)
+    pair.each(backward)
+    held = [pair.model[0].weight.grad.view(-1)]
+    assert pair.session._parts.binding.taken_bytes() == 32 * 32 * 4
+    with pytest.raises(BudgetError, match=r"held"):
+        held.extend(p.grad.view(-1) for p in pair.model.parameters())
+    held.clear()
+    assert pair.session._parts.binding.taken_bytes() == 0
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_gradients_in_tiles_are_put_together_too() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32 * 4, bias=False))
+
+    plain, model = build(), build()
+    options = patrickstar.Options(chunk_size=CHUNK, poison=True, tile_rows=64)
+    with patrickstar.manage(model, patrickstar.AdamW(model.parameters()), **ROOMY, options=options) as session:
+        for net in (plain, model):
+            net(batch()).square().mean().backward()
+        for p, gradient in zip(plain.parameters(), dict(session.gradients()).values(), strict=True):
+            p.grad = gradient  # products by tiles may have other bits
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        assert same_bits(want, nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+        for p, (name, gradient) in zip(plain.parameters(), session.gradients(), strict=True):
+            assert same_bits(p.grad, gradient), name
+
+
+def test_hooks_read_and_write_gradients_in_the_middle_of_a_backward(
+    make_pair: MakePair, machine: dict[str, Any]
+) -> None:
+    norms: dict[int, list[Tensor]] = {}
+
+    def watch(model: nn.Module, _: Any) -> None:
+        def clamp(p: Tensor) -> None:
+            norms.setdefault(id(model), []).append(p.grad.norm())
+            p.grad.clamp_(-1e-3, 1e-3)
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(clamp)
+
+    pair = make_pair(before=watch, **machine)
+    pair.train(2)
+    want, got = norms.values()
+    assert same_bits(torch.stack(want), torch.stack(got))
+    pair.expect_same()
+
+
+def test_where_gradients_stay_tensors_all_of_it_is_torchs_own(make_pair: MakePair) -> None:
+    pair = make_pair(device="cpu")
+    pair.each(backward)
+    want, got = pair.each(CHANGES["clip"])
+    assert same_bits(want, got)
+    assert type(pair.model[0].weight.grad) is Tensor
+
+
+def test_programs_that_read_no_gradients_have_the_plans_they_had(make_pair: MakePair) -> None:
+    plans = []
+    for reads in (False, True):
+        pair = make_pair(mlp)
+        for number in range(3):
+            pair.each(backward, number)
+            if reads:
+                pair.each(CHANGES["norms"])
+            pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        plans.append(str(pair.session.plan))
+        assert (pair.session.stats().planned_steps, pair.session.stats().reactive_steps) == (3, 0)
+    assert plans[0].count("grad") == plans[1].count("grad") > 0
+    assert set(MACHINES) == {"emulated", "cpu+disk", "emulated+disk"}

@@ -1,0 +1,352 @@
+"""Budgets that are too small: refused before anything has changed, with numbers that hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar import BudgetError
+from patrickstar.config.arguments import check_arguments
+from patrickstar.session.forecast import forecast
+from patrickstar.step.budgets import find_budgets
+from patrickstar.units import MIB
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    EMULATED,
+    SLOT,
+    TIGHT,
+    Pair,
+    WithLoss,
+    adamw,
+    backward,
+    batch,
+    everything,
+    expect_bits,
+    is_ordinary,
+    mlp,
+    options,
+    step_with_loss,
+    train_step,
+    values,
+)
+
+
+def manage(model: nn.Module, **keywords: Any) -> patrickstar.Session:
+    return patrickstar.manage(model, adamw(model), options=options(), **keywords)
+
+
+def limited(tier: str, nbytes: int, disk: Path) -> dict[str, Any]:
+    if tier == "device":
+        return {"device": "emulated", "device_memory": nbytes}
+    return {"device": "cpu", "host_memory": nbytes, "disk": disk}
+
+
+def least_that_runs(tier: str, disk: Path) -> tuple[int, list[BudgetError]]:
+    """Follows the refusals from next to nothing to the budget in which two steps run."""
+    nbytes, refusals = 4096, []
+    for _ in range(6):
+        model = WithLoss()
+        try:
+            with manage(model, **limited(tier, nbytes, disk)) as session:
+                for number in range(2):
+                    step_with_loss(model, session.optimizer, number)
+                session.stats()
+            return nbytes, refusals
+        except BudgetError as refusal:
+            refusals.append(refusal)
+            assert refusal.smallest_bytes > nbytes
+            nbytes = refusal.smallest_bytes
+    raise AssertionError(f"still refused after {[r.smallest_bytes for r in refusals]}")
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_budget_in_which_no_batch_could_fit_is_refused_by_manage(tier: str, tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    before, state = values(model), torch.get_rng_state()
+    with pytest.raises(BudgetError) as refusal:
+        patrickstar.manage(model, optimizer, options=options(), **limited(tier, 2 * SLOT, tmp_path / "disk"))
+    error = refusal.value
+    assert error.tier == tier
+    assert "step" in error.moment
+    assert error.available_bytes == 2 * SLOT
+    assert error.needed_bytes == error.smallest_bytes == 4 * SLOT  # weight, gradient and both moments of a chunk
+    assert f"{tier}_memory" in str(error)
+    assert is_ordinary(model)
+    expect_bits(before, values(model))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not list(tmp_path.rglob("patrickstar-*"))
+    train_step(model, optimizer)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_smallest_budget_named_runs_and_nine_tenths_of_it_are_refused_before_the_first_step(
+    tier: str, tmp_path: Path
+) -> None:
+    smallest, refusals = least_that_runs(tier, tmp_path / "disk")
+    assert len(refusals) <= 2, "one refusal by manage, one by the first forward; each names what is enough for it"
+    model = WithLoss()
+    before = values(model)
+    session = None
+    with pytest.raises(BudgetError) as refusal:
+        session = manage(model, **limited(tier, smallest * 9 // 10, tmp_path / "disk"))
+        model(batch())
+    assert refusal.value.smallest_bytes == smallest
+    assert refusal.value.needed_bytes > refusal.value.available_bytes == smallest * 9 // 10
+    assert refusal.value.tier == tier
+    if session is not None:
+        assert session.stats().steps == 0
+        expect_bits(before, {name: tensor.clone() for name, tensor in session.state_dict().items()})
+        session.close()
+    expect_bits(before, values(model))
+
+
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not(
+    precision: str, step: str
+) -> None:
+    """Moments come with the first update: the second step takes more than the first."""
+    given: dict[str, Any] = {"device": "cpu", "precision": precision, "step": step, "options": options()}
+    smallest = forecast(WithLoss(), {"x": batch()}, host_memory=4096, **given).minimum["host"]
+    for nbytes in (smallest, smallest - 1):
+        assert forecast(WithLoss(), {"x": batch()}, host_memory=nbytes, **given).fits is (nbytes == smallest)
+    model = WithLoss()
+    with patrickstar.manage(model, adamw(model), host_memory=smallest, **given) as session:
+        for number in range(3):
+            step_with_loss(model, session.optimizer, number)
+        assert session.stats().peak["host"] == smallest
+    model = WithLoss()
+    with pytest.raises(BudgetError) as refusal:
+        with patrickstar.manage(model, adamw(model), host_memory=smallest - 1, **given) as session:
+            for number in range(3):
+                step_with_loss(model, session.optimizer, number)
+    assert refusal.value.smallest_bytes == smallest
+
+
+def test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given(
+    tmp_path: Path,
+) -> None:
+    given: dict[str, Any] = {"device": "cpu", "disk": tmp_path / "disk", "options": options()}
+    rows = 1 << 18  # some hundreds of MiB of activations, nothing of which is ever made
+    smallest = forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=4096, **given).minimum["host"]
+    assert smallest > 256 * MIB
+    assert forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=smallest, **given).fits
+    refused = forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=smallest - 1, **given)
+    assert not refused.fits
+    assert "+ fixed costs " in refused.refusal
+    model = WithLoss()
+    with patrickstar.manage(model, adamw(model), host_memory=280 * MIB, **given) as session:
+        assert "host 280.00 MiB" in str(find_budgets(check_arguments(host_memory=280 * MIB, **given), weight_bytes=0))
+        with pytest.raises(BudgetError) as refusal:
+            model(batch(rows=rows))
+        assert session.stats().steps == 0
+    error = refusal.value
+    assert (error.smallest_bytes, error.needed_bytes, error.available_bytes) == (smallest, smallest, 280 * MIB)
+    assert 48 * MIB < error.fixed_bytes <= 48 * MIB + smallest // 100
+
+
+def test_a_budget_of_everything_but_the_host_names_the_host() -> None:
+    model = mlp()
+    with pytest.raises(BudgetError) as refusal:
+        manage(model, device="emulated", device_memory=TIGHT, host_memory=2 * SLOT)
+    assert refusal.value.tier == "host"
+    smallest = refusal.value.smallest_bytes
+    with manage(model, device="emulated", device_memory=TIGHT, host_memory=smallest) as session:
+        train_step(model, session.optimizer)
+        assert session.stats().peak["host"] <= smallest
+
+
+def test_a_disk_budget_that_is_too_small_names_the_disk(tmp_path: Path) -> None:
+    model = mlp()
+    before = values(model)
+    with pytest.raises(BudgetError) as refusal:
+        manage(model, device="cpu", host_memory=TIGHT, disk=tmp_path / "disk", disk_memory=SLOT)
+    assert refusal.value.tier == "disk"
+    assert is_ordinary(model)
+    expect_bits(before, values(model))
+    smallest = refusal.value.smallest_bytes
+    with manage(model, device="cpu", host_memory=TIGHT + SLOT, disk=tmp_path / "disk", disk_memory=smallest) as session:
+        train_step(model, session.optimizer)
+        assert 0 < session.stats().peak["disk"] <= smallest
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_forward_too_large_is_refused_before_anything_has_changed_and_the_session_goes_on(
+    steps_before: int, make_pair: Callable[..., Pair]
+) -> None:
+    pair = make_pair(WithLoss)
+    for number in range(steps_before):
+        pair.each(step_with_loss, number)
+    held, state = everything(pair.session), torch.get_rng_state()
+    with pytest.raises(BudgetError) as refusal:
+        pair.model(batch(rows=400))
+    error = refusal.value
+    assert error.tier == "device"
+    assert error.moment.split()[1] in {"forward", "backward"}
+    assert error.available_bytes == TIGHT
+    assert error.needed_bytes > TIGHT
+    assert error.smallest_bytes >= error.needed_bytes
+    assert torch.equal(state, torch.get_rng_state())
+    expect_bits(held, everything(pair.session))
+    planned = pair.session.stats().planned_steps
+    for number in range(steps_before, steps_before + 2):
+        want, got = pair.each(step_with_loss, number)
+        assert same_bits(want, got)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == planned + 2
+
+
+def test_what_a_refused_forward_named_is_enough_for_it() -> None:
+    model = WithLoss()
+    with manage(model, **EMULATED), pytest.raises(BudgetError) as refusal:
+        model(batch(rows=200))
+    with manage(model, device="emulated", device_memory=refusal.value.smallest_bytes) as session:
+        step_with_loss(model, session.optimizer, rows=200)
+        assert session.stats().peak["device"] <= refusal.value.smallest_bytes
+
+
+def test_a_refused_forward_is_refused_again_and_runs_with_fewer_rows(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(WithLoss)
+    for _ in range(2):
+        with pytest.raises(BudgetError):
+            pair.model(batch(rows=400))
+    pair.each(step_with_loss, rows=6)
+    pair.expect_same()
+
+
+def test_gradients_that_wait_for_their_step_survive_a_refusal(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(WithLoss)
+    for number, (model, _) in enumerate(((pair.plain, None), (pair.model, None))):
+        model(batch(1)).backward()
+        if number:
+            with pytest.raises(BudgetError):
+                model(batch(rows=400))
+        model(batch(2)).backward()
+    pair.plain_optimizer.step()
+    pair.optimizer.step()
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_a_loss_outside_of_the_model_has_room_or_is_refused_before_the_forward(rows: int) -> None:
+    """What a forward cannot show is reserved: the arena's bound must not be what finds it out."""
+    model = mlp()
+    nbytes = 4096
+    for _ in range(8):
+        try:
+            with manage(model, device="emulated", device_memory=nbytes) as session:
+                backward(model, rows=rows)
+                session.optimizer.step()
+                session.stats()
+            return
+        except BudgetError as refusal:
+            assert "exceeded" not in str(refusal), f"{nbytes} bytes were accepted, and then: {refusal}"
+            nbytes = refusal.smallest_bytes
+    raise AssertionError("still refused")
+
+
+def test_the_budget_is_never_exceeded_on_the_emulated_device(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.train(3)
+    pair.model.eval()
+    with torch.no_grad():
+        pair.model(batch(rows=5))
+    pair.model.train()
+    pair.train(2, first=3)
+    pair.session.state_dict()["0.weight"]
+    list(pair.session.gradients())
+    assert 0 < pair.session.stats().peak["device"] <= TIGHT
+
+
+def test_activations_are_part_of_the_peak() -> None:
+    model, rows = WithLoss(), 1024
+    with manage(model, device="emulated", device_memory="64MiB") as session:
+        step_with_loss(model, session.optimizer, rows=rows)
+        # Each of six layers' outputs is kept for backward.
+        assert session.stats().peak["device"] >= 6 * rows * 32 * 4 + 6 * SLOT
+
+
+class Swells(nn.Module):
+    """A data-dependent activation: the trial run takes the branch without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.swell = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.swell:
+            x = x + torch.zeros(1000, *x.shape).sum(0)
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def swell(model: nn.Module) -> BudgetError:
+    model.swell = True
+    try:
+        model(batch(1))
+    except BudgetError as refusal:
+        return refusal.with_traceback(None)  # whose frames would keep the large tensor
+    finally:
+        model.swell = False
+    raise AssertionError("the arena has grown")
+
+
+def test_memory_that_a_forecast_did_not_see_is_reported_with_its_moment_and_the_session_goes_on(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair(Swells)
+    pair.each(step_with_loss, 0)
+    held = everything(pair.session)
+    refusal = swell(pair.model)
+    assert refusal.tier == "device"
+    assert "training step" in refusal.moment
+    assert refusal.needed_bytes > refusal.available_bytes
+    expect_bits(held, everything(pair.session))
+    for number in (1, 2):
+        pair.each(step_with_loss, number)
+    pair.expect_same()
+
+
+def test_chunks_leave_for_memory_that_no_forecast_saw(make_pair: Callable[..., Pair]) -> None:
+    """A penalty on the weights, made beside the forward: what is only cached goes before anything is refused."""
+
+    def penalised(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+        loss = model(batch(number)) + sum(p.square().sum() for p in model.parameters()) * 1e-2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().clone()
+
+    # Slots of one moment and all that is beside them come to less than half of this; the chunks to twice as much.
+    pair = make_pair(WithLoss, device="emulated", device_memory=12 * SLOT)
+    for number in range(3):
+        want, got = pair.each(penalised, number)
+        assert same_bits(want, got)
+    pair.expect_same()
+
+
+def test_an_abandoned_step_does_not_count_what_is_made_afterwards(make_pair: Callable[..., Pair]) -> None:
+    """After the arena's bound has ended a step, building something else is not the session's business."""
+    pair = make_pair(Swells)
+    pair.each(step_with_loss, 0)
+    swell(pair.model)
+    nn.Linear(256, 256)
+    pair.each(step_with_loss, 1)
+    pair.expect_same()
+
+
+def test_messages_go_through_the_logger(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    with caplog.at_level(logging.INFO, logger="patrickstar"), manage(model, **EMULATED):
+        pass
+    assert any("chunks of" in record.getMessage() for record in caplog.records)
+    assert {record.name for record in caplog.records} == {"patrickstar"}

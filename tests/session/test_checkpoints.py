@@ -1,0 +1,406 @@
+"""Stopping and resuming gives the bits of not stopping; a checkpoint that is not whole changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import patrickstar
+from patrickstar import CheckpointError, ConfigError
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    ROOMY,
+    Pair,
+    adamw,
+    assert_same,
+    backward,
+    batch,
+    everything,
+    expect_bits,
+    mlp,
+    options,
+    values,
+)
+
+MakePair = Callable[..., Pair]
+
+
+def noisy() -> nn.Module:
+    """Dropout, buffers and weights of two sizes."""
+    torch.manual_seed(0)
+    return nn.Sequential(mlp(), nn.Dropout(0.3), nn.BatchNorm1d(32), nn.Linear(32, 100), nn.Linear(100, 7))
+
+
+def noisy_step(model: nn.Module, optimizer: Any, scheduler: Any) -> torch.Tensor:
+    """The batch is drawn from torch's, Python's and NumPy's random numbers."""
+    x = torch.randn(4, 32) + random.random() + float(np.random.rand())
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    return loss.detach().clone()  # type: ignore[no-any-return]
+
+
+def seed_everything() -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+
+
+class Run:
+    """A training run under a session, with a scheduler on the original optimizer."""
+
+    def __init__(self, chunk_size: int = 2048, **keywords: Any) -> None:
+        self.model = noisy()
+        original = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = lr_scheduler.StepLR(original, 2, gamma=0.5)
+        self.session = patrickstar.manage(self.model, original, options=options(chunk_size=chunk_size), **keywords)
+
+    def steps(self, count: int) -> list[torch.Tensor]:
+        return [noisy_step(self.model, self.session.optimizer, self.scheduler) for _ in range(count)]
+
+
+def everything_of(run: Run) -> dict[str, torch.Tensor]:
+    return everything(run.session) | {"rng": torch.get_rng_state(), "python": torch.tensor(random.random())}
+
+
+TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "emulated": lambda disk: {"device": "emulated", "device_memory": "96KiB"},
+    "cpu+disk": lambda disk: {"device": "cpu", "host_memory": "96KiB", "disk": disk},
+    "roomy": lambda disk: dict(ROOMY),
+    "larger": lambda disk: {"device": "emulated", "device_memory": "160KiB"},
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "chunk_sizes"),
+    [
+        ("emulated", "emulated", (2048, 2048)),
+        ("cpu+disk", "cpu+disk", (2048, 2048)),
+        ("emulated", "cpu+disk", (2048, 1024)),
+        ("cpu+disk", "emulated", (1024, 3072)),
+        ("roomy", "emulated", (8192, 2048)),
+        ("emulated", "larger", (2048, 2048)),
+    ],
+)
+def test_stopping_and_resuming_gives_the_bits_of_not_stopping(
+    tmp_path: Path, before: str, after: str, chunk_sizes: tuple[int, int]
+) -> None:
+    seed_everything()
+    straight = Run(chunk_sizes[0], **TIERS[before](tmp_path / "0"))
+    with straight.session:
+        straight.steps(3)
+        path = straight.session.save_checkpoint(tmp_path / "run", extra={"scheduler": straight.scheduler, "epoch": 4})
+        assert path == tmp_path / "run" / "step-00000003"
+        want = straight.steps(3)
+        expected = everything_of(straight)
+    seed_everything()
+    torch.rand(5)
+    resumed = Run(chunk_sizes[1], **TIERS[after](tmp_path / "1"))
+    with resumed.session:
+        resumed.steps(1)  # another run, which the checkpoint takes the place of
+        extra = resumed.session.load_checkpoint(tmp_path / "run")
+        assert extra["epoch"] == 4
+        resumed.scheduler.load_state_dict(extra["scheduler"])
+        got = resumed.steps(3)
+        expect_bits(expected, everything_of(resumed))
+        assert resumed.session.save_checkpoint(tmp_path / "more").name == "step-00000006"
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_step_of_its_own_is_loaded_by_its_directory(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair()
+    paths, kept = [], []
+    for number in range(3):
+        pair.train(1, first=number)
+        paths.append(pair.session.save_checkpoint(tmp_path, extra={"number": number}))
+        kept.append(everything(pair.session))
+    assert [path.name for path in paths] == ["step-00000001", "step-00000002", "step-00000003"]
+    assert pair.session.load_checkpoint(paths[0]) == {"number": 0}
+    expect_bits(kept[0], everything(pair.session))
+    assert pair.session.load_checkpoint(tmp_path) == {"number": 2}
+    expect_bits(kept[2], everything(pair.session))
+
+
+def test_saving_draws_no_random_number_and_changes_nothing(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair()
+    for number in range(3):
+        pair.train(1, first=number)
+        state = torch.get_rng_state(), random.getstate()
+        pair.session.save_checkpoint(tmp_path)
+        assert torch.equal(state[0], torch.get_rng_state())
+        assert state[1] == random.getstate()
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 3
+
+
+def test_a_checkpoint_between_step_and_zero_grad_is_of_after_the_step(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.session.save_checkpoint(tmp_path)
+    pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.each(backward, 1)
+    pair.optimizer.zero_grad()
+    pair.plain.zero_grad()
+    pair.session.load_checkpoint(tmp_path)
+    pair.expect_same()
+
+
+def test_loading_forgets_gradients_that_waited_for_a_step(make_pair: MakePair, tmp_path: Path) -> None:
+    """As a process that starts from the checkpoint has none."""
+    pair = make_pair()
+    pair.train(2)
+    pair.session.save_checkpoint(tmp_path)
+    backward(pair.model, number=9)
+    pair.session.load_checkpoint(tmp_path)
+    assert list(pair.session.gradients()) == []
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+def test_a_checkpoint_before_the_first_step(make_pair: MakePair, tmp_path: Path) -> None:
+    first, second = make_pair(), make_pair(lambda: mlp(5))
+    first.session.save_checkpoint(tmp_path)
+    second.train(2)
+    second.session.load_checkpoint(tmp_path)
+    want = [first.each(lambda m, o: None)]
+    assert want
+    for number in range(2):
+        first.each(train_one, number)
+        train_one(second.model, second.optimizer, number)
+    assert_same(first.plain, first.plain_optimizer, second.session)
+
+
+def train_one(model: nn.Module, optimizer: Any, number: int) -> None:
+    backward(model, number=number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_groups_come_back_as_they_were(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair()
+    pair.original.param_groups[0]["lr"] = 0.125
+    pair.original.param_groups[0]["betas"] = (0.3, 0.4)
+    pair.session.save_checkpoint(tmp_path)
+    other = make_pair()
+    other.session.load_checkpoint(tmp_path)
+    group = other.original.param_groups[0]
+    assert (group["lr"], group["betas"]) == (0.125, (0.3, 0.4))
+    assert group["params"][0] is next(iter(other.model.parameters()))
+
+
+def test_extra_takes_json_tensors_and_objects_with_state_dict(make_pair: MakePair, tmp_path: Path) -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": 3, "order": torch.arange(4)}
+
+    pair = make_pair()
+    given = {"name": "x", "none": None, "list": [1, 2.5, True], "tensor": torch.ones(2, 2), "loader": Loader()}
+    pair.session.save_checkpoint(tmp_path, extra=given)
+    got = pair.session.load_checkpoint(tmp_path)
+    assert (got["name"], got["none"], got["list"]) == ("x", None, [1, 2.5, True])
+    assert same_bits(got["tensor"], torch.ones(2, 2))
+    assert got["loader"]["position"] == 3
+    assert got["loader"]["order"].tolist() == [0, 1, 2, 3]
+    pair.session.save_checkpoint(tmp_path)
+    assert not pair.session.load_checkpoint(tmp_path)
+
+
+def test_extra_that_cannot_be_saved_is_refused_by_name_and_writes_nothing(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair()
+    with pytest.raises(ConfigError, match="thing"):
+        pair.session.save_checkpoint(tmp_path / "run", extra={"thing": object()})
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_saving_in_the_background_is_not_there_yet(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair()
+    with pytest.raises(ConfigError, match="wait"):
+        pair.session.save_checkpoint(tmp_path, wait=False)
+
+
+def test_only_the_newest_are_kept_where_that_is_asked_for(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair()
+    for number in range(4):
+        pair.train(1, first=number)
+        pair.session.save_checkpoint(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
+
+
+# what is not whole
+
+
+def flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 0x10
+    path.write_bytes(data)
+
+
+def cut(path: Path, to: float) -> None:
+    with path.open("r+b") as file:
+        file.truncate(int(path.stat().st_size * to))
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    found = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    assert found
+    return found
+
+
+@pytest.fixture
+def saved(make_pair: MakePair, tmp_path: Path) -> tuple[Pair, Path]:
+    """A pair that has gone on for a step since its checkpoint."""
+    pair = make_pair()
+    pair.train(2)
+    path = pair.session.save_checkpoint(tmp_path / "run", extra={"a": torch.arange(100)})
+    pair.train(1, first=2)
+    return pair, path
+
+
+def expect_refused(pair: Pair, path: Path) -> None:
+    held, state = everything(pair.session), (torch.get_rng_state(), random.getstate())
+    lr = pair.original.param_groups[0]["lr"] = 0.0625
+    pair.plain_optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(CheckpointError):
+        pair.session.load_checkpoint(path)
+    assert torch.equal(state[0], torch.get_rng_state())
+    assert state[1] == random.getstate()
+    assert pair.original.param_groups[0]["lr"] == lr
+    expect_bits(held, everything(pair.session))
+    pair.train(1, first=3)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("at", [0.0, 0.02, 0.3, 0.7, 0.999])
+def test_a_flipped_byte_is_found_before_anything_has_changed(saved: tuple[Pair, Path], at: float) -> None:
+    pair, path = saved
+    for file in files_of(path):
+        before = file.read_bytes()
+        flip(file, at)
+        with pytest.raises(CheckpointError):
+            pair.session.load_checkpoint(path)
+        file.write_bytes(before)
+    flip(max(files_of(path), key=lambda file: file.stat().st_size), at)
+    expect_refused(pair, path)
+
+
+@pytest.mark.parametrize("to", [0.0, 0.5, 0.99])
+def test_a_file_cut_short_is_found_before_anything_has_changed(saved: tuple[Pair, Path], to: float) -> None:
+    pair, path = saved
+    for file in files_of(path):
+        before = file.read_bytes()
+        cut(file, to)
+        with pytest.raises(CheckpointError):
+            pair.session.load_checkpoint(path)
+        file.write_bytes(before)
+    cut(max(files_of(path), key=lambda file: file.stat().st_size), to)
+    expect_refused(pair, path)
+
+
+def test_a_missing_file_is_found_before_anything_has_changed(saved: tuple[Pair, Path]) -> None:
+    pair, path = saved
+    for file in files_of(path):
+        before = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CheckpointError):
+            pair.session.load_checkpoint(path)
+        file.write_bytes(before)
+    files_of(path)[0].unlink()
+    expect_refused(pair, path)
+
+
+def test_a_directory_without_a_checkpoint_is_refused(saved: tuple[Pair, Path], tmp_path: Path) -> None:
+    pair, _ = saved
+    (tmp_path / "empty").mkdir()
+    for directory in (tmp_path / "empty", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match=directory.name):
+            pair.session.load_checkpoint(directory)
+    pair.expect_same()
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "fewer layers": lambda: mlp(layers=5),
+    "more layers": lambda: mlp(layers=7),
+    "other shapes": lambda: nn.Sequential(*list(mlp())[:-2], nn.Linear(32, 31)),
+    "other names": lambda: nn.ModuleDict({"net": mlp()}),
+    "buffers": lambda: nn.Sequential(*mlp(), nn.BatchNorm1d(32, affine=False)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_model_is_refused_before_anything_has_changed(
+    saved: tuple[Pair, Path], name: str
+) -> None:
+    _, path = saved
+    model = OTHERS[name]()
+    with patrickstar.manage(model, adamw(model), options=options(), **ROOMY) as session:
+        before = values(model)
+        with pytest.raises(CheckpointError):
+            session.load_checkpoint(path)
+        expect_bits(before, {key: tensor.clone() for key, tensor in session.state_dict().items()})
+
+
+def test_a_checkpoint_with_other_groups_is_refused_before_anything_has_changed(saved: tuple[Pair, Path]) -> None:
+    _, path = saved
+    model = mlp(4)
+    groups = patrickstar.AdamW([{"params": list(model[:6].parameters())}, {"params": list(model[6:].parameters())}])
+    with patrickstar.manage(model, groups, options=options(), **ROOMY) as session:
+        before = values(model)
+        with pytest.raises(CheckpointError, match="group"):
+            session.load_checkpoint(path)
+        expect_bits(before, values(model))
+
+
+def test_groups_of_the_same_number_and_other_parameters_are_refused(tmp_path: Path) -> None:
+    """Hyper-parameters would go to parameters that they were not meant for."""
+
+    def grouped(model: nn.Module, at: int) -> Any:
+        return patrickstar.AdamW(
+            [{"params": list(model[:at].parameters()), "lr": 0.1}, {"params": list(model[at:].parameters()), "lr": 0.2}]
+        )
+
+    first, second = mlp(), mlp()
+    with patrickstar.manage(first, grouped(first, 4), options=options(), **ROOMY) as session:
+        session.save_checkpoint(tmp_path)
+    with patrickstar.manage(second, grouped(second, 8), options=options(), **ROOMY) as session:
+        with pytest.raises(CheckpointError, match="group"):
+            session.load_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_is_loaded_while_one_that_is_damaged_lies_beside_it(saved: tuple[Pair, Path]) -> None:
+    pair, path = saved
+    newer = pair.session.save_checkpoint(path.parent)
+    cut(max(files_of(newer), key=lambda file: file.stat().st_size), 0.5)
+    with pytest.raises(CheckpointError, match=newer.name):
+        pair.session.load_checkpoint(path.parent)
+    pair.session.load_checkpoint(path)
+    plain = mlp()
+    oracle = adamw(plain)
+    for number in range(2):
+        train_one(plain, oracle, number)
+    assert_same(plain, oracle, pair.session)
+
+
+def test_weights_of_the_checkpoint_are_what_evaluation_uses(saved: tuple[Pair, Path]) -> None:
+    pair, path = saved
+    with torch.no_grad():
+        before = pair.model(batch())
+        pair.session.load_checkpoint(path)
+        after = pair.model(batch())
+    assert not same_bits(before, after)
+    plain = mlp()
+    oracle = adamw(plain)
+    for number in range(2):
+        train_one(plain, oracle, number)
+    with torch.no_grad():
+        assert same_bits(after, plain(batch()))

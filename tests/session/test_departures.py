@@ -1,0 +1,524 @@
+"""Outside of the trace: correct, and the next ordinary step goes by its plan again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from patrickstar import StateError
+from tests.parity.compare import same_bits
+from tests.session.builders import SLOT, Pair, backward, batch, loss_of, mlp, train_step
+
+MakePair = Callable[..., Pair]
+
+
+def evaluate(model: nn.Module, _: Any) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        out: torch.Tensor = model(batch(9))
+    model.train()
+    return out
+
+
+def infer(model: nn.Module, _: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model(batch(9))
+    return out.clone()
+
+
+def evaluate_in_training_mode(model: nn.Module, _: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(batch(9))
+    return out
+
+
+def forward_only(model: nn.Module, _: Any) -> torch.Tensor:
+    out: torch.Tensor = model(batch(9))
+    return out.detach().clone()
+
+
+def forward_twice(model: nn.Module, _: Any) -> torch.Tensor:
+    model(batch(8))
+    out: torch.Tensor = model(batch(9))
+    return out.detach().clone()
+
+
+def other_rows(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    return train_step(model, optimizer, 9, rows=7)
+
+
+def other_rows_evaluated(model: nn.Module, _: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(batch(9, rows=7))
+    return out
+
+
+def skip_the_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    loss = backward(model, number=9)
+    optimizer.zero_grad()
+    return loss
+
+
+def skip_the_backward(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    loss = loss_of(model, 9).detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def accumulate(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    losses = [backward(model, number=number) for number in (7, 8, 9)]
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def a_part(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    """Half of the layers, called without the model."""
+    loss = model[:6](batch(9)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def a_layer_twice(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    loss = model[0](model(model[0](batch(9)))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def backward_for_the_input(model: nn.Module, _: Any) -> torch.Tensor:
+    x = batch(9).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    return gradient
+
+
+def only_a_step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def frozen_for_once(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    model[4].requires_grad_(False)
+    loss = train_step(model, optimizer, 9)
+    model[4].requires_grad_(True)
+    return loss
+
+
+def recomputed(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    """The user's own checkpointing around the whole model."""
+    loss = checkpoint(model, batch(9), use_reentrant=False).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def under_autocast(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch(9)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def with_anomaly_detection(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    with torch.autograd.set_detect_anomaly(True):
+        return train_step(model, optimizer, 9)
+
+
+DEPARTURES: list[Callable[[nn.Module, Any], Any]] = [
+    evaluate,
+    infer,
+    evaluate_in_training_mode,
+    forward_only,
+    forward_twice,
+    other_rows,
+    other_rows_evaluated,
+    skip_the_step,
+    skip_the_backward,
+    accumulate,
+    a_part,
+    a_layer_twice,
+    backward_for_the_input,
+    only_a_step,
+    frozen_for_once,
+    recomputed,
+    under_autocast,
+    with_anomaly_detection,
+]
+
+
+@pytest.mark.parametrize("departure", DEPARTURES, ids=lambda departure: departure.__name__)
+def test_what_is_outside_of_the_trace_is_correct_and_the_next_step_planned(
+    make_pair: MakePair, departure: Callable[[nn.Module, Any], Any], on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(2)
+    assert pair.session.stats().planned_steps == 2
+    want, got = pair.each(departure)
+    assert want is None or same_bits(want, got)
+    before = pair.session.stats()
+    pair.train(2, first=2)
+    pair.expect_same()
+    after = pair.session.stats()
+    assert after.planned_steps == before.planned_steps + 2, after.reason
+    assert after.reactive_steps == before.reactive_steps
+
+
+@pytest.mark.parametrize(
+    "departure",
+    [evaluate, infer, forward_only, other_rows, skip_the_step, accumulate, a_part, frozen_for_once],
+    ids=lambda departure: departure.__name__,
+)
+def test_so_it_is_on_a_device_with_a_bound(make_pair: MakePair, departure: Callable[[nn.Module, Any], Any]) -> None:
+    pair = make_pair()
+    pair.train(1)
+    want, got = pair.each(departure)
+    assert same_bits(want, got)
+    before = pair.session.stats()
+    pair.train(2, first=2)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == before.planned_steps + 2
+
+
+def test_a_departure_in_the_first_step_is_no_model_for_the_next(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(evaluate)
+    pair.each(forward_only)
+    pair.train(2)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 2
+
+
+def test_a_reactive_step_is_counted_with_its_reason(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(1)
+    pair.each(a_layer_twice)
+    stats = pair.session.stats()
+    assert (stats.steps, stats.planned_steps, stats.reactive_steps) == (2, 1, 1)
+    assert stats.reason
+
+
+def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    """It has a history, which a trial run must not go back to."""
+
+    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        x = batch().requires_grad_()
+        model(x.tanh() * 2).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return x.grad.clone()
+
+    pair = make_pair(**on_disk)
+    for _ in range(2):
+        want, got = pair.each(act)
+        assert same_bits(want, got)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
+
+
+def test_a_functional_call_with_other_parameters_works_or_is_refused(make_pair: MakePair) -> None:
+    def act(model: nn.Module, _: Any) -> torch.Tensor:
+        others = {name: torch.full(p.shape, 0.25) for name, p in model.named_parameters()}
+        out: torch.Tensor = torch.func.functional_call(model, others, (batch(9),))
+        return out
+
+    pair = make_pair(device="emulated", device_memory=12 * SLOT)
+    pair.train(1)
+    try:
+        want, got = pair.each(act)
+        assert same_bits(want, got)
+    except StateError:
+        pass
+    pair.train(2, first=1)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 3
+
+
+class Branches(nn.Module):
+    """Which layers run depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.left, self.right = mlp(1, layers=2), mlp(2, layers=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.left if x.sum() > 0 else self.right
+        out: torch.Tensor = chosen(self.layers(x))
+        return out
+
+
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+def test_branches_that_depend_on_data(make_pair: MakePair, step: str) -> None:
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return Branches()
+
+    pair = make_pair(seeded, step=step, device="emulated", device_memory=8 * SLOT)
+    assert {bool(batch(number).sum() > 0) for number in range(6)} == {True, False}
+    pair.train(6)
+    pair.expect_same()
+    assert pair.session.stats().steps == 6
+
+
+class Hops(nn.Module):
+    """Calls its layers in an order and number that the caller gives, as no signature can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.order = [0, 1, 2, 3, 4, 5]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = torch.tanh(self.layers[2 * number](x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "order",
+    [[0, 0, 1, 2, 3, 4, 5], [0, 2, 3, 5], [5, 4, 3, 2, 1, 0], [2], [0, 1, 2, 3, 4, 5, 5, 5]],
+    ids=["twice", "not at all", "backwards", "one", "more"],
+)
+def test_a_module_called_twice_or_not_at_all(make_pair: MakePair, order: list[int]) -> None:
+    def take(model: nn.Module, _: Any, order: list[int]) -> None:
+        model.order = order
+
+    pair = make_pair(Hops, device="emulated", device_memory=6 * SLOT)
+    pair.train(2)
+    pair.each(take, order)
+    pair.train(1, first=2)
+    pair.each(take, [0, 1, 2, 3, 4, 5])
+    before = pair.session.stats().planned_steps
+    pair.train(3, first=3)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps >= before + 2, pair.session.stats().reason
+
+
+def test_a_model_that_changes_for_good_is_planned_anew(make_pair: MakePair) -> None:
+    def take(model: nn.Module, _: Any) -> None:
+        model.order = [5, 4, 3, 2, 1, 0]
+
+    pair = make_pair(Hops, device="emulated", device_memory=6 * SLOT)
+    pair.train(2)
+    pair.each(take)
+    pair.train(4, first=2)
+    pair.expect_same()
+    stats = pair.session.stats()
+    assert stats.reactive_steps <= 2
+    assert stats.planned_steps >= 4
+
+
+def test_an_input_that_a_trial_run_could_change_is_left_alone(make_pair: MakePair) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.uses = 0
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: torch.Tensor, counter: Counter | None = None) -> torch.Tensor:
+            if counter is not None:
+                counter.uses += 1
+            out: torch.Tensor = self.layers(x)
+            return out
+
+    def act(model: nn.Module, optimizer: Any) -> int:
+        counter = Counter()
+        model(batch(), counter).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return counter.uses
+
+    pair = make_pair(Counts, device="emulated", device_memory=8 * SLOT)
+    for _ in range(3):
+        assert pair.each(act) == (1, 1)
+    pair.expect_same()
+    pair.train(2)
+    pair.expect_same()
+
+
+def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair: MakePair) -> None:
+    class Lists(nn.Module):
+        """Asks for a value in the middle of its forward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for value in self.layers[0](x).sum(0).tolist()[:2]:
+                x = x + value
+            out: torch.Tensor = self.layers(x)
+            return out
+
+    pair = make_pair(Lists, device="emulated", device_memory=8 * SLOT)
+    pair.train(1)
+    assert pair.session.stats().reactive_steps == 1
+    assert "traced" in pair.session.stats().reason
+    pair.train(3, first=1)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps >= 2, "measured once, it is planned"
+
+
+# Hugging Face
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def tokens(number: int, *, rows: int = 2, length: int = 8) -> torch.Tensor:
+    return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(number))
+
+
+def step_on_text(model: Any, optimizer: Any, number: int, *, length: int = 8) -> torch.Tensor:
+    torch.manual_seed(number)  # dropout
+    ids = tokens(number, length=length)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()  # type: ignore[no-any-return]
+
+
+GENERATIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 8},
+    "beams": {"do_sample": False, "num_beams": 2},
+    "without a cache": {"do_sample": False, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("how", GENERATIONS)
+def test_generate_between_steps(make_pair: MakePair, how: str, on_disk: dict[str, Any]) -> None:
+    def generate(model: Any, _: Any) -> torch.Tensor:
+        torch.manual_seed(5)
+        model.eval()
+        found: torch.Tensor = model.generate(tokens(3), max_new_tokens=4, pad_token_id=0, **GENERATIONS[how])
+        model.train()
+        return found
+
+    pair = make_pair(gpt2, **on_disk | {"host_memory": "256KiB"})
+    for number in range(2):
+        pair.each(step_on_text, number)
+    want, got = pair.each(generate)
+    assert want.tolist() == got.tolist()
+    before = pair.session.stats().planned_steps
+    for number in range(2, 4):
+        want, got = pair.each(step_on_text, number)
+        assert same_bits(want, got)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == before + 2, pair.session.stats().reason
+
+
+def test_generate_on_a_device_with_a_bound(make_pair: MakePair) -> None:
+    def generate(model: Any, _: Any) -> torch.Tensor:
+        model.eval()
+        found: torch.Tensor = model.generate(tokens(3), max_new_tokens=3, do_sample=False, pad_token_id=0)
+        model.train()
+        return found
+
+    pair = make_pair(gpt2, device="emulated", device_memory="256KiB")
+    pair.each(step_on_text, 0)
+    want, got = pair.each(generate)
+    assert want.tolist() == got.tolist()
+    pair.each(step_on_text, 1)
+    pair.expect_same()
+    assert pair.session.stats().peak["device"] <= 256 * 1024
+
+
+def test_sequences_of_other_lengths_each_have_their_plan(make_pair: MakePair) -> None:
+    pair = make_pair(gpt2, device="emulated", device_memory="256KiB")
+    for number, length in enumerate((8, 5, 8, 6, 5, 8)):
+        want, got = pair.each(step_on_text, number, length=length)
+        assert same_bits(want, got)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 6
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_blocks(make_pair: MakePair, reentrant: bool) -> None:
+    def recompute(model: Any, _: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    pair = make_pair(gpt2, before=recompute, device="emulated", device_memory="256KiB")
+    for number in range(3):
+        want, got = pair.each(step_on_text, number)
+        assert same_bits(want, got)
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
+
+
+def test_hooks_of_the_users_own_see_ordinary_values(make_pair: MakePair) -> None:
+    def watch(model: nn.Module, _: Any) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        model[2].register_forward_pre_hook(lambda module, args: seen.append(module.weight.detach().clone()))
+        model[4].register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+        model.register_forward_hook(lambda module, args, out: seen.append(module[0].bias.sum().detach().clone()))
+        return seen
+
+    pair = make_pair(device="emulated", device_memory=8 * SLOT)
+    want, got = pair.each(watch)
+    pair.train(2)
+    pair.expect_same()
+    assert len(want) == 6
+    assert all(same_bits(a, b) for a, b in zip(want, got[-6:], strict=True))
+
+
+def test_backward_on_another_thread(make_pair: MakePair) -> None:
+    """On a GPU autograd has a thread of its own."""
+    import threading
+
+    def act(model: nn.Module, optimizer: Any) -> None:
+        loss = loss_of(model)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair = make_pair()
+    for _ in range(3):
+        pair.each(act)
+    pair.expect_same()
+
+
+def test_smaller_shapes_go_by_the_plan_of_larger_ones(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of every length are not traced anew, each."""
+    from patrickstar.tracing.offline import OfflineTracer
+
+    pair = make_pair()
+    pair.each(train_step, 0, rows=6)
+    traced: list[Any] = []
+    original = OfflineTracer.foresee
+
+    def foresee(self: OfflineTracer, *args: Any) -> Any:
+        traced.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(OfflineTracer, "foresee", foresee)
+    for number, rows in enumerate((5, 2, 6, 1), start=1):
+        pair.each(train_step, number, rows=rows)
+    assert not traced
+    pair.each(train_step, 9, rows=8)
+    assert len(traced) == 1
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 6, pair.session.stats().reason

@@ -1,0 +1,196 @@
+"""Losses with a gradient in them: exact like any other, and planned from the second such step on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity.compare import same_bits
+from tests.session.builders import SLOT, Pair, batch, mlp, train_step
+
+MakePair = Callable[..., Pair]
+Step = Callable[..., Tensor]
+
+ROOM = 13 * SLOT
+"""Bytes for twelve of the twenty-four slots of model data and the activations: a graph of gradients keeps six weights in use."""
+
+MACHINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    "emulated": lambda disk: {"device": "emulated", "device_memory": ROOM},
+    "cpu+disk": lambda disk: {"device": "cpu", "host_memory": ROOM, "disk": disk},
+    "emulated+disk": lambda disk: {
+        "device": "emulated",
+        "device_memory": ROOM,
+        "host_memory": 12 * SLOT,
+        "disk": disk,
+    },
+}
+
+
+def penalised_step(model: nn.Module, optimizer: Any, number: int = 0) -> Tensor:
+    """A gradient penalty: on the slope of the output along the input."""
+    x = batch(number).requires_grad_()
+    value = model(x).square().mean()
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return finish(value + slope.square().sum(), optimizer)
+
+
+def penalised_inside(model: Any, optimizer: Any, number: int = 0) -> Tensor:
+    """A penalty on the slope along what the first layer gives: no input of the model wants a gradient."""
+    seen: list[Tensor] = []
+    hook = model[1].register_forward_hook(lambda module, args, out: seen.append(out))
+    value = model(batch(number)).square().mean()
+    hook.remove()
+    (slope,) = torch.autograd.grad(value, seen[-1], create_graph=True)
+    seen.clear()
+    return finish(value + slope.square().sum(), optimizer)
+
+
+def finish(loss: Tensor, optimizer: Any) -> Tensor:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()
+
+
+class Recomputed(nn.Module):
+    """Recomputes its blocks, in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = mlp(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in range(0, 12, 4):
+            x = checkpoint(self.layers[layer : layer + 4], x, use_reentrant=self.reentrant)
+        return x
+
+
+def run(pair: Pair, step: Step, numbers: range) -> None:
+    for number in numbers:
+        want, got = pair.each(step, number)
+        assert same_bits(want, got)
+    pair.expect_same()
+
+
+def counts(pair: Pair) -> tuple[int, int]:
+    stats = pair.session.stats()
+    return stats.planned_steps, stats.reactive_steps
+
+
+@pytest.mark.parametrize("tiers", MACHINES)
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+def test_a_gradient_penalty_is_planned_from_its_second_step_on(
+    make_pair: MakePair, tmp_path: Path, tiers: str, step: str
+) -> None:
+    pair = make_pair(step=step, **MACHINES[tiers](tmp_path / "disk"))
+    run(pair, penalised_step, range(1))
+    assert counts(pair) == (0, 1)
+    assert "create_graph=True" in pair.session.stats().reason
+    run(pair, penalised_step, range(1, 2))
+    assert counts(pair) == (1, 1), pair.session.stats().reason
+    run(pair, penalised_step, range(2, 5))
+    assert counts(pair) == (4, 1), pair.session.stats().reason
+
+
+def test_so_it_is_where_blocks_are_recomputed(make_pair: MakePair) -> None:
+    pair = make_pair(lambda: Recomputed(reentrant=False), device="emulated", device_memory=ROOM)
+    run(pair, penalised_step, range(4))
+    assert counts(pair) == (3, 1), pair.session.stats().reason
+
+
+def test_so_it_is_where_memory_has_no_bound(make_pair: MakePair) -> None:
+    pair = make_pair(device="cpu")
+    for number in range(3):
+        want, got = pair.each(penalised_step, number)
+        assert same_bits(want, got)
+    assert counts(pair) == (2, 1), pair.session.stats().reason
+
+
+@pytest.mark.parametrize("tiers", MACHINES)
+def test_a_penalty_inside_of_the_model_is_planned_once_it_is_measured(
+    make_pair: MakePair, tmp_path: Path, tiers: str
+) -> None:
+    """At once where every step is measured; else the second step is, since nothing announces the first."""
+    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
+    run(pair, penalised_inside, range(2))
+    measured_at_once = tiers != "cpu+disk"
+    assert counts(pair) == ((1, 1) if measured_at_once else (0, 2)), pair.session.stats().reason
+    if not measured_at_once:
+        assert "is being measured" in pair.session.stats().reason
+    run(pair, penalised_inside, range(2, 5))
+    assert counts(pair) == ((4, 1) if measured_at_once else (3, 2)), pair.session.stats().reason
+
+
+@pytest.mark.parametrize("tiers", MACHINES)
+def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
+    """Lazy regularisation: the step after the first penalty is expected to have one too, and from then on only penalties depart."""
+
+    def plain_step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
+        return finish(model(batch(number).requires_grad_()).square().mean(), optimizer)
+
+    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
+    for number in range(24):
+        want, got = pair.each(penalised_step if number % 4 == 3 else plain_step, number)
+        assert same_bits(want, got)
+    pair.expect_same()
+    (known,) = pair.session._parts.stretches._known.values()
+    assert known.trace is known.offline, "what was measured of a penalty is no model for a plain step"
+    assert counts(pair) == (24 - 6 - 1, 6 + 1), pair.session.stats().reason
+
+
+def test_penalties_that_begin_and_end_are_followed(make_pair: MakePair) -> None:
+    pair = make_pair(device="emulated", device_memory=ROOM)
+    run(pair, train_step, range(2))
+    run(pair, penalised_step, range(2, 6))
+    run(pair, train_step, range(6, 9))
+    run(pair, penalised_step, range(9, 12))
+    planned, reactive = counts(pair)
+    assert (planned, reactive) == (11, 1), pair.session.stats().reason
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "recomputed, re-entrant": lambda: Recomputed(reentrant=True),
+    "recomputed": lambda: Recomputed(reentrant=False),
+    "plain": mlp,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_pair: MakePair, name: str) -> None:
+    def act(model: nn.Module, optimizer: Any, number: int) -> Tensor:
+        loss = model(batch(number).requires_grad_()).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().clone()  # type: ignore[no-any-return]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return MODELS[name]()
+
+    pair = make_pair(build)
+    run(pair, act, range(3))
+    (known,) = pair.session._parts.stretches._known.values()
+    assert known.twice is None
+    assert counts(pair) == (3, 0), pair.session.stats().reason
+
+
+@pytest.mark.parametrize("tiers", MACHINES)
+def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
+    """Its first step is measured, in case a gradient is differentiated, and follows its plan all the same."""
+
+    def act(model: nn.Module, optimizer: Any, number: int) -> Tensor:
+        return finish(model(batch(number).requires_grad_()).square().mean(), optimizer)
+
+    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
+    run(pair, act, range(3))
+    assert counts(pair) == (3, 0), pair.session.stats().reason
+    (known,) = pair.session._parts.stretches._known.values()
+    assert known.measured is not None
+    assert known.trace is known.offline

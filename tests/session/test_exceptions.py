@@ -1,0 +1,280 @@
+"""A forward, backward or step that raises: the session stays usable, or says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar import StateError
+from tests.session.builders import SLOT, Pair, adamw, backward, batch, everything, expect_bits, loss_of, mlp, options
+
+MakePair = Callable[..., Pair]
+
+
+class Trips(torch.autograd.Function):
+    """Raises in backward when it is told to."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Trips.armed:
+            raise ZeroDivisionError("in backward")
+        return gradient
+
+
+class Fragile(nn.Module):
+    """Raises in the middle of its forward, or of its backward, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.trips_in_forward = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[:6](x)
+        if self.trips_in_forward:
+            raise ZeroDivisionError("in forward")
+        x = Trips.apply(x)
+        out: torch.Tensor = self.layers[6:](x)
+        return out
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Any:
+    yield
+    Trips.armed = False
+
+
+def trip_in_forward(model: nn.Module, _: Any, number: int = 9) -> None:
+    model.trips_in_forward = True
+    try:
+        with pytest.raises(ZeroDivisionError):
+            backward(model, number=number)
+    finally:
+        model.trips_in_forward = False
+
+
+def trip_in_backward(model: nn.Module, _: Any, number: int = 9) -> None:
+    loss = loss_of(model, number)
+    Trips.armed = True
+    try:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    finally:
+        Trips.armed = False
+
+
+def trip_in_the_loss(model: nn.Module, _: Any, number: int = 9) -> None:
+    with pytest.raises(RuntimeError):
+        (model(batch(number)) @ torch.ones(7, 7)).sum().backward()
+
+
+@pytest.mark.parametrize("trip", [trip_in_forward, trip_in_backward, trip_in_the_loss], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("tier", ["device", "disk"])
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_session_stays_usable(
+    make_pair: MakePair, trip: Callable[..., None], tier: str, first: int, on_disk: dict[str, Any]
+) -> None:
+    keywords = on_disk if tier == "disk" else {"device": "emulated", "device_memory": 8 * SLOT}
+    pair = make_pair(Fragile, **keywords)
+    if first:
+        pair.train(first)
+    pair.each(trip)
+    pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.train(3, first=first)
+    pair.expect_same()
+    stats = pair.session.stats()
+    assert stats.planned_steps >= first + 2, stats.reason
+
+
+@pytest.mark.parametrize("trip", [trip_in_forward, trip_in_the_loss], ids=lambda t: t.__name__)
+def test_the_session_stays_usable_with_in_backward_as_long_as_no_backward_has_begun(
+    make_pair: MakePair, trip: Callable[..., None]
+) -> None:
+    pair = make_pair(Fragile, step="in_backward", device="emulated", device_memory=8 * SLOT)
+    pair.train(1)
+    pair.each(trip)
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+def test_gradients_that_came_before_the_exception_are_there_as_in_pytorch(
+    make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(Fragile, **on_disk)
+    pair.train(1)
+    pair.each(trip_in_backward)
+    pair.expect_same_gradients()
+    assert len(dict(pair.session.gradients())) == 6
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+def test_gradients_of_an_earlier_backward_survive_a_forward_that_raises(
+    make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(Fragile, **on_disk)
+    pair.each(backward, 0)
+    pair.each(trip_in_forward)
+    pair.each(backward, 1)
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_a_backward_that_raises_in_backward_mode_asks_for_a_checkpoint_and_names_what_was_updated(
+    make_pair: MakePair, tmp_path: Any
+) -> None:
+    pair = make_pair(Fragile, step="in_backward", device="emulated", device_memory=8 * SLOT)
+    pair.train(2)
+    pair.session.save_checkpoint(tmp_path)
+    trip_in_backward(pair.model, None)
+    for call in (
+        lambda: pair.model(batch()),
+        lambda: pair.optimizer.step(),
+        lambda: pair.session.save_checkpoint(tmp_path / "no"),
+    ):
+        with pytest.raises(StateError, match=r"layers\.10\.weight.*load_checkpoint") as refusal:
+            call()
+        assert "layers.0.weight" not in str(refusal.value)
+    pair.session.load_checkpoint(tmp_path)
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+def test_a_session_that_asks_for_a_checkpoint_can_still_be_closed(make_pair: MakePair) -> None:
+    pair = make_pair(Fragile, step="in_backward", device="emulated", device_memory=8 * SLOT)
+    pair.train(1)
+    trip_in_backward(pair.model, None)
+    pair.session.close()
+    assert all(type(p) is nn.Parameter and not p.isnan().any() for p in pair.model.parameters())
+
+
+def test_a_backward_that_raises_before_the_first_gradient_in_backward_mode_has_updated_nothing(
+    make_pair: MakePair,
+) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = Trips.apply(self.layers(x))
+            return out
+
+    pair = make_pair(First, step="in_backward", device="emulated", device_memory=8 * SLOT)
+    pair.train(1)
+    held = everything(pair.session)
+    pair.each(trip_in_backward)
+    expect_bits(held, everything(pair.session))
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+def test_a_gradient_hook_that_raises(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    def act(model: nn.Module, optimizer: Any) -> None:
+        def refuse(_: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        handle = model[4].weight.register_hook(refuse)
+        with pytest.raises(ZeroDivisionError):
+            backward(model)
+        handle.remove()
+        optimizer.zero_grad()
+
+    pair = make_pair(**on_disk)
+    pair.each(act)
+    pair.train(2)
+    pair.expect_same()
+
+
+def test_a_closure_that_raises_has_updated_nothing(make_pair: MakePair) -> None:
+    def refuse() -> float:
+        raise ZeroDivisionError
+
+    pair = make_pair()
+    pair.train(1)
+    pair.each(backward, 1)
+    with pytest.raises(ZeroDivisionError):
+        pair.optimizer.step(refuse)
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    pair = make_pair()
+    pair.train(2)
+    pair.session.save_checkpoint(tmp_path)
+    kernel = pair.session._parts.training._updates._kernel
+    update, calls = kernel.update, [0]
+
+    def interrupted(*args: Any, **keywords: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        update(*args, **keywords)
+
+    backward(pair.model)
+    pair.optimizer.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(kernel), "update", lambda self, *args, **keywords: interrupted(*args, **keywords))
+        with pytest.raises(KeyboardInterrupt):
+            pair.optimizer.zero_grad()
+    with pytest.raises(StateError, match="load_checkpoint"):
+        pair.model(batch())
+    with pytest.raises(StateError, match="load_checkpoint"):
+        pair.optimizer.step()
+    with pytest.raises(StateError, match="load_checkpoint"):
+        pair.session.save_checkpoint(tmp_path / "no")
+    pair.session.load_checkpoint(tmp_path)
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+def test_inputs_of_wrong_shape_raise_as_in_pytorch(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(1)
+    for model in (pair.plain, pair.model):
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model(torch.ones(2, 7))
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_odd_batches(make_pair: MakePair, rows: int) -> None:
+    pair = make_pair()
+    pair.each(lambda model, optimizer: (model(batch(rows=rows)).sum().backward(), optimizer.step()))
+    pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.train(1)
+    pair.expect_same()
+
+
+def test_a_refused_forward_inside_of_no_grad_leaves_the_session_usable(make_pair: MakePair) -> None:
+    pair = make_pair(device="emulated", device_memory=5 * SLOT)
+    pair.train(1)
+    with torch.no_grad(), pytest.raises(patrickstar.BudgetError):
+        pair.model(batch(rows=2000))
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_an_error_inside_of_manage_keeps_the_optimizers_hooks(tmp_path: Any) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(patrickstar.BudgetError):
+        patrickstar.manage(model, optimizer, options=options(), device="emulated", device_memory=SLOT)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1

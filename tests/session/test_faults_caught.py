@@ -1,0 +1,111 @@
+"""Promises whose breach would be silent: some bytes are old, lost or counted twice, and nothing else shows it.
+
+`python -m tests.mutants` breaks the library in these places, and in those of other tests, and expects them to fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from patrickstar.core.machine import Tier
+from patrickstar.memory.store import ChunkStore
+from patrickstar.plan.actions import Action, Copy, Create
+from patrickstar.testing.manual_lane import ManualLane
+from tests.parity.compare import same_bits
+from tests.session.builders import MACHINES, SLOT, TIGHT, WIDTH, Pair, mlp, mover_of, train_step
+
+MakePair = Callable[..., Pair]
+
+
+@pytest.mark.parametrize("kind", ["cpu+disk", "emulated+disk"])
+def test_a_transfer_may_end_as_late_as_its_wait(
+    kind: str, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then its bytes are not there; what was used before, or given back before, would be others."""
+    monkeypatch.setattr("patrickstar.memory.disk.InlineLane", ManualLane)
+    pair = make_pair(**MACHINES[kind](tmp_path / "disk"))
+    pair.train(2)
+    pair.expect_same()
+
+
+def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
+    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of slots do not always fit where single ones were, and activations want room that slots have had."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = [WIDTH, 64, 64, WIDTH, WIDTH, 64, WIDTH]
+        return nn.Sequential(*(nn.Linear(n, m) for n, m in zip(sizes, sizes[1:], strict=False)))
+
+    pair = make_pair(build, device="cpu", host_memory=14 * SLOT, disk=tmp_path / "disk")
+    store: ChunkStore = mover_of(pair.session).store
+    (arena,) = store._arenas.values()
+    seen: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.append(arena.committed_slots - store.limit_slots)
+
+    def carry_out(self: ChunkStore, action: Action) -> None:
+        unwatched(self, action)
+        if isinstance(action, Create) or (isinstance(action, Copy) and action.dst is Tier.HOST):
+            look()  # its slots are about to be written
+
+    unwatched = ChunkStore.carry_out
+    monkeypatch.setattr(ChunkStore, "carry_out", carry_out)
+    for layer in pair.model:
+        layer.register_forward_hook(look)
+    for number in range(3):
+        pair.each(train_step, number, rows=16 * (1 + number))
+    monkeypatch.undo()
+    pair.expect_same()
+    assert max(seen) <= 0, f"{max(seen)} slots too many hold pages"
+
+
+def test_a_view_that_is_kept_over_steps_keeps_its_weight(make_pair: MakePair) -> None:
+    pair = make_pair(device="emulated", device_memory=TIGHT + SLOT)
+    pair.train(1)
+    want, got = (model[6].weight.detach()[3] for model in (pair.plain, pair.model))
+    pair.train(2, first=1)
+    assert same_bits(want, got.clone())
+    pair.expect_same()
+
+
+def test_a_gradient_of_negative_zero_stays_negative(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.each(lambda model, _: (model[0].weight * torch.tensor(-0.0)).sum().backward())
+    pair.expect_same_gradients()
+    (gradient,) = dict(pair.session.gradients()).values()
+    assert torch.signbit(gradient).all()
+
+
+class Recomputes(nn.Module):
+    """One block, recomputed three times in graphs of their own, each of which has a gradient for it."""
+
+    def __init__(self, *, head: bool) -> None:
+        super().__init__()
+        self.layers = mlp(layers=3)
+        self.head = nn.Linear(WIDTH, WIDTH) if head else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(3):
+            x = checkpoint(self.layers, x, use_reentrant=True)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["with a head", "all of it"])
+def test_an_update_in_backward_waits_for_the_last_recomputation(
+    head: bool, make_pair: MakePair, tmp_path: Path
+) -> None:
+    pair = make_pair(lambda: Recomputes(head=head), step="in_backward", **MACHINES["cpu+disk"](tmp_path / "disk"))
+    pair.train(2)
+    pair.expect_same()

@@ -1,0 +1,648 @@
+"""Forwards that change weights in place, as `nn.Embedding(max_norm=)` does: the bits of plain PyTorch, at the smallest budget that is accepted."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import patrickstar
+from patrickstar import BudgetError, DeviceError, StateError
+from patrickstar.core.plane import REST, WEIGHT
+from patrickstar.core.trace import Moment, Phase, Trace
+from patrickstar.testing.faults import FaultyIO
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    CHUNK,
+    EMULATED,
+    MACHINES,
+    ROOMY,
+    SLOT,
+    Pair,
+    adamw,
+    backward,
+    batch,
+    expect_bits,
+    mlp,
+    values,
+)
+from tests.session.test_disk_tier import arm
+from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, in_kind, watched
+from tests.session.test_sixteen_bits import KINDS, Twin, expect_same, managed_step
+from tests.session.test_sixteen_bits import manage as manage_narrow
+
+MakePair = Callable[..., Pair]
+WORDS = 96
+"""Rows of the table, which is a run of two chunks."""
+
+
+def nothing() -> None:
+    pass
+
+
+class Changing(nn.Module):
+    """Looks words up, and sends them through layers; on the way its own weights are changed.
+
+    Attributes:
+        told: is called after each change, which is when masters that are kept by hand take it over.
+    """
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kind = nn.EmbeddingBag if change == "bag" else nn.Embedding
+        self.words = kind(WORDS, 32, max_norm=1.5 if change in ("embedding", "bag") else None)
+        self.layers = mlp()
+        self.change = CHANGES[change]
+        self.told: Callable[[], None] = nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[:, :4].float().abs() * 40).long() % WORDS
+        out: Tensor = self.change(self, x, ids)
+        return out
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.words(ids)
+        return found if found.ndim == 2 else found.mean(1)
+
+
+def by_module(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
+    words = model.look_up(ids)
+    model.told()
+    return model.layers(words + x)  # type: ignore[no-any-return]
+
+
+def by_function(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
+    words = F.embedding(ids, model.words.weight, max_norm=1.5, norm_type=1.0).mean(1)
+    model.told()
+    return model.layers(words + x)  # type: ignore[no-any-return]
+
+
+def in_place(change: Callable[[Tensor], object]) -> Callable[..., Tensor]:
+    """The table and a layer in the middle are changed before they are used."""
+
+    def run(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
+        for weight in (model.words.weight, model.layers[6].weight):
+            change(weight)
+            model.told()
+        return model.layers(model.look_up(ids) + x)  # type: ignore[no-any-return]
+
+    return run
+
+
+@torch.no_grad()
+def clamp(weight: Tensor) -> None:
+    weight.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def to_norm(weight: Tensor) -> None:
+    weight.div_(weight.norm() / 4)
+
+
+def by_data(weight: Tensor) -> None:
+    weight.data.mul_(0.9)
+
+
+def by_detached(weight: Tensor) -> None:
+    weight.detach()[3].mul_(0.5)
+
+
+@torch.no_grad()
+def by_index(weight: Tensor) -> None:
+    weight[5, 3:9] = 0.25
+    weight[7].mul_(0.5)
+
+
+@torch.no_grad()
+def by_out(weight: Tensor) -> None:
+    torch.mul(weight, 0.9, out=weight)
+
+
+@torch.no_grad()
+def by_copy(weight: Tensor) -> None:
+    weight.copy_(weight.tanh())
+
+
+@torch.no_grad()
+def by_init(weight: Tensor) -> None:
+    """torch gives this one no positional arguments."""
+    nn.init.constant_(weight[:3], 0.125)
+    nn.init.uniform_(weight[4], 0.25, 0.25)
+
+
+@torch.no_grad()
+def by_flag(weight: Tensor) -> None:
+    """`inplace=True`, of a function whose name does not say it."""
+    F.hardtanh(weight, -0.1, 0.1, inplace=True)
+
+
+def by_view(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
+    """A view that was taken before other weights were used is written, with no use of the parameter itself."""
+    with torch.no_grad():
+        view = model.layers[6].weight.view(-1)
+    hidden = model.layers[:4](model.look_up(ids) + x)
+    with torch.no_grad():
+        view.mul_(0.9)
+    model.told()
+    del view
+    return model.layers[4:](hidden)  # type: ignore[no-any-return]
+
+
+CHANGES: Mapping[str, Callable[..., Tensor]] = {
+    "embedding": by_module,
+    "bag": by_module,
+    "functional": by_function,
+    "view": by_view,
+    **{
+        change.__name__: in_place(change)
+        for change in (clamp, to_norm, by_data, by_detached, by_index, by_out, by_copy, by_init, by_flag)
+    },
+}
+
+
+def smallest(manage: Callable[..., Any], machine: Mapping[str, Any]) -> Any:
+    """What `manage` gives with the smallest budget of the tier that computes for which it raises no BudgetError."""
+    tier = "device_memory" if "device_memory" in machine else "host_memory"
+    nbytes = SLOT
+    for _ in range(20):
+        try:
+            return manage(**{**machine, tier: nbytes})
+        except BudgetError as refusal:
+            assert refusal.smallest_bytes is not None
+            assert refusal.smallest_bytes > nbytes
+            nbytes = refusal.smallest_bytes
+    raise AssertionError("still refused")
+
+
+def expect_planned(session: Any, steps: int) -> None:
+    stats = session.stats()
+    assert (stats.planned_steps, stats.reactive_steps) == (steps, 0), stats.reason
+    assert sum(stats.moved.values()), "nothing moved, which shows nothing"
+
+
+def chosen(*axes: Iterable[str], always: Callable[..., bool]) -> list[Any]:
+    """All combinations; those that are not `always` run have every part in another, and are for `make test-full`."""
+    return [
+        pytest.param(*each, marks=() if always(*each) else pytest.mark.campaign, id="-".join(each))
+        for each in product(*axes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "tiers"),
+    chosen(
+        CHANGES,
+        ("deferred", "in_backward"),
+        MACHINES,
+        always=lambda change, step, tiers: (
+            change in ("embedding", "view")
+            or (step, tiers) == ("deferred", "cpu+disk")
+            or (change, step) == ("clamp", "in_backward")
+        ),
+    ),
+)
+def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
+    make_pair: MakePair, tmp_path: Path, change: str, step: str, tiers: str
+) -> None:
+    def manage(**machine: Any) -> Pair:
+        pair = make_pair(partial(Changing, change), step=step, precision="fp32", **machine)
+        pair.train(1)
+        return pair
+
+    pair = smallest(manage, MACHINES[tiers](tmp_path / "disk"))
+    pair.train(2, first=1)
+    with torch.no_grad():  # an evaluation changes them too
+        want, got = pair.each(lambda model, _: model(batch(9)))
+    assert same_bits(want, got)
+    pair.train(1, first=3)
+    pair.expect_same()
+    if change != "bag":  # what it leaves for backward takes 8 bytes more than on fake tensors
+        expect_planned(pair.session, 4)
+
+
+class Narrow:
+    """A session of 16-bit weights, and masters that are kept by hand and told of every change of the forward."""
+
+    def __init__(self, kind: str, build: Callable[[], Any], **keywords: Any) -> None:
+        self.twin, self.model = Twin(kind, build), build()
+        self.twin.model.told = self.twin.carry  # type: ignore[assignment]
+        self.session = manage_narrow(self.model, kind, **keywords)
+
+    def train(self, steps: int, *, first: int = 0) -> None:
+        for number in range(first, first + steps):
+            want, got = self.twin.step(first=number), managed_step(self.session, self.model, first=number)
+            assert all(map(same_bits, want, got)), number
+
+    def expect_same(self) -> None:
+        expect_same(self.twin, self.session)
+
+
+@pytest.fixture
+def make_narrow() -> Iterator[Callable[..., Narrow]]:
+    made: list[Narrow] = []
+
+    def make(*args: Any, **keywords: Any) -> Narrow:
+        made.append(Narrow(*args, **keywords))
+        return made[-1]
+
+    yield make
+    for narrow in made:
+        narrow.session.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "tiers"),
+    chosen(
+        CHANGES,
+        KINDS,
+        MACHINES,
+        always=lambda change, kind, tiers: (
+            change == "embedding" or (tiers == "emulated" and (kind == "bf16" or change in ("clamp", "view")))
+        ),
+    ),
+)
+def test_what_the_forward_changes_is_carried_into_masters(
+    make_narrow: Callable[..., Narrow], tmp_path: Path, change: str, kind: str, tiers: str
+) -> None:
+    """Changed elements are their own masters, all others keep theirs."""
+
+    def manage(**machine: Any) -> Narrow:
+        pair = make_narrow(kind, partial(Changing, change), **machine)
+        pair.train(1)
+        return pair
+
+    pair = smallest(manage, MACHINES[tiers](tmp_path / "disk"))
+    pair.train(3, first=1)
+    pair.expect_same()
+    if change != "bag":
+        expect_planned(pair.session, 4)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16-fp32"])
+@pytest.mark.parametrize("change", ["embedding", "clamp"])
+def test_masters_that_are_updated_in_backward_are_carried_too(
+    make_narrow: Callable[..., Narrow], change: str, kind: str
+) -> None:
+    def manage(**machine: Any) -> Narrow:
+        pair = make_narrow(kind, partial(Changing, change), step="in_backward", **machine)
+        pair.train(1)
+        return pair
+
+    pair = smallest(manage, EMULATED)
+    pair.train(3, first=1)
+    pair.expect_same()
+    expect_planned(pair.session, 4)
+
+
+# plans
+
+
+class WithLoss(Changing):
+    """A model that computes its loss itself, so that a forecast sees all of a step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float().square().mean()
+
+
+@pytest.mark.parametrize("kind", ["fp32", *KINDS])
+@pytest.mark.parametrize("change", ["embedding", "clamp", "view"])
+def test_what_the_forward_changes_is_foreseen_and_planned(change: str, kind: str) -> None:
+    """A trial run finds every change, and every byte that it takes; the plan keeps all nine rules."""
+    model = WithLoss(change)
+    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, chunk_size=CHUNK))
+    with session, watched(session) as stretches:
+        for number in range(2):
+            loss = model(batch(number))
+            session.scaler.scale(loss).backward()
+            del loss  # a trial run has it until its backward is over
+            session.scaler.step(session.optimizer)
+            session.scaler.update()
+            session.optimizer.zero_grad()
+        expect_planned(session, 2)
+        # What is made before the first use is part of its moment in a trace alone; a lookup makes more.
+        expect_executed_as_simulated(session, stretches, bytes_are_foreseen=change == "embedding")
+        (known,) = session._parts.stretches._known.values()
+        expect_foreseen(known.offline, known.measured, exactly=True, at_most=True)
+        writes = [
+            moment for moment in session.trace.moments if moment.phase is Phase.FORWARD and writes_weights(moment)
+        ]
+        assert writes
+        assert not any(map(writes_weights, trace_of_forward(mlp(), kind).moments)), "of a forward that changes nothing"
+
+
+def writes_weights(moment: Moment) -> bool:
+    return any(touch.writes and touch.ref.plane in (WEIGHT, REST) for touch in moment.touches)
+
+
+def trace_of_forward(model: nn.Module, kind: str) -> Trace:
+    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, chunk_size=CHUNK))
+    with session:
+        model(batch()).float().square().mean().backward()
+        return session.trace  # type: ignore[no-any-return]
+
+
+class Sometimes(Changing):
+    """Shortens rows in every other forward, as no signature of its inputs can tell: it uses the same weights in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__("embedding")
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        self.words.max_norm = 1.5 if self.forwards % 2 else None
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["foreseen and not done", "done and not foreseen"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
+def test_a_change_that_depends_on_more_than_shapes(
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str, first: int
+) -> None:
+    """Where a forward does not do as its trace, the rest of the step is decided on the spot."""
+
+    def build() -> Sometimes:
+        model = Sometimes()
+        model.forwards = first
+        return model
+
+    def manage(**machine: Any) -> Any:
+        pair = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
+        pair.train(1)
+        return pair
+
+    pair = smallest(manage, EMULATED)
+    pair.train(5, first=1)
+    pair.expect_same()
+    assert pair.session.stats().reactive_steps >= 2
+    assert sum(pair.session.stats().moved.values())
+
+
+class Asking(Changing):
+    """Asks for a value before it changes a weight: a trial run has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if float(self.words.weight.abs().max()) > 0.5:
+                self.words.weight.clamp_(-0.5, 0.5)
+                self.told()
+        return self.layers(self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str
+) -> None:
+    build, machine = partial(Asking, "clamp"), {"device": "emulated", "device_memory": 9 * SLOT}
+    pair: Any = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
+    pair.train(6)
+    pair.expect_same()
+    stats = pair.session.stats()
+    assert stats.planned_steps >= 2, stats.reason
+    assert stats.reactive_steps >= 1
+    assert any(map(writes_weights, next(iter(pair.session._parts.stretches._known.values())).measured.moments[:4]))
+
+
+# recomputation
+
+
+class Checkpointed(Changing):
+    """The middle layers, of which one shrinks at each run, are computed again in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__("clamp")
+        self.reentrant = reentrant
+
+    def block(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layers[4].weight.mul_(0.9)
+        self.told()
+        return self.layers[2:8](x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[:2](self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
+        return self.layers[8:](checkpoint(self.block, hidden, use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", ["fp32", *KINDS])
+def test_a_block_that_is_computed_again_changes_its_weights_again(
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str, reentrant: bool
+) -> None:
+    """And its backward reads what that has left, as in PyTorch."""
+    build = partial(Checkpointed, reentrant=reentrant)
+
+    def manage(**machine: Any) -> Any:
+        pair = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
+        pair.train(1)
+        return pair
+
+    pair = smallest(manage, EMULATED)
+    pair.train(3, first=1)
+    pair.expect_same()
+    expect_planned(pair.session, 4)
+
+
+def test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_is_an_error(
+    make_pair: MakePair,
+) -> None:
+    pair = make_pair(partial(Checkpointed, reentrant=False), precision="fp32", **ROOMY)
+    loss = pair.model(batch()).square().mean()
+    clamp(pair.model.layers[6].weight)
+    with pytest.raises(StateError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(make_pair: MakePair) -> None:
+    class Twice(Changing):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layers(x)
+            clamp(self.layers[6].weight)
+            return self.layers(hidden)  # type: ignore[no-any-return]
+
+    pair = make_pair(partial(Twice, "clamp"), precision="fp32", **ROOMY)
+    for model in (pair.plain, pair.model):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward(model)
+
+
+# tiles and tables
+
+
+@pytest.mark.parametrize(
+    "given", [{"tile_rows": 40}, {"embedding_rows": True, "chunk_size": 1024}], ids=["tiles", "rows"]
+)
+@pytest.mark.parametrize("kind", ["fp32", *KINDS])
+@pytest.mark.parametrize("change", ["embedding", "by_index"])
+def test_tables_in_tiles_that_the_forward_changes(
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], change: str, kind: str, given: dict[str, Any]
+) -> None:
+    """The table, which alone has more rows than a tile, is put together as a whole to be changed."""
+    build = partial(Changing, change)
+
+    def manage(**machine: Any) -> Any:
+        if kind == "fp32":
+            pair = make_pair(build, precision="fp32", with_options=given, **machine)
+        else:
+            pair = make_narrow(kind, build, given=given, **machine)
+        pair.train(1)
+        return pair
+
+    pair = smallest(manage, EMULATED)
+    pair.train(3, first=1)
+    pair.expect_same()
+    assert pair.session.layout.slices["words.weight"].tiles
+    assert pair.session.stats().planned_steps >= 3, pair.session.stats().reason
+
+
+# operations of whose names nothing tells that they write
+
+
+class Averaging(Changing):
+    """A parameter is what batch norm averages into, which torch does not count as a change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[:6](self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
+        with torch.no_grad():
+            F.batch_norm(hidden, self.layers[6].bias, torch.ones(32, dtype=x.dtype), training=True)
+        self.told()
+        return self.layers[6:](hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["fp32", *KINDS])
+def test_a_parameter_that_batch_norm_averages_into(
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str
+) -> None:
+    build = partial(Averaging, "clamp")
+
+    def manage(**machine: Any) -> Any:
+        pair = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
+        pair.train(1)
+        return pair
+
+    pair = smallest(manage, EMULATED)
+    pair.train(3, first=1)
+    pair.expect_same()
+    expect_planned(pair.session, 4)
+
+
+def test_a_change_that_could_not_be_carried_into_a_master_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here by an operation of which it is forgotten that it writes, as it would be of one that torch adds one day."""
+    monkeypatch.setattr("patrickstar.parameters.functions._RENORMALISE", ())
+    model = Changing("embedding")
+    before = values(model)
+    with manage_narrow(model, "bf16", **ROOMY) as session:
+        with pytest.raises(StateError, match=r"embedding\(\) changed words\.weight in place") as refusal:
+            model(batch().bfloat16())
+        assert 'Options(compute="fp32")' in str(refusal.value)
+        expect_bits(before, dict(session.state_dict()))
+    with manage_narrow(model, "bf16-fp32", **ROOMY):
+        model(batch())
+
+
+@pytest.fixture(scope="module")
+def shrink() -> Any:
+    """An operation of the user's own that says what it writes."""
+
+    @torch.library.custom_op("patrickstar_tests::shrink", mutates_args=("weight",))
+    def shrink(weight: Tensor, factor: float) -> None:
+        weight.mul_(factor)
+
+    return shrink
+
+
+@pytest.mark.parametrize("kind", ["fp32", *KINDS])
+def test_an_operation_that_declares_what_it_writes_is_known(
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_shrink = in_place(torch.no_grad()(lambda weight: shrink(weight, 0.9)))
+    monkeypatch.setitem(CHANGES, "own", with_shrink)  # type: ignore[arg-type]
+    build = partial(Changing, "own")
+    pair: Any = make_pair(build, precision="fp32", **EMULATED) if kind == "fp32" else make_narrow(kind, build)
+    pair.train(3)
+    pair.expect_same()
+    expect_planned(pair.session, 3)
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    """In evaluation torch computes it in one go, for which its parameters are ordinary ones."""
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            self.linear1.weight.mul_(0.9)
+        return super().forward(src, *args, **kwargs)
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Encoder(32, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))).eval()
+
+
+def evaluate(model: nn.Module, _: Any, number: int) -> Tensor:
+    with torch.no_grad():
+        return model(batch(number, rows=6)[None])  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_one_use_may_change_its_weights(make_pair: MakePair) -> None:
+    def manage(**machine: Any) -> Pair:
+        pair = make_pair(encoder, precision="fp32", **machine)
+        want, got = pair.each(evaluate, 0)
+        assert same_bits(want, got)
+        return pair
+
+    pair = smallest(manage, EMULATED)
+    for number in range(1, 4):
+        want, got = pair.each(evaluate, number)
+        assert same_bits(want, got)
+    expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
+    assert pair.session.stats().moved["H>D"] > 0
+
+
+def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
+    model = encoder()
+    with manage_narrow(model, "bf16", **ROOMY), torch.no_grad():
+        with pytest.raises(StateError, match=r"Encoder\(\) changed 0\.linear1\.weight in place"):
+            model(batch(rows=6)[None].bfloat16())
+
+
+# failures
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
+def test_a_change_whose_master_cannot_be_reached_is_no_change(
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], faulty: FaultyIO, on_disk: dict[str, Any], kind: str
+) -> None:
+    """A disk that fails at any transfer of a forward and backward: the same step can be done again."""
+    build = partial(Changing, "clamp")
+    failed = 0
+    while True:
+        pair: Any = (
+            make_pair(build, precision="fp32", **on_disk) if kind == "fp32" else make_narrow(kind, build, **on_disk)
+        )
+        pair.train(2)
+        arm(faulty, "preadv", errno.EIO, after=failed)
+        try:
+            pair.model(batch(2).to(next(iter(pair.model.parameters())).dtype)).square().mean().backward()
+        except DeviceError:
+            failed += 1
+        else:
+            break
+        faulty.faults.clear()
+        pair.session.optimizer.zero_grad()
+        pair.train(1, first=2)
+        pair.expect_same()
+        pair.session.close()
+    faulty.faults.clear()
+    assert failed >= 3

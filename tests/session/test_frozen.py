@@ -1,0 +1,236 @@
+"""Frozen parameters: they take their weight's bytes and no more, are never written back, and can be trained after all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patrickstar
+from patrickstar import BudgetError
+from patrickstar.core.machine import Tier
+from patrickstar.plan.actions import Copy
+from tests.parity.compare import compare_mappings, same_bits
+from tests.parity.oracle import Types, narrow
+from tests.session.builders import CHUNK, MACHINES, SLOT, TIGHT, WIDTH, adamw, batch, mlp, options
+
+KINDS = ("fp32", "bf16", "bf16-fp32", "fp16", "fp16-fp32")
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Adapted(nn.Module):
+    """A frozen base with low-rank adapters beside each layer, as LoRA has them."""
+
+    def __init__(self, layers: int = 4, rank: int = 4) -> None:
+        super().__init__()
+        self.base = mlp(layers=layers)
+        self.base.requires_grad_(False)
+        torch.manual_seed(7)
+        self.down = nn.ModuleList(nn.Linear(WIDTH, rank, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(rank, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self.down)):
+            linear, act = self.base[2 * number], self.base[2 * number + 1]
+            x = act(linear(x) + self.up[number](self.down[number](x)))
+        return x
+
+
+class Twin:
+    """Plain PyTorch: weights of the type that computes, and fp32 masters beside them; of what is frozen, the rounded weight is all there is."""
+
+    def __init__(self, kind: str) -> None:
+        self.types = Types.of(kind)
+        self.masters, self.model = Adapted(), Adapted()
+        self.optimizer = adamw(self.masters)
+        for master in self.masters.parameters():
+            if not master.requires_grad:
+                master.data = self.rounded(master.detach()).float()
+        self.narrow()
+
+    def rounded(self, master: Tensor) -> Tensor:
+        return master.clone() if self.types is None else narrow(master, self.types.kept).to(self.types.compute)
+
+    def narrow(self) -> None:
+        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
+            weight.data = self.rounded(master.detach())
+
+    def step(self, number: int) -> Tensor:
+        x = batch(number) if self.types is None else batch(number).to(self.types.compute)
+        loss: Tensor = self.model(x).float().square().mean()
+        loss.backward()
+        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
+            if weight.grad is not None:
+                master.grad = (weight.grad if self.types is None else weight.grad.to(self.types.kept)).float()
+                weight.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.narrow()
+        return loss.detach()
+
+    def thaw(self) -> None:
+        for model in (self.masters, self.model):
+            model.base[2].requires_grad_(True)
+
+
+def manage(model: nn.Module, kind: str, **keywords: Any) -> patrickstar.Session:
+    kept, _, compute = kind.partition("-")
+    given = {} if kind == "fp32" else {"compute": compute or kept}
+    scale = patrickstar.LossScale(initial=1.0, dynamic=False)
+    return patrickstar.manage(
+        model,
+        adamw(model),
+        precision=kept,
+        options=options(loss_scale=scale, **given),
+        **(keywords or {"device": "emulated", "device_memory": TIGHT}),
+    )
+
+
+def step(session: Any, model: nn.Module, number: int) -> Tensor:
+    loss: Tensor = model(batch(number)).float().square().mean()
+    session.scaler.scale(loss).backward()
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    session.optimizer.zero_grad()
+    return loss.detach()
+
+
+def expect_same(twin: Twin, session: patrickstar.Session) -> None:
+    assert not compare_mappings("master", dict(twin.masters.state_dict()), dict(session.state_dict()))
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, Adapted, patrickstar.Session]]:
+    model = Adapted()
+    with manage(model, request.param) as session:
+        yield Twin(request.param), model, session
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_trained_beside_a_frozen_base(kind: str, machine: str, tmp_path: Path) -> None:
+    twin, model = Twin(kind), Adapted()
+    with manage(model, kind, **MACHINES[machine](tmp_path / "disk")) as session:
+        for number in range(3):
+            want, got = twin.step(number), step(session, model, number)
+            assert same_bits(want, got)
+        expect_same(twin, session)
+        assert session.stats().planned_steps == 3, session.stats().reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_takes_its_weight_and_no_more(kind: str) -> None:
+    model = mlp()
+    model.requires_grad_(False)
+    model.append(nn.Linear(WIDTH, 2))
+    with manage(model, kind, device="emulated", device_memory="64MiB") as session:
+        session.scaler.scale(model(batch()).float().square().mean()).backward()  # type: ignore[no-untyped-call]
+        session.scaler.step(session.optimizer)  # type: ignore[arg-type]
+        chunks = {session.layout.slices[name].chunk for name, p in model.named_parameters() if not p.requires_grad}
+        trained = session.layout.n_chunks - len(chunks)
+        per_trained = 16 if kind == "fp32" else 14
+        frozen = len(chunks) * ITEMSIZE[kind.partition("-")[0]]
+        assert sum(session.stats().model_data.values()) == CHUNK * (frozen + trained * per_trained)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_alone_take_no_more_than_their_type(kind: str) -> None:
+    model = mlp()
+    kept, _, compute = kind.partition("-")
+    given = {} if kind == "fp32" else {"compute": compute or kept}
+    with patrickstar.manage(
+        model, precision=kept, device="emulated", device_memory=6 * SLOT, options=options(**given)
+    ) as session:
+        with torch.no_grad():
+            model(batch())
+        assert session.stats().model_data == {"weight": ITEMSIZE[kept] * session.layout.n_chunks * CHUNK}
+
+
+def test_what_is_frozen_is_not_written_back(pair: tuple[Twin, Adapted, patrickstar.Session]) -> None:
+    _, model, session = pair
+    mover = session._parts.executor.mover
+    mover.keep_log = True
+    for number in range(4):
+        step(session, model, number)
+    frozen = {session.layout.slices[name].chunk for name, p in model.named_parameters() if not p.requires_grad}
+    moved = [action for action in mover.log if isinstance(action, Copy) and action.ref.chunk in frozen]
+    assert any(action.dst is Tier.DEVICE for action in moved)
+    # What manage() has put there goes home once; after that there is nothing new.
+    written = Counter(action.ref for action in moved if action.src is Tier.DEVICE)
+    assert max(written.values(), default=0) <= 1 < Counter(action.ref for action in moved).most_common(1)[0][1]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_trained_after_all(kind: str, machine: str, tmp_path: Path) -> None:
+    twin, model = Twin(kind), Adapted()
+    with manage(model, kind, **MACHINES[machine](tmp_path / "disk")) as session:
+        for number in range(2):
+            twin.step(number)
+            step(session, model, number)
+        twin.thaw()
+        model.base[2].requires_grad_(True)
+        expect_same(twin, session)
+        for number in range(2, 5):
+            want, got = twin.step(number), step(session, model, number)
+            assert same_bits(want, got)
+        expect_same(twin, session)
+        assert session.stats().planned_steps == 5, session.stats().reason
+
+
+def test_training_it_after_all_is_refused_where_it_does_not_fit() -> None:
+    model = mlp(layers=8)
+    model.requires_grad_(False)
+    model.append(nn.Linear(WIDTH, 2))
+    twelve = 12 * SLOT  # eight weights, the last layer's planes, and no more
+    with patrickstar.manage(
+        model, adamw(model), device="emulated", device_memory=TIGHT, host_memory=twelve, options=options()
+    ) as session:
+        with pytest.raises(BudgetError, match="host memory") as refusal:
+            model.requires_grad_(True)
+        assert refusal.value.smallest_bytes > twelve
+        assert not any(parameter.requires_grad for parameter in model[0].parameters())
+        model(batch()).square().mean().backward()
+        session.optimizer.step()  # type: ignore[union-attr]
+        assert session.stats().planned_steps == 1
+
+
+def test_moments_of_what_is_frozen_now_are_kept(tmp_path: Path) -> None:
+    """A layer that was trained before keeps its moments: its training may go on."""
+    model = mlp()
+    optimizer = adamw(model)
+    model(batch()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    want = optimizer.state[model[2].weight]["exp_avg"].clone()
+    model[2].requires_grad_(False)
+    with patrickstar.manage(model, optimizer, device="emulated", device_memory=TIGHT, options=options()) as session:
+        state = session.optimizer.state_dict()  # type: ignore[union-attr]
+        assert same_bits(state["state"][2]["exp_avg"], want)
+        session.save_checkpoint(tmp_path)
+    fresh = mlp(4)
+    fresh[2].requires_grad_(False)
+    with patrickstar.manage(fresh, adamw(fresh), device="emulated", device_memory=TIGHT, options=options()) as session:
+        session.load_checkpoint(tmp_path)
+        state = session.optimizer.state_dict()  # type: ignore[union-attr]
+        assert same_bits(state["state"][2]["exp_avg"], want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_given_to_what_is_frozen_updates_it(kind: str) -> None:
+    """PyTorch's optimizers update whatever has a gradient."""
+    twin, model = Twin(kind), Adapted()
+    gradient = torch.ones(WIDTH, WIDTH)
+    with manage(model, kind) as session:
+        weight = dict(twin.masters.named_parameters())["base.0.weight"]
+        weight.grad = gradient.clone()
+        twin.optimizer.step()
+        model.base[0].weight.grad = gradient.to(model.base[0].weight.dtype)
+        session.optimizer.step()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        expect_same(twin, session)

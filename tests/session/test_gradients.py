@@ -1,0 +1,605 @@
+"""Gradients mean what they mean in PyTorch: read, written, zeroed, clipped, accumulated, or not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import patrickstar
+from patrickstar import StateError
+from tests.parity.compare import compare_mappings, same_bits
+from tests.parity.oracle import clip_factor, global_norm
+from tests.session.builders import ROOMY, SLOT, Pair, backward, batch, everything, expect_bits, loss_of, mlp, train_step
+
+MakePair = Callable[..., Pair]
+
+
+def test_gradients_iterates_over_names_in_registration_order(make_pair: MakePair) -> None:
+    pair = make_pair()
+    assert list(pair.session.gradients()) == []
+    pair.each(backward)
+    pair.expect_same_gradients()
+    assert [name for name, _ in pair.session.gradients()] == [name for name, _ in pair.plain.named_parameters()]
+
+
+def test_gradients_that_were_iterated_over_are_copies(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    for _, gradient in pair.session.gradients():
+        gradient.fill_(7)
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same()
+
+
+def test_an_activation_is_never_taken_for_a_weight_whose_lease_has_ended(make_pair: MakePair) -> None:
+    """Its storage may have the address that a lease's storage had: what autograd saves of it is the activation."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(32, 32))
+            self.b = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned = self.a.t()
+            hidden = torch.tanh(self.b(x))
+            return torch.mm(hidden, turned)
+
+    pair = make_pair(lambda: seeded(Transposed), **ROOMY)
+    for number in range(3):
+        pair.each(backward, number)
+        pair.expect_same_gradients()
+        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+# reading and writing .grad
+
+
+def test_reading_grad_gives_the_gradient_and_the_step_uses_it(make_pair: MakePair) -> None:
+    pair = make_pair()
+    for number in range(3):
+        pair.each(backward, number)
+        for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+            assert same_bits(want.grad, got.grad)
+            assert got.grad is got.grad
+            break
+        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        assert all(p.grad is None for p in pair.model.parameters())
+    pair.expect_same()
+
+
+def test_grad_is_none_before_a_backward_and_after_zero_grad(make_pair: MakePair) -> None:
+    pair = make_pair()
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.each(backward)
+    pair.optimizer.zero_grad()
+    assert all(p.grad is None for p in pair.model.parameters())
+
+
+def test_a_gradient_changed_in_place_changes_the_step(make_pair: MakePair) -> None:
+    def scale_two(model: nn.Module, optimizer: Any) -> None:
+        backward(model)
+        model[0].weight.grad.mul_(0.5)
+        model[2].bias.grad[3] = 1.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair = make_pair()
+    pair.each(scale_two)
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+def test_a_gradient_of_the_users_own_is_used(make_pair: MakePair) -> None:
+    def replace(model: nn.Module, optimizer: Any) -> None:
+        backward(model)
+        model[4].weight.grad = torch.full((32, 32), 0.25)
+        model[6].bias.grad = None
+        del model[8].bias.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair = make_pair()
+    pair.each(replace)
+    pair.train(2, first=1)
+    pair.expect_same()
+    assert "6.bias" not in dict(pair.session.gradients())
+
+
+def test_a_gradient_that_was_read_goes_on_accumulating(make_pair: MakePair) -> None:
+    def accumulate(model: nn.Module, optimizer: Any) -> None:
+        backward(model, number=0)
+        first = model[0].weight.grad
+        backward(model, number=1)
+        assert model[0].weight.grad is first
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair = make_pair()
+    pair.each(accumulate)
+    pair.expect_same()
+
+
+def test_a_gradient_of_another_shape_is_refused_as_in_pytorch(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    with pytest.raises(RuntimeError, match="size"):
+        pair.model[0].weight.grad = torch.ones(3)
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same()
+
+
+def clamp_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def test_a_users_hooks_see_the_gradient_as_in_pytorch(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    def watch(model: nn.Module, _: Any) -> None:
+        model[0].weight.register_hook(lambda gradient: gradient * 2)
+        model[2].weight.register_post_accumulate_grad_hook(clamp_gradient)
+
+    pair = make_pair(before=watch, **on_disk)
+    pair.train(2)
+    pair.each(lambda model, optimizer: model[6].bias.register_hook(lambda gradient: gradient + 1))
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("inputs", [lambda m: [m[0].weight, m[4].bias], lambda m: list(m.parameters())])
+def test_autograd_grad_gives_gradients_to_the_caller_only(
+    make_pair: MakePair, on_disk: dict[str, Any], inputs: Any
+) -> None:
+    pair = make_pair(**on_disk)
+    want, got = pair.each(lambda model, _: torch.autograd.grad(loss_of(model), inputs(model)))
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    assert list(pair.session.gradients()) == []
+    pair.train(1)
+    pair.expect_same()
+
+
+def test_backward_for_some_inputs_leaves_the_others_without_gradient(make_pair: MakePair) -> None:
+    def some(model: nn.Module, optimizer: Any) -> None:
+        loss_of(model).backward(inputs=[model[2].weight])
+        optimizer.step()
+
+    pair = make_pair()
+    pair.each(some)
+    assert [name for name, _ in pair.session.gradients()] == ["2.weight"]
+    pair.expect_same()
+
+
+# zeroing
+
+
+def zero_by_optimizer(model: nn.Module, optimizer: Any, original: Any) -> None:
+    optimizer.zero_grad()
+
+
+def zero_by_model(model: nn.Module, optimizer: Any, original: Any) -> None:
+    model.zero_grad()
+
+
+def zero_by_original(model: nn.Module, optimizer: Any, original: Any) -> None:
+    original.zero_grad()
+
+
+def zero_to_zeros(model: nn.Module, optimizer: Any, original: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def zero_the_model_to_zeros(model: nn.Module, optimizer: Any, original: Any) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def zero_one_by_one(model: nn.Module, optimizer: Any, original: Any) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def never_zero(model: nn.Module, optimizer: Any, original: Any) -> None:
+    pass
+
+
+ZEROS = [
+    zero_by_optimizer,
+    zero_by_model,
+    zero_by_original,
+    zero_to_zeros,
+    zero_the_model_to_zeros,
+    zero_one_by_one,
+    never_zero,
+]
+
+
+@pytest.mark.parametrize("zero", ZEROS, ids=lambda zero: zero.__name__)
+@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
+def test_zeroing_means_what_it_means_in_pytorch(make_pair: MakePair, zero: Callable[..., None], roomy: bool) -> None:
+    pair = make_pair(**(ROOMY if roomy else {}))
+    for number in range(3):
+        want, got = pair.each(backward, number)
+        assert same_bits(want, got)
+        pair.each(lambda model, optimizer: optimizer.step())
+        zero(pair.plain, pair.plain_optimizer, pair.plain_optimizer)
+        zero(pair.model, pair.optimizer, pair.original)
+    pair.plain_optimizer.step()  # with zeros, or with None
+    pair.optimizer.step()
+    if roomy:
+        found = compare_mappings("", pair.plain.state_dict(), dict(pair.session.state_dict()))
+        assert not found, "\n".join(found)
+    else:
+        pair.expect_same()
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model", "original"])
+def test_forgetting_gradients_needs_no_room_for_them(make_pair: MakePair, zero: str) -> None:
+    """Nobody wants their values: the ordinary loop with `model.zero_grad()` must run where `optimizer.zero_grad()` does."""
+    pair = make_pair()
+    for number in range(3):
+        pair.each(backward, number)
+        pair.each(lambda model, optimizer: optimizer.step())
+        pair.plain.zero_grad()
+        {"optimizer": pair.optimizer, "model": pair.model, "original": pair.original}[zero].zero_grad()
+        assert list(pair.session.gradients()) == []
+    pair.expect_same()
+    assert pair.session.stats().planned_steps == 3
+
+
+def test_forgetting_gradients_through_the_model_at_the_minimum_works(make_pair: MakePair) -> None:
+    """An update of one chunk fills the device."""
+    pair = make_pair(device="emulated", device_memory=4 * SLOT)
+    pair.each(backward)
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.plain.zero_grad()
+    pair.model.zero_grad()
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_zeroing_before_the_step_leaves_it_nothing_to_do(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    held = everything(pair.session)
+    pair.each(backward, 1)
+    pair.each(lambda model, optimizer: (optimizer.zero_grad(), optimizer.step()))
+    expect_bits(held, everything(pair.session))
+
+
+def test_a_zero_gradient_updates_and_none_does_not(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(2)
+    before = everything(pair.session)
+    pair.each(backward, 2)
+    pair.each(lambda model, optimizer: (optimizer.zero_grad(set_to_none=False), optimizer.step()))
+    pair.expect_same()
+    after = everything(pair.session)
+    assert not same_bits(before["0.weight"], after["0.weight"])
+    pair.each(lambda model, optimizer: (optimizer.zero_grad(), optimizer.step()))
+    expect_bits(after, everything(pair.session))
+
+
+def test_a_gradient_that_is_held_is_zeroed_in_place_as_in_pytorch(make_pair: MakePair) -> None:
+    def hold(model: nn.Module, optimizer: Any) -> tuple[bool, torch.Tensor]:
+        backward(model)
+        gradient = model[0].weight.grad
+        optimizer.zero_grad(set_to_none=False)
+        return model[0].weight.grad is gradient, gradient
+
+    pair = make_pair()
+    (same, want), (still, got) = pair.each(hold)
+    assert (same, still) == (True, True)
+    assert same_bits(want, got)
+
+
+def test_only_the_groups_parameters_are_zeroed_by_the_optimizer(make_pair: MakePair) -> None:
+    """A gradient that no group holds goes on accumulating, and counts in the norm."""
+
+    def but_the_first(model: nn.Module) -> Any:
+        return patrickstar.AdamW(list(model.parameters())[2:], lr=1e-2)
+
+    pair = make_pair(make_optimizer=but_the_first)
+    pair.train(3)
+    pair.expect_same_gradients()
+    assert {name for name, _ in pair.session.gradients()} == {"0.weight", "0.bias"}
+    pair.plain.zero_grad()
+    pair.model.zero_grad()
+    pair.train(1, first=3)
+    pair.expect_same()
+
+
+def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.unused = mlp(), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layers(x)
+            return out
+
+    def freeze(model: nn.Module, _: Any) -> None:
+        model.layers[2].requires_grad_(False)
+
+    pair = make_pair(Partly, before=freeze)
+    pair.train(2)
+    pair.each(backward, 2)
+    pair.expect_same_gradients()
+    assert not {"layers.2.weight", "unused.weight"} & {name for name, _ in pair.session.gradients()}
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same()
+
+
+def zero_late(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss = loss_of(model, number)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def zero_late_through_the_model(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss = loss_of(model, number)
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("step", [zero_late, zero_late_through_the_model], ids=lambda step: step.__name__)
+@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
+def test_zeroing_between_forward_and_backward_is_planned_once_it_is_known(
+    make_pair: MakePair, machine: dict[str, Any], step: Callable[..., Any], roomy: bool
+) -> None:
+    pair = make_pair(**(ROOMY if roomy else machine))
+    for number in range(5):
+        want, got = pair.each(step, number)
+        assert same_bits(want, got)
+    stats = pair.session.stats()
+    assert (stats.planned_steps, stats.reactive_steps) == (4, 1), stats.reason
+    pair.train(2, first=5)  # and now it is not
+    want, got = pair.each(step, 7)
+    assert same_bits(want, got)
+    if not roomy:
+        pair.expect_same()
+
+
+def test_a_gradient_let_go_of_in_the_middle_of_a_backward_is_let_go(
+    make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    def watch(model: nn.Module, _: Any) -> None:
+        def let_go(p: torch.Tensor) -> None:
+            p.grad = None
+
+        model[2].weight.register_post_accumulate_grad_hook(let_go)
+
+    pair = make_pair(before=watch, **on_disk)
+    pair.train(3)
+    pair.expect_same()
+
+
+# accumulation and clipping
+
+
+@pytest.mark.parametrize("zero_between", [True, False])
+def test_gradients_of_several_backwards_add_up(make_pair: MakePair, zero_between: bool) -> None:
+    pair = make_pair()
+    for step in range(2):
+        for micro in range(3):
+            pair.each(backward, 3 * step + micro)
+        pair.expect_same_gradients()
+        pair.each(lambda model, optimizer: optimizer.step())
+        if zero_between:
+            pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.expect_same()
+
+
+def test_two_graphs_and_one_backward_add_up_as_autograd_adds(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    pair = make_pair(**on_disk)
+    pair.each(lambda model, _: (loss_of(model, 0) + 2 * loss_of(model, 1)).backward())
+    pair.expect_same_gradients()
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_twice(make_pair: MakePair) -> None:
+    def twice(model: nn.Module, optimizer: Any) -> None:
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair = make_pair()
+    pair.each(twice)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def clip_plain(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """The global norm and the clip factor as `docs/bits.md` defines them."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = global_norm(gradients)
+    for gradient in gradients.values():
+        gradient.mul_(clip_factor(norm, max_norm))
+    return norm
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clipping_through_the_session(make_pair: MakePair, max_norm: float) -> None:
+    pair = make_pair()
+    for number in range(2):
+        pair.each(backward, number)
+        want = clip_plain(pair.plain, max_norm)
+        got = pair.session.clip_grad_norm_(max_norm)
+        assert same_bits(want, torch.as_tensor(got))
+        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_max_grad_norm_clips_at_every_step(make_pair: MakePair) -> None:
+    pair = make_pair(max_grad_norm=1e-3, device="emulated", device_memory=48 * 1024)
+    for number in range(2):
+        pair.each(backward, number)
+        clip_plain(pair.plain, 1e-3)
+        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_clipping_twice_clips_twice_and_gradients_show_it(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    for max_norm in (1e-2, 1e-3):
+        clip_plain(pair.plain, max_norm)
+        pair.session.clip_grad_norm_(max_norm)
+    pair.expect_same_gradients()
+    pair.each(backward, 1)  # added to what was clipped
+    pair.expect_same_gradients()
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same()
+
+
+def test_clipping_counts_gradients_of_the_users_own(make_pair: MakePair) -> None:
+    def read_one(model: nn.Module, _: Any) -> None:
+        backward(model)
+        model[0].weight.grad.mul_(3)
+
+    pair = make_pair()
+    pair.each(read_one)
+    want, got = clip_plain(pair.plain, 1e-3), pair.session.clip_grad_norm_(1e-3)
+    assert same_bits(want, got)
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same()
+
+
+def test_a_gradient_that_is_not_finite_goes_where_it_goes_in_pytorch(make_pair: MakePair) -> None:
+    def spoil(model: nn.Module, optimizer: Any, value: float) -> None:
+        x = batch()
+        x[0, 0] = value
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for value in (float("nan"), float("inf")):
+        pair = make_pair()
+        pair.train(1)
+        pair.each(spoil, value)
+        pair.train(1, first=1)
+        pair.expect_same()
+        weights = pair.session.state_dict()
+        assert weights["0.weight"].isnan().any() or weights["0.weight"].isinf().any()
+
+
+def test_a_norm_that_is_not_finite_clips_as_in_pytorch(make_pair: MakePair) -> None:
+    def spoil(model: nn.Module, _: Any) -> None:
+        (model[:2](batch()) * float("inf")).sum().backward()
+
+    pair = make_pair()
+    pair.each(spoil)
+    want = nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0)
+    got = pair.session.clip_grad_norm_(1.0)
+    assert want.isnan().item() == got.isnan().item()
+    pair.expect_same_gradients()
+
+
+# in backward
+
+
+def test_gradients_are_not_to_be_had_with_in_backward(make_pair: MakePair) -> None:
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+    pair.train(2)
+    pair.model(batch(2)).square().mean().backward()
+    with pytest.raises(StateError, match="deferred"):
+        list(pair.session.gradients())
+    with pytest.raises(StateError, match="deferred"):
+        pair.session.clip_grad_norm_(1.0)
+    with pytest.raises(StateError, match="deferred"):
+        _ = pair.model[0].weight.grad
+    pair.each(lambda model, optimizer: None)
+    train_step(pair.plain, pair.plain_optimizer, 2)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.train(1, first=3)
+    pair.expect_same()
+
+
+def test_hyper_parameters_are_read_when_the_backward_begins(make_pair: MakePair) -> None:
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+    loss = loss_of(pair.model)
+    for optimizer in (pair.original, pair.plain_optimizer):
+        optimizer.param_groups[0]["lr"] = 0.5
+    loss.backward()
+    pair.original.param_groups[0]["lr"] = 0.0  # too late
+    pair.optimizer.step()
+    train_step(pair.plain, pair.plain_optimizer)
+    pair.expect_same()
+
+
+def test_hyper_parameters_are_read_when_step_is_called(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.zero_grad()
+    pair.expect_same()
+
+
+def test_a_second_backward_before_the_step_is_refused_with_in_backward(make_pair: MakePair) -> None:
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+    pair.train(1)
+    pair.each(lambda model, optimizer: loss_of(model, 1).backward())
+    loss = loss_of(pair.model, 2)
+    with pytest.raises(StateError, match=r'optimizer\.step\(\) after each backward.*"deferred"'):
+        loss.backward()
+    del loss
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(1, first=3)
+    pair.expect_same()
+
+
+def test_a_graph_kept_for_a_second_backward_is_refused_with_in_backward(make_pair: MakePair) -> None:
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+    loss = loss_of(pair.model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(StateError):
+        loss.backward()
+    pair.optimizer.step()
+    train_step(pair.plain, pair.plain_optimizer)
+    pair.expect_same()
+
+
+def test_step_in_backward_has_the_bits_of_the_ordinary_loop(make_pair: MakePair) -> None:
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+    pair.train(4)
+    pair.expect_same()
+    assert pair.session.stats().model_data.get("grad", 0) == 0
+
+
+def test_a_functional_use_counts_like_a_modules(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    """A regulariser outside of the model's forward."""
+
+    def regularised(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+        loss = loss_of(model, number) + sum(p.square().sum() for p in model.parameters()) * 1e-2
+        loss = loss + F.linear(batch(number), model[0].weight).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair = make_pair(**on_disk)
+    for number in range(3):
+        want, got = pair.each(regularised, number)
+        assert same_bits(want, got)
+    pair.expect_same()

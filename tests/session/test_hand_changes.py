@@ -1,0 +1,556 @@
+"""Weights changed by hand are carried into the master, or it is a StateError; never lost."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from patrickstar import BudgetError, ConfigError, StateError
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    ROOMY,
+    Pair,
+    adamw,
+    backward,
+    batch,
+    expect_bits,
+    loss_of,
+    mlp,
+    mover_of,
+    train_step,
+    values,
+)
+
+MakePair = Callable[..., Pair]
+
+
+def add(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.125)
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.05, 0.05)
+
+
+def copy_into(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[2].weight.copy_(torch.arange(1024.0).reshape(32, 32) / 1024)
+
+
+def initialise(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    for module in model:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_normal_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+def reset(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    for module in model:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def by_index(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight[3, 4:9] = 7.0
+        model[4].weight[5].fill_(0.5)
+        model[6].weight.view(-1)[::3].mul_(2)
+        model[8].bias[0] += 1
+
+
+def by_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    model[0].weight.data[3] = 1.0
+    model[2].bias.data.copy_(torch.ones(32))
+
+
+def by_data_and_sign(model: nn.Module) -> None:
+    """`p.data += x` is an addition in place and an assignment of the result."""
+    model[4].weight.data += 0.25
+    model[6].weight.data -= 0.5 * model[6].weight.data
+    model[8].bias.data[3:] *= 2
+
+
+def by_detached(model: nn.Module) -> None:
+    model[0].weight.detach().fill_(0.75)
+    model[2].weight.detach().view(-1)[7] = 3.0
+
+
+def by_numpy(model: nn.Module) -> None:
+    model[0].weight.detach().numpy()[2, 2] = 9.0
+    model[4].weight.data.numpy()[:] *= 0.5
+    np.asarray(model[6].bias.detach())[:] = 1.0
+
+
+def by_dlpack(model: nn.Module) -> None:
+    torch.from_dlpack(model[2].weight.detach()).mul_(3)
+
+
+def by_pointer(model: nn.Module) -> None:
+    pointer = model[2].weight.data_ptr()
+    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))[5] = 4.0
+
+
+def by_storage(model: nn.Module) -> None:
+    model[2].weight.detach().untyped_storage()[model[2].weight.storage_offset() * 4 + 3] = 0x40
+
+
+def foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+        torch._foreach_add_([p.data for p in model.parameters()], 0.1)
+
+
+def out_argument(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch.add(torch.ones(32), 2.0, out=model[2].bias)
+        torch.mul(model[0].weight, 2.0, out=model[0].weight)
+
+
+def swap(model: nn.Module) -> None:
+    """The values of two layers change places."""
+    with torch.no_grad():
+        held = model[0].weight.clone()
+        model[0].weight.copy_(model[10].weight)
+        model[10].weight.copy_(held)
+
+
+def test_dlpack_shows_a_weight_as_it_is(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    for export in (torch.from_dlpack, lambda tensor: torch.from_numpy(np.from_dlpack(tensor).copy())):
+        assert same_bits(export(pair.plain[2].weight.detach()), export(pair.model[2].weight.detach()))
+
+
+def tied_average(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[2].weight.lerp_(model[4].weight, 0.25)
+        model[4].weight.addcmul_(model[2].weight, model[6].weight, value=0.5)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict(mlp(5).state_dict())
+
+
+def load_a_part(model: nn.Module) -> None:
+    model[4].load_state_dict(mlp(5)[4].state_dict())
+
+
+def to_the_same(model: nn.Module) -> None:
+    model.to("cpu").float().to(torch.float32).train()
+    add(model)
+
+
+def vector(model: nn.Module) -> None:
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat * 0.5, model.parameters())
+
+
+CHANGES: list[Callable[[nn.Module], None]] = [
+    add,
+    clamp,
+    copy_into,
+    initialise,
+    reset,
+    by_index,
+    by_data,
+    by_data_and_sign,
+    by_detached,
+    by_numpy,
+    by_dlpack,
+    by_pointer,
+    by_storage,
+    foreach,
+    out_argument,
+    swap,
+    tied_average,
+    load,
+    load_a_part,
+    to_the_same,
+    vector,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_by_hand_reaches_the_master_or_is_refused(make_pair: MakePair, change: Callable[..., None]) -> None:
+    pair = make_pair()
+    pair.train(1)
+    change(pair.plain)
+    try:
+        change(pair.model)
+    except StateError as refusal:
+        assert "session.write" in str(refusal)
+        if change is not by_data_and_sign:  # all or nothing
+            return
+    except BudgetError:
+        assert change is vector, "it holds views of all parameters at once"
+        return
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("change", [add, by_data, by_numpy, foreach, initialise], ids=lambda change: change.__name__)
+def test_a_change_survives_on_its_own(make_pair: MakePair, change: Callable[..., None]) -> None:
+    """No step follows that could carry it: the chunk leaves the device and comes back."""
+    pair = make_pair()
+    change(pair.plain)
+    change(pair.model)
+    for model in (pair.plain, pair.model):
+        for number in range(2):
+            with torch.no_grad():
+                model(batch(number))
+    expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
+    assert sum(pair.session.stats().moved.values())
+
+
+@pytest.mark.parametrize("change", [add, by_data, by_numpy], ids=lambda change: change.__name__)
+def test_a_change_between_step_and_zero_grad_comes_after_the_update(
+    make_pair: MakePair, change: Callable[..., None]
+) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    pair.each(lambda model, optimizer: optimizer.step())
+    change(pair.plain)
+    change(pair.model)
+    pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("change", [add, by_data], ids=lambda change: change.__name__)
+def test_a_change_between_backward_and_step_comes_before_the_update(
+    make_pair: MakePair, change: Callable[..., None]
+) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    change(pair.plain)
+    change(pair.model)
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.expect_same()
+
+
+def test_a_weight_that_is_re_pointed_is_refused_at_its_next_use(make_pair: MakePair) -> None:
+    """`set_` gives a tensor another storage: its bytes would be no session's, and gone when the use is over."""
+    pair = make_pair()
+    pair.train(1)
+    with torch.no_grad():
+        pair.model[0].weight.set_(torch.ones(32, 32))  # which no class and no hook gets to see
+    with pytest.raises(StateError, match=r"session\.write"):
+        pair.model(batch())
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize(
+    "resize",
+    [lambda p: p.resize_(16, 32), lambda p: p.data.resize_(64, 32), lambda p: p.data.t_()],
+    ids=["resize_", "data.resize_", "data.t_"],
+)
+def test_a_weight_that_is_resized_is_refused_and_keeps_its_values(make_pair: MakePair, resize: Any) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with pytest.raises((StateError, RuntimeError)), torch.no_grad():
+        resize(pair.model[0].weight)
+    assert pair.model[0].weight.shape == (32, 32)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_an_alias_that_is_re_pointed_leaves_the_weight_alone_as_in_pytorch(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.each(lambda model, _: model[0].weight.data.set_(torch.ones(2, 2)))
+    assert pair.model[0].weight.shape == (32, 32)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+# averages
+
+
+def test_an_average_of_the_weights_over_steps(make_pair: MakePair) -> None:
+    pair = make_pair()
+    averages = [values(pair.plain), values(pair.model)]
+    for number in range(3):
+        pair.each(train_step, number)
+        for average, model in zip(averages, (pair.plain, pair.model), strict=True):
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    average[name].mul_(0.9).add_(p, alpha=0.1)
+    expect_bits(*averages)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("decay", ["average", "ema"])
+def test_torchs_averaged_model(make_pair: MakePair, decay: str) -> None:
+    from torch.optim import swa_utils
+
+    def make(model: nn.Module) -> Any:
+        if decay == "average":
+            return swa_utils.AveragedModel(model)
+        return swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+
+    pair = make_pair()
+    averages = [make(pair.plain), make(pair.model)]
+    for number in range(3):
+        pair.each(train_step, number)
+        averages[0].update_parameters(pair.plain)
+        averages[1].update_parameters(pair.model)
+    assert all(type(p) is nn.Parameter for p in averages[1].parameters())
+    expect_bits(values(averages[0]), values(averages[1]))
+    with torch.no_grad():
+        assert same_bits(averages[0](batch()), averages[1](batch()))
+    pair.expect_same()
+
+
+def test_weights_swapped_with_an_average_for_an_evaluation(make_pair: MakePair) -> None:
+    def evaluate_average(model: nn.Module, _: Any) -> torch.Tensor:
+        backup = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p * 0.5)
+            out: torch.Tensor = model(batch())
+            for name, p in model.named_parameters():
+                p.copy_(backup[name])
+        return out
+
+    pair = make_pair()
+    pair.train(1)
+    want, got = pair.each(evaluate_average)
+    assert same_bits(want, got)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+# aliases that outlive the moment
+
+
+def test_an_alias_made_before_steps_sees_and_makes_changes_after_them(make_pair: MakePair) -> None:
+    pair = make_pair()
+    aliases = [(model[0].weight.detach(), model[2].weight.data) for model in (pair.plain, pair.model)]
+    pair.train(2)
+    for detached, data in aliases:
+        detached.mul_(2)
+        data[3].add_(1)
+    assert all(same_bits(a, b) for a, b in zip(*aliases, strict=True))
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+def test_a_view_that_is_held_over_a_step_sees_and_makes_changes_after_it(make_pair: MakePair) -> None:
+    """Of the view alone: the parameter itself, whose use would carry the step out, is not touched."""
+
+    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        with torch.no_grad():
+            view = model[0].weight.view(-1)
+        backward(model)
+        optimizer.step()
+        seen = view.detach().clone()
+        with torch.no_grad():
+            view.mul_(0.5)
+        optimizer.zero_grad()
+        return seen
+
+    pair = make_pair()
+    want, got = pair.each(act)
+    assert same_bits(want, got)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_a_numpy_view_that_is_kept_over_steps_sees_and_makes_changes(make_pair: MakePair) -> None:
+    pair = make_pair()
+    views = [model[0].weight.detach().numpy() for model in (pair.plain, pair.model)]
+    pair.train(2)
+    assert (views[0] == views[1]).all()
+    for view in views:
+        view[1] = 0.5
+    pair.train(1, first=2)
+    for view in views:
+        view[2] *= 2
+    del views, view
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+# write
+
+
+def test_write_sets_a_value(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with torch.no_grad():
+        pair.plain[2].weight.copy_(torch.full((32, 32), 0.25))
+    pair.session.write("2.weight", torch.full((32, 32), 0.25))
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_write_takes_other_types_and_strides(make_pair: MakePair, dtype: torch.dtype) -> None:
+    pair = make_pair()
+    value = torch.arange(1024).reshape(32, 32).t().to(dtype)
+    pair.session.write("0.weight", value)
+    assert same_bits(value.float().contiguous(), pair.session.state_dict()["0.weight"])
+
+
+def test_write_comes_after_a_pending_step(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    pair.each(lambda model, optimizer: optimizer.step())
+    with torch.no_grad():
+        pair.plain[2].weight.zero_()
+    pair.session.write("2.weight", torch.zeros(32, 32))
+    pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.expect_same()
+
+
+def test_write_refuses_what_is_not_there_or_of_another_shape(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    with pytest.raises(ConfigError, match=r"3\.wieght"):
+        pair.session.write("3.wieght", torch.ones(3))
+    with pytest.raises(ConfigError, match=r"\(32, 32\)"):
+        pair.session.write("0.weight", torch.ones(3, 3))
+    pair.expect_same()
+
+
+# between forward and backward
+
+
+@pytest.mark.parametrize("change", [add, clamp, initialise, load], ids=lambda change: change.__name__)
+def test_weights_changed_between_forward_and_backward_are_an_error(
+    make_pair: MakePair, change: Callable[..., None], on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(1)
+    for model in (pair.plain, pair.model):
+        loss = loss_of(model, 1)
+        change(model)
+        with pytest.raises(RuntimeError if model is pair.plain else (StateError, RuntimeError), match="modified by an"):
+            loss.backward()
+        del loss
+        model.zero_grad()
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+def test_the_error_for_changed_weights_is_a_state_error_that_says_what_to_do(make_pair: MakePair) -> None:
+    pair = make_pair()
+    loss = loss_of(pair.model)
+    add(pair.model)
+    with pytest.raises(StateError, match="before the forward or after the backward"):
+        loss.backward()
+
+
+def test_a_weight_written_between_forward_and_backward_is_an_error(make_pair: MakePair) -> None:
+    pair = make_pair()
+    loss = loss_of(pair.model)
+    pair.session.write("10.weight", torch.ones(32, 32))
+    with pytest.raises((StateError, RuntimeError), match="modified by an"):
+        loss.backward()
+
+
+def two_layers() -> nn.Module:
+    """Only the second weight is needed in backward."""
+    return mlp(layers=2)
+
+
+@pytest.mark.parametrize("build", [mlp, two_layers])
+def test_a_step_between_forward_and_backward_is_an_error(make_pair: MakePair, build: Callable[[], nn.Module]) -> None:
+    """Also where the step is still to be carried out when the backward begins, and one weight is all it needs."""
+    pair = make_pair(build, **ROOMY)
+    first, second = loss_of(pair.model, 0), loss_of(pair.model, 1)
+    first.backward()
+    pair.optimizer.step()
+    with pytest.raises((StateError, RuntimeError), match="modified by an"):
+        second.backward()
+
+
+def test_the_optimizer_on_its_own_tells_autograd_of_its_update() -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    first, second = loss_of(model, 0), loss_of(model, 1)
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an"):
+        second.backward()
+
+
+def test_data_changed_between_forward_and_backward_gives_the_gradients_of_pytorch_or_raises(
+    make_pair: MakePair,
+) -> None:
+    """`.data` has a version counter of its own: PyTorch uses the changed weight without a word."""
+    pair = make_pair()
+    loss = loss_of(pair.plain)
+    pair.plain[10].weight.data.mul_(2)
+    loss.backward()
+    loss = loss_of(pair.model)
+    pair.model[10].weight.data.mul_(2)
+    try:
+        loss.backward()
+    except (StateError, RuntimeError):
+        return
+    pair.expect_same_gradients()
+
+
+def test_a_parameter_reads_the_same_wherever_its_bytes_are(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    before = pair.session.stats().moved
+    for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+        assert (got.shape, got.dtype, got.device, got.stride()) == (want.shape, want.dtype, want.device, want.stride())
+        assert (got.numel(), got.ndim, got.is_leaf, got.requires_grad) == (want.numel(), want.ndim, True, True)
+        assert isinstance(got, nn.Parameter)
+        assert got.is_contiguous()
+    assert pair.session.stats().moved == before, "asking for a shape fetches nothing"
+    for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+        assert want.tolist() == got.tolist()
+        assert same_bits(want.detach().sum(), got.detach().sum())
+
+
+def test_copies_of_parameters_are_ordinary(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    for name, copied in (
+        ("deepcopy", copy.deepcopy(pair.model[0].weight)),
+        ("clone", pair.model[0].weight.detach().clone()),
+        ("float64", pair.model[0].weight.double().float().detach()),
+    ):
+        before = copied.detach().clone()
+        assert same_bits(before, pair.plain[0].weight.detach()), name
+        copied.detach().add_(1)
+        assert same_bits(pair.session.state_dict()["0.weight"], pair.plain[0].weight.detach()), name
+    assert not mover_of(pair.session).state.in_flight
+
+
+def test_the_address_of_an_alias_stays_its_address(make_pair: MakePair) -> None:
+    """Writers of files ask for the addresses of all tensors before they read the first."""
+    pair = make_pair()
+    pair.train(1)
+    state = pair.model[2].state_dict()
+    address = state["weight"].data_ptr()
+    want = pair.plain[2].weight.detach().clone()
+    for number in range(3):  # other chunks come and go
+        with torch.no_grad():
+            pair.model(batch(number))
+    assert state["weight"].data_ptr() == address
+    got = (ctypes.c_float * want.numel()).from_address(address)
+    assert same_bits(want.flatten(), torch.tensor(list(got)))
+    del state
+    pair.train(1, first=1)
+    pair.expect_same()

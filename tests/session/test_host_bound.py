@@ -1,0 +1,102 @@
+"""Where the host computes under a bound: room is made for what nobody foresaw, as far as chunks can make it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import patrickstar
+from patrickstar.memory.process import resident_bytes
+from patrickstar.step.pressure import Pressure
+from patrickstar.units import MIB
+from tests.session.builders import (
+    LAYERS,
+    SLOT,
+    TIGHT,
+    Pair,
+    adamw,
+    backward,
+    is_ordinary,
+    mlp,
+    options,
+)
+
+
+class Unforeseen(nn.Module):
+    """Looks at a value, which no trial run can, and makes some slots' worth of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.layers[:6](x).repeat(200, 1)
+        if bool(wide.sum() == 0):
+            return wide
+        return self.layers[6:](wide)
+
+
+def test_chunks_leave_for_activations_that_no_forecast_saw(
+    make_pair: Callable[..., Pair], on_disk: dict[str, Any]
+) -> None:
+    budget = 104 * SLOT
+    pair = make_pair(Unforeseen, **on_disk | {"host_memory": budget})
+    pair.train(2)
+    pair.expect_same()
+    assert pair.session.stats().reactive_steps > 0
+    assert pair.session.stats().peak["host"] <= budget
+
+
+def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_needed_stays(
+    make_pair: Callable[..., Pair], on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(1)
+    executor = pair.session._parts.executor
+    pair.session.state_dict()["2.weight"]  # no stretch is under way any more
+    assert executor.mover.state.slots_used > 1
+    with executor.making(TIGHT):
+        pair.session.state_dict()["0.weight"]
+        assert executor.mover.state.slots_used == 1
+    pair.expect_same()
+
+
+def test_the_guard_counts_what_is_coming_beside_what_is_there() -> None:
+    guard = Pressure(resident_bytes() + 64 * MIB, 128 * MIB)  # 40 MiB and 1 MiB of the budget may come on top
+    assert guard.excess_bytes(80 * MIB) == 0
+    assert guard.excess_bytes(200 * MIB) == pytest.approx(95 * MIB, abs=10 * MIB)
+
+
+def test_chunks_make_room_for_what_the_process_holds_beside_them(
+    make_pair: Callable[..., Pair], on_disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(1)
+    executor = pair.session._parts.executor
+    executor.settle()
+    executor._pressure = Pressure(0, 0)  # whatever is there is too much
+    with caplog.at_level(logging.WARNING, "patrickstar"):
+        pair.train(1, first=1)
+        pair.session.state_dict()["0.weight"]
+    assert executor.mover.state.slots_used == 1
+    assert "more than host_memory allows" in caplog.text
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("slots", [4 * LAYERS, 6])
+def test_gradients_nobody_used_stay_at_the_end_where_they_fit_beside_the_weights(
+    slots: int, on_disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    session = patrickstar.manage(model, adamw(model), options=options(), **on_disk | {"host_memory": slots * SLOT})
+    backward(model)
+    with caplog.at_level(logging.WARNING, "patrickstar"):
+        session.close()
+    assert is_ordinary(model)
+    fit = slots > 2 * LAYERS
+    assert all((parameter.grad is not None) is fit for parameter in model.parameters())
+    assert ("the gradients do not fit" in caplog.text) is not fit

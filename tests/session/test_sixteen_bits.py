@@ -1,0 +1,684 @@
+"""Weights of 16 bits: what plain PyTorch does with narrow parameters and fp32 masters beside them, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import patrickstar
+from patrickstar import BudgetError
+from patrickstar.core.plane import REST
+from tests.parity.compare import compare_mappings, same_bits
+from tests.parity.oracle import Types, clip_factor, global_norm, narrow
+from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options
+
+Change = Callable[[nn.Module], Any]
+
+
+KINDS = ("bf16", "bf16-fp32", "fp16", "fp16-fp32")
+"""What weights are kept in, and what they compute in where that is another type."""
+
+SCALE = 1024.0
+"""Of losses in fp16: fixed, so that nothing is skipped."""
+
+
+class Twin:
+    """A model of 16-bit weights in the type that computes, and an fp32 one that is updated."""
+
+    def __init__(self, kind: str = "bf16", build: Callable[[], nn.Module] = mlp) -> None:
+        types = Types.of(kind)
+        assert types is not None
+        self.types = types
+        self.masters = build()
+        self.optimizer = adamw(self.masters)
+        self.model = build()
+        self.whole = {name for name, _ in self.masters.named_parameters() if "norm" in name}
+        self.narrow()
+
+    def rounded(self, name: str, master: Tensor) -> Tensor:
+        """The weight that stands for a master."""
+        return master.clone() if name in self.whole else narrow(master, self.types.kept).to(self.types.compute)
+
+    def narrow(self) -> None:
+        """Weights are the masters, rounded."""
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            weight.data = self.rounded(name, master.detach())
+
+    def carry(self) -> None:
+        """Weights that were changed by hand become their masters, element by element."""
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            was = self.rounded(name, master.detach())
+            master.data = torch.where(was == weight, master.detach(), weight.detach().float())
+        self.narrow()
+
+    def backward(self, number: int, *, adds_up: bool = False) -> Tensor:
+        loss: Tensor = self.model(batch(number).to(self.types.compute)).float().square().mean()
+        scale = SCALE if self.types.scales else 1.0
+        (loss * scale).backward()
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            assert weight.grad is not None
+            kept = weight.grad if adds_up or name in self.whole else weight.grad.to(self.types.kept)
+            wide = kept.float() / scale
+            master.grad = wide if master.grad is None else master.grad + wide
+            weight.grad = None
+        return loss.detach()
+
+    def step(self, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
+        losses = [self.backward(first + number, adds_up=backwards > 1) for number in range(backwards)]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.narrow()
+        return losses
+
+
+def managed_backward(session: patrickstar.Session, model: nn.Module, number: int = 0) -> Tensor:
+    loss: Tensor = model(batch(number)).float().square().mean()
+    session.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
+    losses = [managed_backward(session, model, number) for number in range(first, first + backwards)]
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    session.optimizer.zero_grad()
+    return losses
+
+
+def manage(
+    model: nn.Module, kind: str = "bf16", *, given: dict[str, Any] | None = None, **keywords: Any
+) -> patrickstar.Session:
+    kept, _, compute = kind.partition("-")
+    scale = patrickstar.LossScale(initial=SCALE, dynamic=False)
+    return patrickstar.manage(
+        model,
+        adamw(model),
+        precision=kept,
+        options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
+        **(keywords or {"device": "emulated", "device_memory": TIGHT}),
+    )
+
+
+def expect_same(twin: Twin, session: patrickstar.Session) -> None:
+    want = dict(twin.masters.state_dict())
+    assert not (found := compare_mappings("master", want, dict(session.state_dict()))), "\n".join(found)
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, nn.Module, patrickstar.Session]]:
+    model = mlp()
+    with manage(model, request.param) as session:
+        yield Twin(request.param), model, session
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, machine: str, step: str, tmp_path: Path) -> None:
+    if kind.startswith("fp16") and step == "in_backward":
+        pytest.skip("overflows are known when the backward has ended")
+    twin, model = Twin(kind), mlp()
+    with manage(model, kind, step=step, **MACHINES[machine](tmp_path / "disk")) as session:
+        for number in range(4):
+            want, got = twin.step(first=number), managed_step(session, model, first=number)
+            assert all(map(same_bits, want, got))
+        expect_same(twin, session)
+        assert session.stats().planned_steps == 4, session.stats().reason
+        assert sum(session.stats().moved.values())
+        assert all(parameter.dtype is twin.types.compute for parameter in model.parameters())
+    if not next(iter(model.parameters())).is_meta:
+        assert is_ordinary(model)
+        assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, 14), ({"accumulate": 3}, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_parameter(kind: str, given: dict[str, Any], wanted: int) -> None:
+    model = mlp()
+    with manage(model, kind, given=given, device="emulated", device_memory="64MiB") as session:
+        model(batch()).sum().backward()
+        session.optimizer.step()
+        stats = session.stats()
+        assert sum(stats.model_data.values()) == wanted * session.layout.n_chunks * session.layout.chunk_numel
+        assert (REST in stats.model_data) is kind.startswith("bf16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_several_backwards_add_up_in_fp32(kind: str) -> None:
+    twin, model = Twin(kind), mlp()
+    with manage(model, kind, given={"accumulate": 3}) as session:
+        for number in range(3):
+            want = twin.step(backwards=3, first=3 * number)
+            got = managed_step(session, model, backwards=3, first=3 * number)
+            assert all(map(same_bits, want, got))
+        expect_same(twin, session)
+        model(batch()).float().square().mean().backward()
+        assert all(gradient.dtype is torch.float32 for _, gradient in session.gradients())
+
+
+def test_a_second_backward_makes_room_for_gradients_in_fp32(pair: tuple[Twin, nn.Module, Any]) -> None:
+    """What had come is widened; from then on nothing is rounded."""
+    twin, model, session = pair
+    for number in range(2):
+        twin.backward(number, adds_up=number > 0)
+        managed_backward(session, model, number)
+    twin.optimizer.step()
+    twin.optimizer.zero_grad()
+    twin.narrow()
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    assert sum(session.stats().model_data.values()) == 16 * session.layout.n_chunks * CHUNK
+    session.optimizer.zero_grad()
+    expect_same(twin, session)
+    for number in range(2, 5):
+        twin.backward(number, adds_up=True)
+        twin.optimizer.step()
+        twin.optimizer.zero_grad()
+        twin.narrow()
+        managed_step(session, model, first=number)
+    expect_same(twin, session)
+    assert session.stats().planned_steps >= 3
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_second_backward_makes_room_on_every_tier(machine: str, tmp_path: Path) -> None:
+    twin, model = Twin(), mlp()
+    with manage(model, **MACHINES[machine](tmp_path / "disk")) as session:
+        for step in range(2):
+            twin.step(backwards=3, first=3 * step)
+            managed_step(session, model, backwards=3, first=3 * step)
+        expect_same(twin, session)
+        files = list((tmp_path / "disk").glob("*.grad")) if "disk" in machine else []
+        assert len(files) <= 1, "the file of narrow gradients is gone"
+
+
+def test_a_second_backward_that_does_not_fit_is_refused_before_anything_has_changed() -> None:
+    twin, model = Twin(), mlp()
+    twin.step()
+    host = 14 * CHUNK * LAYERS + SLOT  # 14 bytes a parameter, and little more
+    with manage(model, device="emulated", device_memory=TIGHT, host_memory=host) as session:
+        managed_backward(session, model)
+        with pytest.raises(BudgetError, match="host memory") as refusal:
+            managed_backward(session, model, 1)
+        assert refusal.value.smallest_bytes == 16 * session.layout.n_chunks * CHUNK
+        session.optimizer.step()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        expect_same(twin, session)
+
+
+def test_a_gradient_read_is_of_the_parameters_type(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    model(batch()).float().square().mean().backward()
+    wide = dict(session.gradients())["0.weight"]
+    assert wide.dtype is torch.float32
+    gradient = model[0].weight.grad
+    assert gradient is not None
+    assert gradient.dtype is twin.types.compute
+    assert same_bits(gradient.float(), wide)
+
+
+def change_gradients(twin: Twin, change: Callable[[nn.Module], Any]) -> Any:
+    """What a change through `.grad` means: `.grad` is of the parameter's type, and an element that has other bits afterwards is widened."""
+    pairs = list(zip(twin.masters.parameters(), twin.model.parameters(), strict=True))
+    for master, weight in pairs:
+        assert master.grad is not None
+        weight.grad = master.grad.to(weight.dtype)
+    shown = [weight.grad.clone() for _, weight in pairs]
+    result = change(twin.model)
+    for (master, weight), before in zip(pairs, shown, strict=True):
+        assert master.grad is not None
+        assert weight.grad is not None
+        bits = torch.int16 if before.element_size() == 2 else torch.int32
+        changed = before.view(bits) != weight.grad.view(bits)
+        master.grad = torch.where(changed, weight.grad.float(), master.grad)
+        weight.grad = None
+    return result
+
+
+def by_a_third(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.mul_(1 / 3)  # type: ignore[union-attr]
+
+
+def a_few(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.view(-1)[3:7] = 0.3  # type: ignore[union-attr]
+        p.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "norm": lambda model: torch.stack([p.grad.norm() for p in model.parameters()]),  # type: ignore[union-attr]
+    "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-2),
+    "a third": by_a_third,
+    "a few": a_few,
+    "foreach": lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.7),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_shown_rounded_and_what_is_changed_is_widened(kind: str, backwards: int, change: str) -> None:
+    twin, model = Twin(kind), mlp()
+    given = {"accumulate": 2} if backwards == 2 else {}
+    with manage(model, kind, given=given, device="emulated", device_memory=8 * TIGHT) as session:
+        optimizer: Any = session.optimizer
+        for step in range(2):
+            # What the first change wrote is fp32, where that computes: from then on gradients are kept in it, and none is rounded.
+            unrounded = backwards == 2 or (step == 1 and change != "norm")
+            for number in range(step, step + backwards):
+                want = twin.backward(number, adds_up=unrounded)
+                assert same_bits(want, managed_backward(session, model, number))
+            if session.scaler.is_enabled():
+                session.scaler.unscale_(optimizer)
+            want, got = change_gradients(twin, CHANGES[change]), CHANGES[change](model)
+            assert not isinstance(want, Tensor) or same_bits(want, got)
+            read = {name: gradient.clone() for name, gradient in session.gradients()}
+            assert not compare_mappings("gradient", {n: p.grad for n, p in twin.masters.named_parameters()}, read)
+            twin.optimizer.step()
+            twin.optimizer.zero_grad()
+            twin.narrow()
+            session.scaler.step(optimizer)
+            session.scaler.update()
+            optimizer.zero_grad()
+        expect_same(twin, session)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_reading_a_16_bit_gradient_changes_nothing_of_what_it_is_rounded_from(kind: str) -> None:
+    twin, model = Twin(kind), mlp()
+    with manage(model, kind, given={"accumulate": 2}) as session:
+        for number in range(2):
+            managed_backward(session, model, number)
+        before = {name: gradient.clone() for name, gradient in session.gradients()}
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            assert p.grad.dtype is twin.types.compute
+            assert same_bits(p.grad.clone(), before[name].to(p.dtype))
+            p.grad.add_(0)
+        assert not compare_mappings("gradient", before, dict(session.gradients()))
+
+
+def test_what_sets_every_element_sets_those_that_are_shown_as_they_become_too() -> None:
+    """Gradients too small for fp16 are shown as zeros; `zero_()` makes them zeros."""
+    model = mlp()
+    with manage(model, "fp16", given={"accumulate": 2}) as session:
+        model(batch()).float().sum().backward()
+        session.scaler._training.multiply(torch.tensor(2.0**-40))  # type: ignore[attr-defined]
+        weight = model[0].weight
+        assert weight.grad is not None
+        assert dict(session.gradients())["0.weight"].any()
+        assert not weight.grad.any()
+        model.zero_grad(set_to_none=False)
+        assert not dict(session.gradients())["0.weight"].any()
+
+
+def test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks() -> None:
+    for spoil, updates in ((float("inf"), 0), (1.0, 1)):
+        model = mlp()
+        with manage(model, "fp16") as session:
+            managed_backward(session, model)
+            optimizer: Any = session.optimizer
+            assert model[2].bias.grad is not None
+            model[2].bias.grad[3] = float("inf")
+            model[2].bias.grad[3] = spoil
+            session.scaler.step(optimizer)
+            session.scaler.update()
+            assert len(optimizer.state) == 12 * updates
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def some_elements(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight[3, 4:9] = 7.0
+        model[4].weight.view(-1)[::3].mul_(2)
+        model[8].bias[0] += 1
+
+
+def by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def by_out(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch.mul(model[2].weight, 2.0, out=model[2].weight)
+
+
+def foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), 0.25)
+
+
+def by_init(model: nn.Module) -> None:
+    """torch passes their tensor by name."""
+    nn.init.constant_(model[0].weight, 0.125)
+    torch.manual_seed(3)
+    nn.init.uniform_(model[2].weight)
+    nn.init.kaiming_normal_(model[4].weight)
+
+
+def by_flag(model: nn.Module) -> None:
+    with torch.no_grad():
+        nn.functional.relu(model[2].weight, inplace=True)
+
+
+def by_lookup(model: nn.Module) -> None:
+    nn.functional.embedding(torch.tensor([3, 5, 3]), model[2].weight, max_norm=0.25)
+
+
+BY_HAND = [clamp, some_elements, by_data, by_out, foreach, by_init, by_flag, by_lookup]
+
+
+@pytest.mark.parametrize("change", BY_HAND, ids=lambda change: change.__name__)
+def test_a_change_by_hand_is_carried_into_the_master(pair: tuple[Twin, nn.Module, Any], change: Change) -> None:
+    """What it changes has its new weight for a master; everything else keeps its own, down to the last bit."""
+    twin, model, session = pair
+    twin.step()
+    managed_step(session, model)
+    change(twin.model)
+    twin.carry()
+    change(model)
+    expect_same(twin, session)
+    twin.step(first=1)
+    managed_step(session, model, first=1)
+    expect_same(twin, session)
+
+
+def test_a_change_behind_torchs_back_is_carried_too(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    twin.step()
+    managed_step(session, model)
+    for changed in (twin.model, model):
+        weight = changed[2].weight.detach()
+        bits = torch.tensor(3.0, dtype=weight.dtype).view(torch.int16 if weight.itemsize == 2 else torch.int32)
+        weight.view(bits.dtype).numpy()[4, 4] = bits.item()
+    twin.carry()
+    twin.step(first=1)
+    managed_step(session, model, first=1)
+    expect_same(twin, session)
+
+
+def as_integers(model: nn.Module) -> Any:
+    """A weight's memory, which torch does not see written."""
+    weight = model[2].weight.detach()  # type: ignore[operator]
+    return weight.view(torch.int16 if weight.itemsize == 2 else torch.int32).numpy()
+
+
+def write_unseen(view: Any, dtype: torch.dtype) -> None:
+    three = torch.tensor(3.0, dtype=dtype)
+    view[4, 4] = three.view(torch.int16 if dtype.itemsize == 2 else torch.int32).item()
+
+
+def test_a_change_behind_torchs_back_is_carried_before_anything_is_read(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    twin.step()
+    managed_step(session, model)
+    for changed in (twin.model, model):
+        write_unseen(as_integers(changed), twin.types.compute)
+    twin.carry()
+    expect_same(twin, session)
+
+
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_a_change_behind_torchs_back_comes_where_it_came(pair: tuple[Twin, nn.Module, Any], when: str) -> None:
+    """Of memory that was handed out before: no use of the parameter is there to notice it."""
+    twin, model, session = pair
+    view = as_integers(model)
+    twin.backward(0)
+    managed_backward(session, model)
+    if when == "before the step":
+        write_unseen(view, twin.types.compute)
+        write_unseen(as_integers(twin.model), twin.types.compute)
+        twin.carry()
+    twin.optimizer.step()
+    twin.optimizer.zero_grad()
+    twin.narrow()
+    session.scaler.step(session.optimizer)
+    if when == "after the step":
+        write_unseen(view, twin.types.compute)
+        write_unseen(as_integers(twin.model), twin.types.compute)
+        twin.carry()
+    session.scaler.update()
+    session.optimizer.zero_grad()
+    del view
+    expect_same(twin, session)
+    twin.step(first=1)
+    managed_step(session, model, first=1)
+    expect_same(twin, session)
+
+
+def test_memory_that_is_handed_out_and_not_written_changes_nothing(pair: tuple[Twin, nn.Module, Any]) -> None:
+    """An update writes it as well, which is nobody's change by hand."""
+    twin, model, session = pair
+    view = as_integers(model)
+    for number in range(3):
+        twin.step(first=number)
+        managed_step(session, model, first=number)
+    session.write("4.weight", torch.ones(32, 32))
+    dict(twin.masters.named_parameters())["4.weight"].data = torch.ones(32, 32)
+    twin.narrow()
+    expect_same(twin, session)
+    del view
+    twin.step(first=3)
+    managed_step(session, model, first=3)
+    expect_same(twin, session)
+
+
+def test_writing_through_the_session_sets_the_whole_master(pair: tuple[Twin, nn.Module, Any]) -> None:
+    twin, model, session = pair
+    value = torch.randn(32, 32, generator=torch.Generator().manual_seed(9))
+    session.write("4.weight", value)
+    dict(twin.masters.named_parameters())["4.weight"].data = value.clone()
+    twin.narrow()
+    expect_same(twin, session)
+    assert same_bits(model[4].weight.detach().clone(), twin.model[4].weight.detach())
+
+
+class Reentrant(nn.Module):
+    """All of it is one checkpointed block, which goes through every layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.twice, x.clone().requires_grad_(), use_reentrant=True)
+        return out
+
+    def twice(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.layers(x))
+        return out
+
+
+WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
+"""Where fp32 computes, gradients of all layers wait for the end of a backward."""
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_which_only_a_backward_inside_of_another_tells(kind: str, backwards: int) -> None:
+    """They add up within one backward, and are kept when the outer one ends."""
+    twin, model = Twin(kind, Reentrant), Reentrant()
+    with manage(model, kind, given={"accumulate": backwards}, **WAITING) as session:
+        for number in range(3):
+            want = twin.step(backwards=backwards, first=2 * number)
+            got = managed_step(session, model, backwards=backwards, first=2 * number)
+            assert all(map(same_bits, want, got))
+            expect_same(twin, session)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_backward_inside_of_another_widens_gradients(kind: str) -> None:
+    twin, model = Twin(kind, Reentrant), Reentrant()
+    with manage(model, kind, **WAITING) as session:
+        for number in range(2):
+            twin.backward(number, adds_up=number > 0)
+            managed_backward(session, model, number)
+        twin.optimizer.step()
+        session.scaler.step(session.optimizer)
+        twin.narrow()
+        expect_same(twin, session)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopping_and_resuming_gives_the_bits_of_not_stopping(kind: str, tmp_path: Path) -> None:
+    twin, first, second = Twin(kind), mlp(), mlp(5)
+    with manage(first, kind) as session:
+        twin.step()
+        managed_step(session, first)
+        session.save_checkpoint(tmp_path)
+    with manage(second, kind) as session:
+        session.load_checkpoint(tmp_path)
+        twin.step(first=1)
+        managed_step(session, second, first=1)
+        expect_same(twin, session)
+
+
+class Normed(nn.Module):
+    """Batch norm between linear layers, and a module that asks to stay fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.second = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_norm_stays_fp32_whole(kind: str) -> None:
+    twin, model = Twin(kind, Normed), Normed()
+    with manage(model, kind) as session:
+        assert model.norm.weight.dtype is torch.float32
+        assert model.norm.running_mean is not None
+        assert model.norm.running_mean.dtype is torch.float32
+        for number in range(3):
+            want, got = twin.step(first=number), managed_step(session, model, first=number)
+            assert all(map(same_bits, want, got))
+        expected = {name: value for name, value in twin.masters.state_dict().items() if "running" not in name}
+        held = {name: value for name, value in session.state_dict().items() if "running" not in name}
+        expected.pop("norm.num_batches_tracked")
+        held.pop("norm.num_batches_tracked")
+        assert not compare_mappings("master", expected, held)
+
+
+def test_other_norms_are_cast_as_the_rest_is() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.InstanceNorm1d(4, affine=True))
+    with manage(model):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_modules_that_are_named_stay_fp32_whole() -> None:
+    model = mlp()
+    with manage(model, given={"keep_fp32": ("2",)}):
+        assert model[2].weight.dtype is torch.float32
+        assert model[4].weight.dtype is torch.bfloat16
+
+
+def test_weights_alone_take_two_bytes() -> None:
+    model, plain = mlp(), mlp()
+    chosen = options(compute="bf16")
+    with patrickstar.manage(
+        model, precision="bf16", device="emulated", device_memory=4 * SLOT, options=chosen
+    ) as session:
+        assert set(session.stats().model_data) == {"weight"}
+        want = plain.bfloat16()
+        for weight, master in zip(want.parameters(), mlp().parameters(), strict=True):
+            weight.data = narrow(master.detach(), torch.bfloat16)
+        with torch.no_grad():
+            assert same_bits(want(batch().bfloat16()), model(batch()))
+
+
+@pytest.mark.parametrize(("kept", "fast"), [("bf16", "computes_bf16"), ("fp16", "computes_fp16")])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_weights_compute_in_their_own_type_where_the_processor_is_fast_in_it(
+    kept: str, fast: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"patrickstar.step.precision.{fast}", lambda: is_fast)
+    model = mlp()
+    with patrickstar.manage(model, adamw(model), precision=kept):
+        own = {"bf16": torch.bfloat16, "fp16": torch.float16}[kept]
+        assert {parameter.dtype for parameter in model.parameters()} == {own if is_fast else torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["bf16-fp32", "fp16", "fp16-fp32"])
+def test_a_copy_that_is_held_shows_the_update(kind: str) -> None:
+    """As in PyTorch, where a view of a weight is the weight."""
+    twin, model = Twin(kind), mlp()
+    with manage(model, kind) as session:
+        row = model[2].weight[3]
+        twin.step()
+        managed_step(session, model)
+        _ = model.state_dict()  # whatever asks first has the pending update done
+        assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
+        with torch.no_grad():
+            row.add_(0.5)
+            twin.model[2].weight[3].add_(0.5)
+        twin.carry()
+        expect_same(twin, session)
+        assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_fp32_goes_on_in_16_bits_and_back(kind: str, tmp_path: Path) -> None:
+    model, other, last = mlp(), mlp(5), mlp(6)
+    with patrickstar.manage(model, adamw(model), options=options()) as session:
+        model(batch()).square().mean().backward()
+        session.optimizer.step()  # type: ignore[union-attr]
+        session.save_checkpoint(tmp_path / "first")
+        want = {name: value.clone() for name, value in session.state_dict().items()}
+    with manage(other, kind) as session:
+        session.load_checkpoint(tmp_path / "first")
+        assert not compare_mappings("master", want, dict(session.state_dict()))
+        session.save_checkpoint(tmp_path / "second")
+    with patrickstar.manage(last, adamw(last), options=options()) as session:
+        session.load_checkpoint(tmp_path / "second")
+        assert not compare_mappings("weight", want, dict(session.state_dict()))
+
+
+def test_a_gradient_clipped_twice_is_rounded_once() -> None:
+    """Factors are multiplied in fp32, whatever the gradient is kept in."""
+    twin, model = Twin(), mlp()
+    with manage(model) as session:
+        managed_backward(session, model)
+        twin.backward(0)
+        for _ in range(2):
+            norm = session.clip_grad_norm_(0.01)
+            gradients = [master.grad for master in twin.masters.parameters() if master.grad is not None]
+            want = global_norm({str(number): gradient for number, gradient in enumerate(gradients)})
+            assert same_bits(norm, want)
+            for gradient in gradients:
+                gradient.mul_(clip_factor(want, 0.01))
+        read = {name: gradient.clone() for name, gradient in session.gradients()}
+        assert not compare_mappings("gradient", {n: p.grad for n, p in twin.masters.named_parameters()}, read)
+        session.optimizer.step()  # type: ignore[union-attr]
+        twin.optimizer.step()
+        expect_same(twin, session)
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_where_nobody_says_the_processor_decides_and_it_is_said(
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("patrickstar.step.precision.computes_bf16", lambda: is_fast)
+    model = mlp()
+    with patrickstar.manage(model, adamw(model)):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16 if is_fast else torch.float32}
+    said = [record.getMessage() for record in caplog.records if "precision was not given" in record.getMessage()]
+    assert bool(said) is is_fast

@@ -1,0 +1,334 @@
+"""State in plain PyTorch's format: out of a session, into one, and back."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar import BudgetError, CheckpointError, ConfigError, StateError
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    ROOMY,
+    SLOT,
+    TIGHT,
+    Pair,
+    adamw,
+    backward,
+    batch,
+    everything,
+    expect_bits,
+    is_ordinary,
+    mlp,
+    options,
+    train,
+    values,
+)
+
+MakePair = Callable[..., Pair]
+
+
+def normed() -> nn.Module:
+    """A model with buffers: floating ones, a counter, and one that no state dict has."""
+    model = nn.Sequential(mlp(), nn.BatchNorm1d(32))
+    model.register_buffer("scale", torch.tensor(2.0))
+    model.register_buffer("passing", torch.ones(3), persistent=False)
+    return model
+
+
+def tied() -> nn.Module:
+    model = mlp()
+    model[8].weight = model[2].weight
+    return model
+
+
+@pytest.mark.parametrize("build", [mlp, normed, tied])
+def test_the_models_state_dict_is_what_plain_pytorch_has(
+    make_pair: MakePair, build: Callable[[], nn.Module], on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(build, **on_disk)
+    pair.train(2)
+    want, got = pair.plain.state_dict(), pair.model.state_dict()
+    assert list(want) == list(got)
+    expect_bits(want, {name: tensor.clone() for name, tensor in got.items()})
+
+
+@pytest.mark.parametrize("build", [mlp, normed, tied])
+def test_the_sessions_state_dict_has_the_models_keys_and_reads_one_at_a_time(
+    make_pair: MakePair, build: Callable[[], nn.Module]
+) -> None:
+    pair = make_pair(build)
+    pair.train(2)
+    held = pair.session.state_dict()
+    assert list(held) == list(pair.plain.state_dict())
+    assert len(held) == len(pair.plain.state_dict())
+    expect_bits(pair.plain.state_dict(), {name: held[name] for name in held})
+    with pytest.raises(KeyError):
+        held["nothing"]
+    pair.expect_same()
+
+
+def test_a_state_dict_is_not_the_master(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.session.state_dict()["0.weight"].fill_(7)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("source", ["model", "session"])
+def test_a_state_dict_is_saved_and_loaded_by_plain_pytorch(make_pair: MakePair, source: str) -> None:
+    pair = make_pair(normed)
+    pair.train(2)
+    file = io.BytesIO()
+    state = pair.model.state_dict() if source == "model" else dict(pair.session.state_dict())
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert all(type(tensor) is torch.Tensor for tensor in loaded.values())
+    plain = normed()
+    plain.load_state_dict(loaded)
+    expect_bits(pair.plain.state_dict(), plain.state_dict())
+
+
+def test_a_state_dict_is_saved_by_safetensors(make_pair: MakePair, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    pair = make_pair()
+    pair.train(2)
+    save_file(dict(pair.session.state_dict()), tmp_path / "model.safetensors")
+    expect_bits(pair.plain.state_dict(), load_file(tmp_path / "model.safetensors"))
+
+
+def test_the_models_state_dict_is_saved_by_safetensors_or_refused(make_pair: MakePair, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    pair = make_pair()
+    pair.train(2)
+    try:
+        save_file(pair.model.state_dict(), tmp_path / "model.safetensors")
+    except (patrickstar.Error, RuntimeError, ValueError):
+        return
+    expect_bits(pair.plain.state_dict(), load_file(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_transformers_saves_a_managed_model_as_it_is_or_refuses(tmp_path: Path, tie: bool) -> None:
+    """Its writer asks for the address of every tensor before it reads the first."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=tie,
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    want = values(model)
+    with patrickstar.manage(model, adamw(model), options=options(), device="emulated", device_memory="64KiB"):
+        try:
+            model.save_pretrained(tmp_path)
+        except patrickstar.Error as refusal:
+            assert "session.export" in str(refusal)
+            return
+    expect_bits(want, values(GPT2LMHeadModel.from_pretrained(tmp_path)))
+
+
+def test_the_whole_model_is_pickled_as_an_ordinary_one(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    file = io.BytesIO()
+    torch.save(pair.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert is_ordinary(loaded)
+    expect_bits(values(pair.plain), values(loaded))
+    backward(loaded)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("into", ["model", "session"])
+def test_a_state_dict_of_plain_pytorch_is_loaded(make_pair: MakePair, into: str) -> None:
+    pair = make_pair(normed)
+    pair.train(1)
+    other = normed()
+    train(other, adamw(other), 3)
+    pair.plain.load_state_dict(other.state_dict())
+    (pair.model if into == "model" else pair.session).load_state_dict(other.state_dict())
+    pair.expect_same()
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("into", ["model", "session"])
+def test_a_state_dict_goes_from_session_to_session(make_pair: MakePair, into: str) -> None:
+    first, second = make_pair(normed), make_pair(normed)
+    first.train(2)
+    source = first.session.state_dict() if into == "session" else first.model.state_dict()
+    (second.model if into == "model" else second.session).load_state_dict(source)
+    expect_bits(first.plain.state_dict(), dict(second.session.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_state_dict_of_another_type_is_rounded_as_copy_does(make_pair: MakePair, dtype: torch.dtype) -> None:
+    pair = make_pair()
+    other = {name: tensor.to(dtype) for name, tensor in mlp(9).state_dict().items()}
+    pair.plain.load_state_dict(other)
+    pair.session.load_state_dict(other)
+    pair.train(1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda state: state.pop("4.weight"), r"missing.*4\.weight"),
+        (lambda state: state.update({"4.wieght": torch.ones(3)}), r"unexpected.*4\.wieght"),
+        (lambda state: state.update({"10.bias": torch.ones(3)}), r"10\.bias.*\(3,\)"),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_a_state_dict_of_another_model_is_refused_before_anything_has_changed(
+    make_pair: MakePair, spoil: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    pair = make_pair()
+    pair.train(1)
+    other = dict(mlp(9).state_dict())
+    spoil(other)
+    with pytest.raises(ConfigError, match=says):
+        pair.session.load_state_dict(other)
+    pair.expect_same()
+
+
+def test_the_models_own_loading_reports_as_in_pytorch(make_pair: MakePair) -> None:
+    pair = make_pair()
+    with pytest.raises(RuntimeError, match=r"Missing key.*4\.weight"):
+        pair.model.load_state_dict({name: p for name, p in mlp(9).state_dict().items() if name != "4.weight"})
+    found = pair.model.load_state_dict({"0.bias": torch.ones(32)}, strict=False)
+    assert len(found.missing_keys) == 11
+    assert same_bits(pair.session.state_dict()["0.bias"], torch.ones(32))
+
+
+def test_loading_by_assignment_is_refused_with_what_to_do_instead(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    original = dict(pair.model.named_parameters())
+    with pytest.raises(StateError, match=r"assign=True|session\.close|Close the session"):
+        pair.model.load_state_dict(mlp(9).state_dict(), assign=True)
+        pair.model(batch())
+    for name, parameter in original.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(pair.model.get_submodule(module), leaf, parameter)
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+# the optimizer's
+
+
+def test_the_optimizers_state_dict_is_torchs_and_goes_on_there(make_pair: MakePair) -> None:
+    pair = make_pair(make_optimizer=adamw)
+    pair.train(3)
+    plain = mlp()
+    plain.load_state_dict(dict(pair.session.state_dict()))
+    for kind in (torch.optim.AdamW, patrickstar.AdamW):
+        resumed = kind(plain.parameters(), lr=9.0)
+        resumed.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
+        assert resumed.state_dict()["param_groups"][0]["lr"] == 1e-2
+    want = train(pair.plain, pair.plain_optimizer, 2, first=3)
+    assert same_bits(want, train(plain, resumed, 2, first=3))
+    expect_bits(values(pair.plain), values(plain))
+
+
+def test_a_state_dict_of_torchs_optimizer_is_loaded_and_goes_on_here(make_pair: MakePair) -> None:
+    pair = make_pair()
+    trained = mlp()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3, betas=(0.7, 0.9))
+    train(trained, optimizer, 2)
+    pair.train(1)
+    for model, mine in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
+        model.load_state_dict(trained.state_dict())
+        mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert pair.original.param_groups[0]["betas"] == (0.7, 0.9)
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+def test_a_state_without_updates_is_loaded_over_one_with(make_pair: MakePair) -> None:
+    pair = make_pair()
+    fresh = adamw(mlp()).state_dict()
+    pair.train(2)
+    pair.each(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(fresh)))
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+def test_an_optimizers_state_of_another_model_is_refused_before_anything_has_changed(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    held = everything(pair.session)
+    small = nn.Linear(3, 3)
+    other = adamw(small)
+    small(torch.ones(1, 3)).sum().backward()
+    other.step()
+    with pytest.raises((CheckpointError, ConfigError, ValueError)):
+        pair.optimizer.load_state_dict(other.state_dict())
+    wrong = copy.deepcopy(pair.optimizer.state_dict())
+    wrong["state"][11]["exp_avg_sq"] = torch.ones(5)
+    with pytest.raises(CheckpointError, match="exp_avg_sq"):
+        pair.optimizer.load_state_dict(wrong)
+    expect_bits(held, everything(pair.session))
+
+
+def test_a_state_dict_taken_between_step_and_zero_grad_is_of_after_the_step(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same()
+    pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_an_optimizers_state_that_does_not_fit_names_save_checkpoint(tmp_path: Path) -> None:
+    model = mlp()
+    keywords = {"device": "cpu", "host_memory": TIGHT + SLOT, "disk": tmp_path / "disk"}
+    with patrickstar.manage(model, adamw(model), options=options(), **keywords) as session:
+        train(model, session.optimizer, 1)
+        with pytest.raises(BudgetError, match="save_checkpoint") as refusal:
+            session.optimizer.state_dict()
+        assert refusal.value.tier == "host"
+        assert refusal.value.needed_bytes > refusal.value.available_bytes
+        train(model, session.optimizer, 1, first=1)
+
+
+def test_a_models_state_dict_that_does_not_fit_names_export_when_it_is_copied(tmp_path: Path) -> None:
+    """Its tensors are read when they are used; all at once they are more than the process may hold."""
+    model = mlp()
+    keywords = {"device": "cpu", "host_memory": 4 * SLOT, "disk": tmp_path / "disk"}
+    with patrickstar.manage(model, adamw(model), options=options(), **keywords):
+        with pytest.raises(BudgetError, match="session.export"):
+            _ = [tensor.view(-1) for tensor in model.state_dict().values()]
+
+
+def test_the_groups_of_a_loaded_state_reach_a_scheduler_on_the_original(make_pair: MakePair) -> None:
+    pair = make_pair(**ROOMY)
+    scheduler = torch.optim.lr_scheduler.StepLR(pair.original, 1, gamma=0.5)
+    state = copy.deepcopy(pair.optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 0.25
+    pair.optimizer.load_state_dict(state)
+    train(pair.model, pair.optimizer, 1)
+    scheduler.step()
+    assert pair.original.param_groups[0]["lr"] == 0.125

@@ -1,0 +1,255 @@
+"""A session beside others: two in one process, copies of the model, evaluation without an optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import patrickstar
+from patrickstar import StateError
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    EMULATED,
+    ROOMY,
+    Pair,
+    adamw,
+    backward,
+    batch,
+    expect_bits,
+    is_ordinary,
+    mlp,
+    options,
+    train_step,
+    values,
+)
+
+MakePair = Callable[..., Pair]
+
+
+def step_both(models: list[nn.Module], optimizers: list[Any], number: int) -> torch.Tensor:
+    loss: torch.Tensor = models[1](models[0](batch(number)).relu()).square().mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach().clone()
+
+
+@pytest.mark.parametrize("machines", [("cpu+disk", "cpu+disk"), ("emulated", "emulated"), ("cpu+disk", "emulated")])
+def test_one_backward_runs_through_two_sessions(make_pair: MakePair, tmp_path: Any, machines: tuple[str, str]) -> None:
+    from tests.session.builders import MACHINES
+
+    pairs = [
+        make_pair(lambda seed=seed: mlp(seed), **MACHINES[name](tmp_path / str(seed)))
+        for seed, name in enumerate(machines)
+    ]
+    if machines == ("emulated", "emulated"):  # each sees the other's activations and gradients in passing
+        pairs = [make_pair(lambda seed=seed: mlp(seed), **EMULATED | {"device_memory": "128KiB"}) for seed in (0, 1)]
+    for number in range(4):
+        want = step_both([pair.plain for pair in pairs], [pair.plain_optimizer for pair in pairs], number)
+        got = step_both([pair.model for pair in pairs], [pair.optimizer for pair in pairs], number)
+        assert same_bits(want, got)
+    for pair in pairs:
+        pair.expect_same()
+        assert pair.session.stats().steps == 4
+
+
+def test_two_sessions_leave_nothing_behind(make_pair: MakePair) -> None:
+    """Each counts live bytes by a dispatch mode of its own: none may stay on torch's stack."""
+    pairs = [make_pair(lambda seed=seed: mlp(seed), **ROOMY) for seed in (0, 1)]
+    for number in range(3):
+        step_both([pair.model for pair in pairs], [pair.optimizer for pair in pairs], number)
+        assert len(_get_current_dispatch_mode_stack()) <= 2
+    for pair in pairs:
+        pair.session.close()
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_sessions_take_turns(make_pair: MakePair) -> None:
+    pairs = [make_pair(lambda seed=seed: mlp(seed)) for seed in (0, 1)]
+    for number in range(3):
+        for pair in pairs:
+            pair.each(train_step, number)
+    for pair in pairs:
+        pair.expect_same()
+        assert pair.session.stats().planned_steps == 3
+
+
+def test_closing_one_session_leaves_the_other(make_pair: MakePair) -> None:
+    first, second = make_pair(lambda: mlp(0)), make_pair(lambda: mlp(1))
+    first.train(1)
+    second.train(1)
+    first.session.close()
+    second.train(2, first=1)
+    second.expect_same()
+    expect_bits(values(first.plain), values(first.model))
+
+
+def test_a_parameter_of_one_session_used_in_the_other_models_loss(make_pair: MakePair) -> None:
+    pairs = [make_pair(lambda seed=seed: mlp(seed), **ROOMY) for seed in (0, 1)]
+
+    def act(models: list[nn.Module]) -> torch.Tensor:
+        loss: torch.Tensor = (models[0](batch()) @ models[1][0].weight).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    assert same_bits(act([pair.plain for pair in pairs]), act([pair.model for pair in pairs]))
+    for pair in pairs:
+        pair.expect_same_gradients()
+
+
+def test_one_operation_on_parameters_of_two_sessions(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    """Each session knows its own; the operation needs the bytes of both."""
+    pairs = [make_pair(lambda seed=seed: mlp(seed), **on_disk) for seed in (0, 1)]
+
+    def act(models: list[nn.Module]) -> torch.Tensor:
+        loss = nn.functional.linear(batch(), models[0][0].weight, models[1][0].bias).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            models[0][2].weight.copy_(models[1][2].weight)
+            models[0][4].weight.lerp_(models[1][4].weight.detach(), 0.5)
+        return loss.detach()
+
+    assert same_bits(act([pair.plain for pair in pairs]), act([pair.model for pair in pairs]))
+    for pair in pairs:
+        pair.expect_same_gradients()
+        pair.expect_same()
+
+
+def test_an_ordinary_model_beside_a_managed_one(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    """A head that is not managed, on top; one backward through both."""
+
+    def act(model: nn.Module, optimizer: Any, head: nn.Module, other: Any) -> torch.Tensor:
+        loss: torch.Tensor = head(model(batch())).square().mean()
+        loss.backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+        return loss.detach()
+
+    pair = make_pair(**on_disk)
+    heads = [nn.Linear(32, 1), nn.Linear(32, 1)]
+    heads[1].load_state_dict(heads[0].state_dict())
+    optimizers = [adamw(head) for head in heads]
+    for _ in range(3):
+        want = act(pair.plain, pair.plain_optimizer, heads[0], optimizers[0])
+        got = act(pair.model, pair.optimizer, heads[1], optimizers[1])
+        assert same_bits(want, got)
+    expect_bits(values(heads[0]), values(heads[1]))
+    pair.expect_same()
+
+
+# copies
+
+
+def test_a_deep_copy_is_an_ordinary_model(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    copied = copy.deepcopy(pair.model)
+    assert is_ordinary(copied)
+    expect_bits(values(pair.plain), values(copied))
+    before = pair.session.stats()
+    backward(copied)
+    assert all(p.grad is not None for p in copied.parameters())
+    assert pair.session.stats().moved == before.moved, "a copy's forward is no event of the session's"
+    with torch.no_grad():
+        copied[0].weight.zero_()
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
+def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    copied = copy.deepcopy(pair.model)
+    plain = copy.deepcopy(pair.plain)
+    oracle = adamw(plain)
+    with patrickstar.manage(copied, adamw(copied), options=options(), **EMULATED) as session:
+        for number in range(2):
+            assert same_bits(train_step(plain, oracle, number), train_step(copied, session.optimizer, number))
+        expect_bits(plain.state_dict(), dict(session.state_dict()))
+    pair.train(1, first=1)
+    pair.expect_same()
+
+
+def test_a_deep_copy_keeps_ties_and_gradients_as_in_pytorch(make_pair: MakePair) -> None:
+    def tied() -> nn.Module:
+        model = mlp()
+        model[8].weight = model[2].weight
+        return model
+
+    pair = make_pair(tied)
+    pair.each(backward)
+    copied, plain = copy.deepcopy(pair.model), copy.deepcopy(pair.plain)
+    assert copied[8].weight is copied[2].weight
+    for (name, want), got in zip(plain.named_parameters(), copied.parameters(), strict=True):
+        assert (want.grad is None) == (got.grad is None), name
+        assert want.grad is None or same_bits(want.grad, got.grad), name
+    pair.expect_same_gradients()
+
+
+def test_a_deep_copy_in_the_middle_of_a_step(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.each(backward)
+    pair.each(lambda model, optimizer: optimizer.step())
+    expect_bits(values(copy.deepcopy(pair.plain)), values(copy.deepcopy(pair.model)))
+    pair.each(lambda model, optimizer: optimizer.zero_grad())
+    pair.expect_same()
+
+
+# without an optimizer
+
+
+def test_weights_only_are_managed_for_evaluation() -> None:
+    plain, model = mlp(), mlp()
+    with patrickstar.manage(model, options=options(), device="emulated", device_memory="28KiB") as session:
+        assert session.optimizer is None
+        for number, mode in enumerate((torch.no_grad, torch.inference_mode, torch.no_grad)):
+            with mode():
+                assert same_bits(plain(batch(number)), model(batch(number)))
+        stats = session.stats()
+        assert stats.moved["H>D"] > 0
+        assert set(stats.model_data) == {"weight"}
+        assert stats.bytes_per_parameter < 8
+        assert stats.steps == 0
+        for call in (lambda: list(session.gradients()), lambda: session.clip_grad_norm_(1.0)):
+            with pytest.raises(StateError, match="pass an optimizer"):
+                call()
+    expect_bits(values(plain), values(model))
+
+
+def test_without_an_optimizer_gradients_are_pytorchs_own() -> None:
+    plain, model = mlp(), mlp()
+    with patrickstar.manage(model, options=options(), device="emulated", device_memory="96KiB") as session:
+        for number in range(2):
+            backward(plain, number=number)
+            backward(model, number=number)
+        for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert same_bits(want.grad, got.grad), name
+        assert session.plan is not None
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_without_an_optimizer_inputs_get_their_gradients() -> None:
+    plain, model = mlp(), mlp()
+    with patrickstar.manage(model.requires_grad_(False), options=options(), device="emulated", device_memory="36KiB"):
+        inputs = [batch().requires_grad_(), batch().requires_grad_()]
+        plain.requires_grad_(False)(inputs[0]).sum().backward()
+        model(inputs[1]).sum().backward()
+        assert same_bits(inputs[0].grad, inputs[1].grad)
+
+
+def test_a_checkpoint_of_weights_only(tmp_path: Any) -> None:
+    model, other = mlp(), mlp(1)
+    with patrickstar.manage(model, options=options(), device="emulated", device_memory="64KiB") as session:
+        session.save_checkpoint(tmp_path)
+    with patrickstar.manage(other, options=options(), device="emulated", device_memory="64KiB") as session:
+        session.load_checkpoint(tmp_path)
+    expect_bits(values(model), values(other))

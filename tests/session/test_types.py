@@ -1,0 +1,290 @@
+"""Models of other types, tied weights, buffers, inputs: managed in fp32, given back as they were."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from tests.parity.compare import same_bits
+from tests.session.builders import EMULATED, ROOMY, Pair, adamw, batch, expect_bits, mlp, options, train, values
+
+MakePair = Callable[..., Pair]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_of_another_type_is_managed_in_fp32_and_given_back_in_its_own(dtype: torch.dtype) -> None:
+    plain, model = mlp().to(dtype).float(), mlp().to(dtype)
+    oracle = adamw(plain)
+    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert same_bits(train(plain, oracle), train(model, session.optimizer))
+        expect_bits(plain.state_dict(), dict(session.state_dict()))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    expect_bits(values(plain.to(dtype)), values(model))
+
+
+def test_types_may_be_mixed() -> None:
+    def mixed() -> nn.Sequential:
+        model = mlp()
+        model[2].to(torch.bfloat16)
+        model[4].double()
+        return model
+
+    plain, model = mixed().float(), mixed()
+    dtypes = [p.dtype for p in model.parameters()]
+    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+        assert same_bits(train(plain, adamw(plain)), train(model, session.optimizer))
+        expect_bits(plain.state_dict(), dict(session.state_dict()))
+    assert [p.dtype for p in model.parameters()] == dtypes
+
+
+def test_state_of_another_type_is_taken_over() -> None:
+    plain, model = mlp(), mlp().to(torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = {n: (e["exp_avg"].float(), e["exp_avg_sq"].float()) for n, e in optimizer.state_dict()["state"].items()}
+    plain.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    with patrickstar.manage(model, optimizer, options=options(), **EMULATED) as session:
+        found = session.optimizer.state_dict()["state"]
+        assert all(same_bits(state[n][0], found[n]["exp_avg"]) for n in state)
+        assert all(same_bits(state[n][1], found[n]["exp_avg_sq"]) for n in state)
+        expect_bits(plain.state_dict(), dict(session.state_dict()))
+
+
+def test_gradients_that_there_are_come_back_in_their_type_at_close() -> None:
+    plain, model = mlp().to(torch.bfloat16).float(), mlp().to(torch.bfloat16)
+    plain(batch()).square().mean().backward()
+    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED):
+        model(batch()).square().mean().backward()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert same_bits(want.grad.to(torch.bfloat16), got.grad)
+
+
+Inputs = namedtuple("Inputs", "x, scale")
+
+
+class Nested(nn.Module):
+    """Inputs in containers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Any, more: Any = None, *, inputs: Any = None, flags: Any = None) -> torch.Tensor:
+        assert x.dtype is torch.float32
+        if more is not None:
+            assert isinstance(more, dict)
+            assert more["tokens"].dtype is torch.int64
+            x = x + more["deep"][0][1]
+        if inputs is not None:
+            assert isinstance(inputs, Inputs)
+            x = x * inputs.scale + inputs.x
+        assert x.dtype is torch.float32
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def test_floating_inputs_are_cast_in_nested_containers_too(make_pair: MakePair) -> None:
+    def act(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> torch.Tensor:
+        x = batch()
+        model(x.to(dtype)).sum().backward()
+        more = {"tokens": torch.arange(3), "deep": [(1, batch(1).to(dtype)), None]}
+        out = model(x.to(dtype), more, inputs=Inputs(batch(2).to(dtype), torch.tensor(2.0, dtype=dtype)), flags={"a"})
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return out.detach()
+
+    pair = make_pair(Nested, **ROOMY)
+    for _ in range(2):
+        want = act(pair.plain, pair.plain_optimizer, torch.float32)
+        got = act(pair.model, pair.optimizer, torch.float64)
+        assert same_bits(want, got)
+        assert got.dtype is torch.float32, "outputs are not cast back"
+    expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
+
+
+def test_an_input_that_needs_no_cast_is_the_very_same_object(make_pair: MakePair) -> None:
+    seen: list[Any] = []
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            seen.append(inputs)
+            out: torch.Tensor = self.layers(inputs["x"])
+            return out
+
+    pair = make_pair(Looks)
+    inputs = {"x": batch()}
+    pair.model(inputs)
+    assert seen[-1] is inputs
+
+
+def test_gradients_reach_inputs_through_the_cast(make_pair: MakePair) -> None:
+    pair = make_pair()
+    inputs = [batch().double().requires_grad_() for _ in range(2)]
+    pair.plain(inputs[0].float()).sum().backward()
+    pair.model(inputs[1]).sum().backward()
+    assert same_bits(inputs[0].grad, inputs[1].grad)
+
+
+# tied weights and buffers
+
+
+class TiedModel(nn.Module):
+    """An embedding that is the output layer too, and a block that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(96, 32)
+        self.block = mlp()
+        self.head = nn.Linear(32, 96, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.block(self.block(self.embed(tokens))))
+        return out
+
+
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+def test_tied_weights_are_one_parameter(make_pair: MakePair, step: str) -> None:
+    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        losses = []
+        for number in range(4):
+            tokens = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(number))
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    pair = make_pair(TiedModel, step=step, device="emulated", device_memory="120KiB")
+    want, got = pair.each(act)
+    assert same_bits(want, got)
+    pair.expect_same()
+    assert pair.model.head.weight is pair.model.embed.weight
+    assert [name for name in pair.session.state_dict() if "weight" in name][-1] == "head.weight"
+    pair.session.close()
+    assert pair.model.head.weight is pair.model.embed.weight
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("frequencies", torch.linspace(0, 1, 32, dtype=torch.float64), persistent=False)
+        self.register_buffer("offset", torch.full((32,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = self.norm(self.layers(x + self.frequencies.float() + self.offset.float()))
+        return out
+
+
+def test_buffers_change_as_in_pytorch_and_keep_or_get_back_their_types(make_pair: MakePair) -> None:
+    pair = make_pair(Buffered)
+    assert pair.model.frequencies.dtype is torch.float64, "not persistent: as it was"
+    assert pair.model.offset.dtype is torch.float32
+    assert pair.model.calls.dtype is torch.int64
+    pair.plain.offset = pair.plain.offset.float()
+    pair.train(3)
+    pair.expect_same()
+    assert pair.model.calls.item() == pair.plain.calls.item() == 3, "a trial run changes no buffer"
+    assert same_bits(pair.plain.norm.running_var, pair.model.norm.running_var)
+    pair.session.close()
+    assert pair.model.offset.dtype is torch.float64
+    assert pair.model.norm.running_var.dtype is torch.float32
+
+
+def test_a_buffer_that_is_replaced_after_manage_is_the_one_that_is_saved(make_pair: MakePair) -> None:
+    pair = make_pair(Buffered)
+    for model in (pair.plain, pair.model):
+        model.offset = torch.zeros(32)
+    pair.train(1)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_no_random_number_is_drawn(make_pair: MakePair, drop: float) -> None:
+    import random
+
+    import numpy as np
+
+    def build() -> nn.Module:
+        return nn.Sequential(mlp(), nn.Dropout(drop), nn.Linear(32, 32)) if drop else mlp()
+
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    plain, model = build(), build()
+    model.load_state_dict(plain.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    oracle = adamw(plain)
+    want = train(plain, oracle)
+    after = torch.get_rng_state()
+    torch.set_rng_state(states[0])
+    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+        assert same_bits(want, train(model, session.optimizer))
+    assert torch.equal(after, torch.get_rng_state())
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+
+
+def test_a_strided_weight_keeps_its_strides(make_pair: MakePair) -> None:
+    def build() -> nn.Module:
+        model = mlp()
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+        return model
+
+    pair = make_pair(build)
+    assert pair.model[2].weight.stride() == (1, 32)
+    pair.train(3)
+    pair.expect_same()
+    pair.session.close()
+    assert pair.model[2].weight.stride() == (1, 32)
+
+
+def test_parameters_that_share_memory_without_being_one_are_given_memory_of_their_own_or_refused() -> None:
+    """PyTorch updates the shared bytes twice; under management they are two tensors."""
+    weight = torch.randn(32, 32)
+    model = mlp()
+    model[0].weight, model[2].weight = nn.Parameter(weight), nn.Parameter(weight)
+    try:
+        session = patrickstar.manage(model, adamw(model), options=options(), **EMULATED)
+    except patrickstar.LayoutError as refusal:
+        assert "share" in str(refusal)
+        return
+    with session:
+        pytest.fail("two parameters over the same memory were taken apart without a word")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 4), (5, 1, 3)])
+def test_odd_shapes(make_pair: MakePair, shape: tuple[int, ...]) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+            self.odd = nn.Parameter(torch.ones(shape))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layers(x) * (1 + self.odd.sum())
+            return out
+
+    pair = make_pair(Odd)
+    pair.train(2)
+    pair.expect_same()
