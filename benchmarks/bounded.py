@@ -1,6 +1,6 @@
 """What a bound on the process costs where nothing has to move: a step under `host_memory` against the same step in plain PyTorch.
 
-    python benchmarks/bounded.py [--pairs N] [--bounds 1.6 tightest] [--layers N] [--tokens N] [--write]
+    python benchmarks/bounded.py [--pairs N] [--bounds 1.6 1.1 tightest] [--layers N] [--tokens N] [--write]
 
 GPT-2 (124M unless flags say otherwise) in fp32, dropout off, one sequence of `--tokens`, `AdamW(fused=True)`. Each side has a process of
 its own, since what a session asks of the allocator holds for its whole process, and they take a step in turn, in alternating order: a pair.
@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument(
-        "--bounds", nargs="+", default=["1.6", TIGHTEST], help="multiples of the planned peak, or tightest"
+        "--bounds", nargs="+", default=["1.6", "1.1", TIGHTEST], help="multiples of the planned peak, or tightest"
     )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=512)

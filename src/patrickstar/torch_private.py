@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "computes_fp16",
     "inside_backward_node",
     "is_checkpoints",
+    "is_profiled",
     "top_saved_tensors_hooks",
     "writes_by_schema",
 ]
@@ -32,22 +34,24 @@ Unseen = torch._C.DisableTorchFunction
 Undispatched = torch._C._DisableTorchDispatch
 """Context in which dispatch modes do not see what is called: under a mode that makes tensors fake, real ones are computed with."""
 
-SavedTensors = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+top_saved_tensors_hooks: Callable[[], SavedTensorsHooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""Gives the (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called. It is asked for at every use."""
 
 
-def top_saved_tensors_hooks() -> SavedTensors | None:
-    """The (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def is_checkpoints(hooks: SavedTensors) -> bool:
+def is_checkpoints(hooks: SavedTensorsHooks) -> bool:
     """Whether this pair is gradient checkpointing's: what it packs is made again by running the forward again."""
     return hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-def backward_id() -> int:
-    """Number of the backward call running on this thread, the innermost one where they nest; -1 outside."""
-    return torch._C._current_graph_task_id()
+backward_id = torch._C._current_graph_task_id
+"""A number of the innermost backward call that runs on this thread; -1 outside of any. A function of torch's own: it is asked at every use."""
+
+is_profiled = torch._C._autograd._profiler_enabled
+"""Whether a profiler is on."""
 
 
 def backward_makes_graph() -> bool:

@@ -26,7 +26,7 @@ def warmed_up():
     """What a first use leaves behind (thread pools, code pages) is no growth of an arena."""
     host = Arena(4 * MIB, virtual_slots=4, name="host")
     touch(host, host.take(4), 4)
-    assert host.tensor(0, 4, torch.float32).eq(1.0).all()
+    assert host.wrapping(0, 4, torch.float32)().eq(1.0).all()
 
 
 def arena(slot_bytes: int = 8 * KIB, virtual_slots: int = 32) -> Arena:
@@ -34,7 +34,7 @@ def arena(slot_bytes: int = 8 * KIB, virtual_slots: int = 32) -> Arena:
 
 
 def touch(arena: Arena, first: int, n: int = 1) -> None:
-    arena.tensor(first, n, torch.float32).fill_(1.0)
+    arena.wrapping(first, n, torch.float32)().fill_(1.0)
 
 
 class Growth:
@@ -81,7 +81,7 @@ def test_trim_gives_the_pages_of_free_slots_back_at_once(slot_bytes):
     host.trim(0)
     assert growth == 6 * slot_bytes
     for slot in slots[1::2]:
-        assert host.tensor(slot, 1, torch.float32).eq(1.0).all()
+        assert host.wrapping(slot, 1, torch.float32)().eq(1.0).all()
 
 
 def test_a_trimmed_slot_reads_as_zeros_and_a_warm_one_as_it_was_left():
@@ -92,25 +92,25 @@ def test_a_trimmed_slot_reads_as_zeros_and_a_warm_one_as_it_was_left():
     host.give(cold)
     host.trim(1)
     host.give(warm)
-    assert host.tensor(cold, 1, torch.float32).eq(0.0).all()
-    assert host.tensor(warm, 1, torch.float32).eq(1.0).all()
+    assert host.wrapping(cold, 1, torch.float32)().eq(0.0).all()
+    assert host.wrapping(warm, 1, torch.float32)().eq(1.0).all()
 
 
 def test_a_run_of_slots_is_one_tensor():
     host = arena()
     first = host.take(3)
-    whole = host.tensor(first, 3, torch.float32)
+    whole = host.wrapping(first, 3, torch.float32)()
     whole.copy_(torch.arange(whole.numel()))
-    pieces = [host.tensor(first + i, 1, torch.float32) for i in range(3)]
+    pieces = [host.wrapping(first + i, 1, torch.float32)() for i in range(3)]
     assert torch.equal(torch.cat(pieces), whole)
     assert whole.numel() == 3 * host.slot_bytes // 4
-    assert host.tensor(first, 1, torch.bfloat16).numel() == host.slot_bytes // 2
+    assert host.wrapping(first, 1, torch.bfloat16)().numel() == host.slot_bytes // 2
 
 
 def test_every_tensor_has_a_storage_of_its_own_over_the_same_bytes():
     host = arena()
     slot = host.take()
-    one, other = host.tensor(slot, 1, torch.float32), host.tensor(slot, 1, torch.float32)
+    one, other = host.wrapping(slot, 1, torch.float32)(), host.wrapping(slot, 1, torch.float32)()
     one.fill_(7.0)
     assert other.eq(7.0).all()
     ended = []
@@ -122,25 +122,11 @@ def test_every_tensor_has_a_storage_of_its_own_over_the_same_bytes():
     assert ended
 
 
-def test_a_tensor_made_in_inference_mode_is_a_normal_one():
-    host = arena()
-    slot = host.take()
-    with torch.inference_mode():
-        weight = host.tensor(slot, 1, torch.float32)
-        assert torch.is_inference_mode_enabled()
-    weight.fill_(2.0)
-    x = torch.ones_like(weight, requires_grad=True)
-    (x * weight).sum().backward()  # saved for backward
-    assert not weight.is_inference()
-    assert x.grad is not None
-    assert x.grad.eq(2.0).all()
-
-
 def test_slots_lie_at_their_addresses():
     host = arena(slot_bytes=12 * KIB)
     start, stop = host.address_range
     first = host.take(2)
-    tensor = host.tensor(first, 2, torch.float32)
+    tensor = host.wrapping(first, 2, torch.float32)()
     assert start % HUGE_PAGE_BYTES == 0
     assert stop - start == 32 * 12 * KIB
     assert tensor.data_ptr() == start + first * 12 * KIB
@@ -155,7 +141,7 @@ def test_a_buffer_is_the_bytes_of_its_slots():
     buffer = host.buffer(first, 2)
     buffer[:] = bytes([7]) * len(buffer)
     assert len(buffer) == 2 * host.slot_bytes
-    assert host.tensor(first, 2, torch.uint8).eq(7).all()
+    assert host.wrapping(first, 2, torch.uint8)().eq(7).all()
 
 
 def test_poison_is_nan_in_every_floating_type_and_stays_in_its_slots():
@@ -165,9 +151,9 @@ def test_poison_is_nan_in_every_floating_type_and_stays_in_its_slots():
         touch(host, slot)
     host.give(slots[1], poison=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert host.tensor(slots[1], 1, dtype).isnan().all()
-    assert host.tensor(slots[0], 1, torch.float32).eq(1.0).all()
-    assert host.tensor(slots[2], 1, torch.float32).eq(1.0).all()
+        assert host.wrapping(slots[1], 1, dtype)().isnan().all()
+    assert host.wrapping(slots[0], 1, torch.float32)().eq(1.0).all()
+    assert host.wrapping(slots[2], 1, torch.float32)().eq(1.0).all()
 
 
 def test_the_memory_goes_with_the_last_tensor_after_close():
@@ -177,7 +163,7 @@ def test_the_memory_goes_with_the_last_tensor_after_close():
     touch(host, kept)
     touch(host, gone)
     host.give(gone)
-    view = host.tensor(kept, 1, torch.float32)[:10]
+    view = host.wrapping(kept, 1, torch.float32)()[:10]
     host.close()
     host.close()
     del host
@@ -191,7 +177,7 @@ def test_a_closed_arena_says_so():
     host = arena()
     slot = host.take()
     host.close()
-    for call in (host.take, lambda: host.buffer(slot), lambda: host.tensor(slot, 1, torch.float32)):
+    for call in (host.take, lambda: host.buffer(slot), lambda: host.wrapping(slot, 1, torch.float32)()):
         with pytest.raises(StateError, match="host arena is closed"):
             call()
     host.give(slot, poison=True)  # what ends late still ends
@@ -209,7 +195,7 @@ def test_slots_beyond_the_arena_are_refused(first, n):
     with pytest.raises(IndexError):
         host.buffer(first, n)
     with pytest.raises(IndexError):
-        host.tensor(first, n, torch.float32)
+        host.wrapping(first, n, torch.float32)()
 
 
 def test_address_space_that_cannot_be_had_is_an_error_that_says_what_to_do():
@@ -227,7 +213,7 @@ def test_a_forked_child_is_told_and_does_not_disturb_the_parent():
         child = os.fork()
     if child == 0:
         try:
-            host.tensor(slot, 1, torch.float32)
+            host.wrapping(slot, 1, torch.float32)()
         except StateError as error:
             os.write(write, str(error).encode())
         # The range is free in the child, so its own memory may come to lie there; it must outlive the arena's end.
@@ -247,4 +233,4 @@ def test_a_forked_child_is_told_and_does_not_disturb_the_parent():
     assert os.waitstatus_to_exitcode(status) == 0
     assert f"belongs to process {os.getpid()}" in message
     assert message.endswith("took its place")
-    assert host.tensor(slot, 1, torch.float32).eq(1.0).all()
+    assert host.wrapping(slot, 1, torch.float32)().eq(1.0).all()

@@ -27,14 +27,14 @@ ASSEMBLED: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="one-tensor-of-a-foreach-list-is-skipped",
-        file="parameters/foreach.py",
+        file="parameters/functions.py",
         old="for index in range(length):",
         new="for index in range(length - 1):",
         tests=(f"{GRADIENTS}::test_a_loop_over_gradients_has_torchs_bits[emulated-foreach]",),
     ),
     Mutant(
         name="what-amp-writes-is-not-noticed",
-        file="parameters/foreach.py",
+        file="parameters/functions.py",
         old='if not func.__name__.startswith("_amp_foreach_"):',
         new="if True:",
         tests=(f"{GRADIENTS}::test_a_loop_over_gradients_has_torchs_bits[emulated-amp foreach]",),
@@ -42,7 +42,7 @@ ASSEMBLED: tuple[Mutant, ...] = (
     Mutant(
         name="a-held-view-does-not-show-what-is-added",
         file="parameters/assembled.py",
-        old="self._owner.renew(key, self._leases.take(key))",
+        old="self._owner.renew(key, self._leases.take_copy(key, self._owner.make_copy))",
         new="pass",
         tests=(f"{GRADIENTS}::test_a_held_gradient_shows_what_another_backward_adds[emulated]",),
     ),

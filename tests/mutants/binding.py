@@ -56,14 +56,14 @@ BINDING: tuple[Mutant, ...] = (
     Mutant(
         name="the-address-of-a-dead-lease-is-taken-for-its-slot",
         file="memory/leases.py",
-        old="if self._dead:",
-        new="if False:",
+        old="        if self._dead:\n            self.settle()  # an ordinary tensor",
+        new="        if False:\n            self.settle()  # an ordinary tensor",
         tests=("tests/parameters/test_leases.py::test_an_ordinary_tensor_is_never_taken_for_a_slot_that_was_let_go",),
     ),
     Mutant(
         name="the-executor-forgets-living-views",
         file="step/executor.py",
-        old="held = self._held()",
+        old="held = store.leases.held()",
         new="held = ()",
         tests=("tests/session/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",),
     ),
@@ -77,7 +77,7 @@ BINDING: tuple[Mutant, ...] = (
     Mutant(
         name="a-change-by-hand-does-not-make-dirty",
         file="step/events.py",
-        old="self._executor.mover.wrote(key)",
+        old="self._executor.store.wrote(key)",
         new="pass",
         tests=(f"{BY_HAND}[add]",),
     ),

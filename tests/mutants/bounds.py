@@ -56,7 +56,7 @@ BOUNDS: tuple[Mutant, ...] = (
     Mutant(
         name="freed-blocks-are-kept-in-a-step-that-nobody-foresaw",
         file="step/stretches.py",
-        old="""            self._freed_blocks.return_at_once(f"the {stretch.name} was not as planned")
+        old="""            self._freed_blocks.return_at_once(f"the {stretch.kind} was not as planned")
 """,
         new="            pass\n",
         tests=(

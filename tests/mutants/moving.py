@@ -1,4 +1,4 @@
-"""Faults of what moves bytes: the store, the mover, the pilot at run time, the arena's pages."""
+"""Faults of what moves bytes: the store, the store, the pilot at run time, the arena's pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FAULTS = "tests/session/test_faults_caught.py"
 DISK_TIER = "tests/session/test_disk_tier.py"
 TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 # The fifth transfer over the link, and no other.
-ONCE = "self._ledger.moved({link!r}) == 4 * self._slots[ref] * self._arenas[self._compute].slot_bytes"
+ONCE = "self._ledger.moved({link!r}) == 4 * self.state.slots[ref] * self._arenas[self._compute].slot_bytes"
 
 MOVING: tuple[Mutant, ...] = (
     Mutant(
@@ -51,7 +51,7 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-failed-transfer-is-not-undone",
-        file="memory/mover.py",
+        file="memory/store.py",
         old="                if isinstance(action, Wait):\n                    self._give_up(action)",
         new="                pass",
         tests=(f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",),
@@ -73,8 +73,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="pages-of-slots-that-activations-need-stay",
         file="step/executor.py",
-        old="self.mover.store.trim()\n            if rows is not None:",
-        new="if rows is not None:",
+        old="                store.trim()\n            if rows is not None:",
+        new="                pass\n            if rows is not None:",
         tests=(f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for",),
     ),
     Mutant(

@@ -29,14 +29,14 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="a-weight-that-set-has-re-pointed-is-taken-for-its-own",
         file="parameters/binding.py",
-        old="return self._base is Tensor and bound.parameter.data_ptr() != bound.standin.data_ptr()",
-        new="return False",
+        old="self._base is Tensor and bound.tensor().data_ptr() != bound.standin.data_ptr()",
+        new="False",
         tests=(f"{HANDS}::test_a_weight_that_is_re_pointed_is_refused_at_its_next_use",),
     ),
     Mutant(
         name="the-other-session-of-an-operation-is-not-asked",
-        file="parameters/found.py",
-        old="self.others.append(other)",
+        file="parameters/binding.py",
+        old="found.others.append(other)",
         new="pass",
         tests=("tests/session/test_together.py::test_one_operation_on_parameters_of_two_sessions",),
     ),
@@ -71,15 +71,15 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="bytes-that-cross-a-link-count-twice",
         file="memory/store.py",
-        old="self._ledger.move(src, dst, self._slots[ref] *",
-        new="self._ledger.move(src, dst, 2 * self._slots[ref] *",
+        old="self._ledger.move(src, dst, slots *",
+        new="self._ledger.move(src, dst, 2 * slots *",
         tests=(
             "tests/session/test_simulation.py::test_reactive_steps_move_what_the_pilot_decided_and_nothing_else[cpu+disk]",
         ),
     ),
     Mutant(
         name="a-newer-unit-stays-on-its-way-when-the-disk-fails",
-        file="memory/mover.py",
+        file="memory/store.py",
         old="if newer and ref not in self.state.resident:",
         new="if False:",
         tests=(
@@ -131,7 +131,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="an-update-is-taken-for-a-change-behind-torchs-back",
         file="step/events.py",
-        old="            self._watch.renew()",
+        old="            self._escaped.renew()",
         new="            pass",
         tests=(
             "tests/session/test_sixteen_bits.py::test_memory_that_is_handed_out_and_not_written_changes_nothing[bf16]",
@@ -158,7 +158,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="memory-that-was-written-unseen-and-let-go-is-lost",
         file="parameters/escapes.py",
-        old="        self._kept = [self._lease(ref) for ref in self._digests]",
+        old="        self._kept = [self._lease(ref) for ref in self.watched]",
         new="        self._kept = []",
         tests=(
             "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[fp16-after the step]",
@@ -166,7 +166,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-directory-that-cannot-be-written-is-a-lack-of-memory",
-        file="session/manage.py",
+        file="session/assemble.py",
         old="        expect_usable(memory.disk)",
         new="        pass",
         tests=(f"{DISK}::test_a_directory_that_cannot_be_written_is_no_lack_of_memory[is there-EROFS]",),

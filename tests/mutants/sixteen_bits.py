@@ -21,7 +21,7 @@ SIXTEEN_BITS = (
     Mutant(
         name="two-copies-of-one-weight-live-at-once",
         file="memory/leases.py",
-        old="            tensor = self._living_copy(ref)",
+        old="            tensor = self._living_copy(key)",
         new="            tensor = None",
         tests=(f"{SIXTEEN}::test_a_copy_that_is_held_shows_the_update[fp16]",),
     ),
@@ -49,7 +49,7 @@ SIXTEEN_BITS = (
     Mutant(
         name="other-units-leave-while-a-copy-is-made",
         file="parameters/binding.py",
-        old="            units = [self.leases.take(ref) for ref in refs]  # none may leave while copies are made",
+        old="            units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made",
         new="            units = []",
         tests=(f"{PARITY}[encoder-reentrant-x1-noclip-deferred-next-use-minimum-emulated-fp16]",),
     ),

@@ -54,7 +54,7 @@ TABLES = (
     Mutant(
         name="rows-that-cross-the-link-are-not-counted",
         file="step/executor.py",
-        old="                ledger.move(*link_of(rows), rows.nbytes)",
+        old="                store.ledger.move(*link_of(rows), rows.nbytes)",
         new="                pass",
         tests=(f"{TESTS}::test_only_rows_cross_the_link_until_the_step",),
     ),

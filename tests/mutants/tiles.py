@@ -11,7 +11,7 @@ TESTS = "tests/session/test_tiles.py"
 TILES = (
     Mutant(
         name="a-tile-that-was-used-is-not-out-of-date-when-its-parameter-is-written",
-        file="parameters/records.py",
+        file="parameters/bound.py",
         old="for record in (bound, *bound.tiles)]",
         new="for record in (bound,)]",
         tests=(f"{TESTS}::test_a_write_between_forward_and_backward_is_told",),
@@ -25,7 +25,7 @@ TILES = (
     ),
     Mutant(
         name="tiles-of-a-parameter-share-a-version",
-        file="parameters/records.py",
+        file="parameters/bound.py",
         old="        leaf = nn.Parameter(torch.empty_like(nan), requires_grad=parameter.requires_grad)",
         new="        leaf = nn.Parameter(standin, requires_grad=parameter.requires_grad)",
         tests=(f"{TESTS}::test_without_a_bound_tiles_have_the_same_bits[in_backward]",),

@@ -150,7 +150,7 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="in-backward-updates-at-once-what-is-recomputed",
         file="plan/touches.py",
-        old="        if self._uses_apart[label] and self._uses[label] != 1:",
+        old="        if self.counts.apart.get(label) and self.counts.uses.get(label) != 1:",
         new="        if False:",
         tests=(f"{FAULTS}::test_an_update_in_backward_waits_for_the_last_recomputation[with a head]",),
     ),

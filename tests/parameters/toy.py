@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.spec import TensorSpec
-from patrickstar.memory.leases import AssembledKey
+from patrickstar.core.trace import Touch
+from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.binding import Binding
+from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import Plain
 
 
@@ -44,7 +46,7 @@ class ToyOwner:
         self.gradients: dict[str, Tensor] = {}
         self.firings: Counter[str] = Counter()
         self.escapes: list[PlaneRef] = []
-        self.binding = Binding(named, self.layout, self)
+        self.binding = Binding(named, self.layout, self, leases=Leases(self.wrap), counts=UseCounts())
         self.homes = {PlaneRef(run.head, "weight"): torch.zeros(self.slot_numel) for run in self.layout.runs}
         for bound in self.binding:
             bound.over(self.homes[bound.ref]).copy_(bound.parameter.data)
@@ -59,9 +61,10 @@ class ToyOwner:
         pass
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
-        self.use([ref], [name], in_graph=True)
+        self.use([Touch(ref)], [name], in_graph=True)
 
-    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
+    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:
+        refs = [touch.ref for touch in touches]
         held = set(self.binding.leases.held()) | set(refs)
         for ref in refs:
             self.clock += 1
@@ -87,10 +90,14 @@ class ToyOwner:
         self.slot(index).fill_(float("nan"))
         self.last_given = index
 
-    def wrap(self, ref: PlaneRef | AssembledKey) -> Tensor:
-        if isinstance(ref, AssembledKey):
-            return self.gradients[ref.name].reshape(-1).clone()
-        return self.slot(self.resident[ref])
+    def wrap(self, ref: PlaneRef) -> Tensor:
+        with torch.inference_mode(False):
+            return self.slot(self.resident[ref])
+
+    def make_copy(self, key: CopyKey) -> Tensor:
+        assert isinstance(key, AssembledKey), f"{key} is not copied"
+        with torch.inference_mode(False):
+            return self.gradients[key.name].reshape(-1).clone()
 
     def updated(self) -> None:
         pass
@@ -130,7 +137,7 @@ class ToyOwner:
         pass
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        self.gradients[key.name].view(-1).copy_(self.binding.leases.take(key))
+        self.gradients[key.name].view(-1).copy_(self.binding.leases.take_copy(key, self.make_copy))
 
     def values(self, name: str) -> Tensor:
         bound = self.binding.by_name[name]

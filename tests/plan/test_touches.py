@@ -11,8 +11,8 @@ from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, build_layout
 from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.plan.touches import Touches, gradients_freed, master_touches, norm_trace, step_trace
-from tests.plan.builders import CHUNK_NUMEL, unit, units
+from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, master_touches, norm_trace, step_trace
+from tests.plan.builders import CHUNK_NUMEL, unit
 
 IN_FORWARD = {"in_graph": True, "in_backward": False}
 
@@ -30,7 +30,13 @@ def layout() -> Layout:
 
 def touches(gradients: GradientUse, *, split: bool = False, updates: Collection[str] = ("a", "b", "table")) -> Touches:
     formats = SessionFormats(bf16_formats() if split else FP32)
-    return Touches(layout(), gradients=gradients, updates=updates.__contains__, formats=formats)
+    return Touches(layout(), gradients=gradients, updates=updates.__contains__, formats=formats, counts=UseCounts())
+
+
+def used(rule: Touches, name: str, *, in_graph: bool = True) -> None:
+    """As the binding counts."""
+    for counts in (rule.counts.uses, *([] if in_graph else [rule.counts.apart])):
+        counts[name] = counts.get(name, 0) + 1
 
 
 def texts(found: Collection[Touch]) -> str:
@@ -41,11 +47,8 @@ def moments_of(rule: Touches, label: str) -> list[str]:
     return [texts(found) for _, found in rule.gradient(label)]
 
 
-def test_a_use_touches_weights_and_is_a_recomputation_in_a_backward() -> None:
+def test_a_backward_that_reads_what_was_saved_touches_a_weight() -> None:
     rule = touches(GradientUse.CHUNK)
-    refs = units("c0.weight c6.weight")
-    assert rule.use(refs, ["a", "frozen"], **IN_FORWARD) == (Phase.FORWARD, tuple(map(Touch, refs)))
-    assert rule.use(refs, ["a", "frozen"], in_graph=True, in_backward=True)[0] is Phase.RECOMPUTE
     assert rule.unpack(unit("c0.weight")) == (Phase.BACKWARD, (Touch(unit("c0.weight")),))
 
 
@@ -74,15 +77,15 @@ def test_an_update_touches_the_same_when_a_gradient_arrives_and_at_the_step(spli
 def test_a_gradient_waits_in_its_plane_where_it_is_not_the_whole_one_or_nobody_updates() -> None:
     rule = touches(GradientUse.UPDATE, updates=("a", "table"))
     assert moments_of(rule, "b") == ["c3.grad*"]
-    rule.use(units("c0.weight"), ["a"], in_graph=False, in_backward=False)
+    used(rule, "a", in_graph=False)
     assert rule.updates_at_once("a")
-    rule.use(units("c0.weight"), ["a"], **IN_FORWARD)
+    used(rule, "a")
     assert moments_of(rule, "a") == ["c0.grad*", "c1.grad*", "c2.grad*"]
     rule.begin_forward()
     assert rule.updates_at_once("a")
-    rule.use(units("c4.weight"), ["table[0]"], **IN_FORWARD)
+    used(rule, "table[0]")
     assert rule.updates_at_once("table[0]")
-    rule.use(units("c4.weight c5.weight"), ["table"], **IN_FORWARD)
+    used(rule, "table")
     assert not rule.updates_at_once("table[0]")
 
 

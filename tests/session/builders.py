@@ -216,6 +216,6 @@ def is_ordinary(model: nn.Module) -> bool:
     return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
-def mover_of(session: patrickstar.Session) -> Any:
+def store_of(session: patrickstar.Session) -> Any:
     """What carries out actions: its log is what a session has really done."""
-    return session._parts.executor.mover
+    return session._parts.executor.store

@@ -18,7 +18,7 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create
 from patrickstar.testing.manual_lane import ManualLane
 from tests.parity.compare import same_bits
-from tests.session.builders import MACHINES, SLOT, TIGHT, WIDTH, Pair, mlp, mover_of, train_step
+from tests.session.builders import MACHINES, SLOT, TIGHT, WIDTH, Pair, mlp, store_of, train_step
 
 MakePair = Callable[..., Pair]
 
@@ -45,20 +45,20 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
         return nn.Sequential(*(nn.Linear(n, m) for n, m in zip(sizes, sizes[1:], strict=False)))
 
     pair = make_pair(build, device="cpu", host_memory=14 * SLOT, disk=tmp_path / "disk")
-    store: ChunkStore = mover_of(pair.session).store
+    store: ChunkStore = store_of(pair.session)
     (arena,) = store._arenas.values()
     seen: list[int] = []
 
     def look(*_: object) -> None:
         seen.append(arena.committed_slots - store.limit_slots)
 
-    def carry_out(self: ChunkStore, action: Action) -> None:
+    def move(self: ChunkStore, action: Action) -> None:
         unwatched(self, action)
         if isinstance(action, Create) or (isinstance(action, Copy) and action.dst is Tier.HOST):
             look()  # its slots are about to be written
 
-    unwatched = ChunkStore.carry_out
-    monkeypatch.setattr(ChunkStore, "carry_out", carry_out)
+    unwatched = ChunkStore._move
+    monkeypatch.setattr(ChunkStore, "_move", move)
     for layer in pair.model:
         layer.register_forward_hook(look)
     for number in range(3):

@@ -13,9 +13,9 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.memory.allocator import allocator
 from patrickstar.plan.plan import Plan
+from patrickstar.session.forecast import forecast
 from patrickstar.step import freed_blocks
 from patrickstar.step.budgets import Budgets
-from patrickstar.session.forecast import forecast
 from patrickstar.step.freed_blocks import FreedBlocks
 from patrickstar.units import MIB
 from tests.session.builders import SLOT, WithLoss, adamw, batch, options, step_with_loss

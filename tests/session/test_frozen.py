@@ -153,12 +153,12 @@ def test_weights_alone_take_no_more_than_their_type(kind: str) -> None:
 
 def test_what_is_frozen_is_not_written_back(pair: tuple[Twin, Adapted, patrickstar.Session]) -> None:
     _, model, session = pair
-    mover = session._parts.executor.mover
-    mover.keep_log = True
+    store = session._parts.executor.store
+    store.keep_log = True
     for number in range(4):
         step(session, model, number)
     frozen = {session.layout.slices[name].chunk for name, p in model.named_parameters() if not p.requires_grad}
-    moved = [action for action in mover.log if isinstance(action, Copy) and action.ref.chunk in frozen]
+    moved = [action for action in store.log if isinstance(action, Copy) and action.ref.chunk in frozen]
     assert any(action.dst is Tier.DEVICE for action in moved)
     # What manage() has put there goes home once; after that there is nothing new.
     written = Counter(action.ref for action in moved if action.src is Tier.DEVICE)

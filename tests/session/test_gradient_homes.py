@@ -32,9 +32,9 @@ from tests.session.builders import (
     expect_bits,
     is_ordinary,
     mlp,
-    mover_of,
     options,
     step_with_loss,
+    store_of,
     values,
 )
 from tests.session.test_sixteen_bits import Twin as MastersByHand
@@ -211,13 +211,13 @@ def train(plain: Plain, model: nn.Module, session: patrickstar.Session, steps: r
 
 def resting(session: patrickstar.Session) -> int:
     """Bytes set aside below the tier that computes."""
-    state = mover_of(session).state
+    state = store_of(session).state
     return sum(state.unit_bytes(ref) for ref, tier in state.home.items() if tier is not state.compute)
 
 
 def reserved(session: patrickstar.Session) -> list[int]:
     """The chunks whose gradients have a home."""
-    return sorted(ref.chunk for ref in mover_of(session).state.home if ref.plane == GRAD)
+    return sorted(ref.chunk for ref in store_of(session).state.home if ref.plane == GRAD)
 
 
 @pytest.fixture(params=BELOW)
@@ -297,12 +297,12 @@ def test_gradients_that_wait_are_written_to_their_homes_and_come_back(machine: M
     """The tier that computes has room for two thirds of what waits, and of what updates one chunk."""
     plain, model = Plain(lambda: Repeated(6)), Repeated(6)
     with manage(model, **machine(chunks(LAYERS, 16))) as session:
-        mover = mover_of(session)
-        mover.keep_log = True
+        store = store_of(session)
+        store.keep_log = True
         train(plain, model, session, range(3))
         plain.expect_same(session)
-        moved = [action for action in mover.log if isinstance(action, Copy) and action.ref.plane == GRAD]
-        compute = mover.state.compute
+        moved = [action for action in store.log if isinstance(action, Copy) and action.ref.plane == GRAD]
+        compute = store.state.compute
         assert {action.dst is compute for action in moved} == {True, False}
         assert session.stats().planned_steps == 3, session.stats().reason
 
@@ -511,7 +511,7 @@ def test_where_everything_fits_the_tier_that_computes_gradients_may_be_kept_ther
     with manage(model, device_memory=chunks(LAYERS, 16), **machine) as session:
         train(plain, model, session, range(3))
         plain.expect_same(session)
-        homes = mover_of(session).state.home
+        homes = store_of(session).state.home
         assert {homes[PlaneRef(chunk, GRAD)] for chunk in range(LAYERS)} == {Tier.DEVICE}
         assert resting(session) == chunks(LAYERS, 12)
 
@@ -528,7 +528,7 @@ def test_a_disk_that_nothing_rests_on_yet_takes_gradients(tmp_path: Path) -> Non
     with manage(model, **machine) as session:
         train(plain, model, session, range(3))
         plain.expect_same(session)
-        homes = mover_of(session).state.home
+        homes = store_of(session).state.home
         # One slot of the host is to stage through.
         assert [homes[PlaneRef(chunk, GRAD)] for chunk in range(3)] == [Tier.HOST, Tier.DISK, Tier.DISK]
         stats = session.stats()
@@ -613,7 +613,7 @@ def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: s
             before = session.stats()
             step(model, session, number)
         after = session.stats()
-        compute = mover_of(session).state.compute.label
+        compute = store_of(session).state.compute.label
         for tier, nbytes in foreseen.peak.items():
             assert nbytes <= after.peak[tier] <= (COMPUTES if tier == compute else nbytes), tier
         assert {link: after.moved[link] - before.moved[link] for link in after.moved} == foreseen.moved

@@ -23,7 +23,7 @@ from tests.session.builders import (
     expect_bits,
     loss_of,
     mlp,
-    mover_of,
+    store_of,
     train_step,
     values,
 )
@@ -535,7 +535,7 @@ def test_copies_of_parameters_are_ordinary(make_pair: MakePair) -> None:
         assert same_bits(before, pair.plain[0].weight.detach()), name
         copied.detach().add_(1)
         assert same_bits(pair.session.state_dict()["0.weight"], pair.plain[0].weight.detach()), name
-    assert not mover_of(pair.session).state.in_flight
+    assert not store_of(pair.session).state.in_flight
 
 
 def test_the_address_of_an_alias_stays_its_address(make_pair: MakePair) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.plan.pilot import Stretch
+from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
+from patrickstar.plan.plan import Plan
 from patrickstar.step.known_forwards import KnownForward
 
 
@@ -26,9 +29,9 @@ TWICE = trace("f0", "f1", "f2", "b2", "b1", "b0", "b0", "b1", "b2")
 
 
 def step(followed: Trace | None, *, reason: str = "", position: int = 0, twice: bool = False) -> Stretch:
-    return Stretch(
-        "training step", followed, reason=reason, position=position, gave_gradients=True, differentiates=twice
-    )
+    # Nothing here looks into the plan.
+    course = Reactive(reason) if reason or followed is None else Planned(cast("Plan", None), followed)
+    return Stretch(StretchKind.TRAINING, followed, course, position=position, gave_gradients=True, differentiates=twice)
 
 
 def departed(followed: Trace | None, *, position: int = 3, twice: bool = False) -> Stretch:
@@ -157,7 +160,7 @@ def test_a_plain_step_afterwards_goes_by_the_plain_trace_again() -> None:
 def test_a_forward_without_a_step_says_nothing_of_what_follows() -> None:
     known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), TWICE)
-    known.learn(Stretch("training step", TWICE, position=2), None)
+    known.learn(Stretch(StretchKind.TRAINING, TWICE, position=2), None)
     assert known.expected.trace is TWICE
 
 

@@ -298,7 +298,7 @@ def test_a_failure_at_the_end_of_manage_leaves_everything_as_it_was(late: str, m
     def broken(*_: object, **__: object) -> None:
         raise MemoryError("at the end")
 
-    monkeypatch.setattr(importlib.import_module("patrickstar.session.manage"), late, broken)
+    monkeypatch.setattr(importlib.import_module("patrickstar.session.assemble"), late, broken)
     with pytest.raises(MemoryError):
         patrickstar.manage(model, optimizer, options=options(), **EMULATED)
     assert is_ordinary(model)

@@ -29,9 +29,9 @@ from tests.session.builders import (
     WithLoss,
     adamw,
     batch,
-    mover_of,
     options,
     step_with_loss,
+    store_of,
 )
 
 MakePair = Callable[..., Pair]
@@ -52,12 +52,12 @@ class Stretch:
     """Bytes of its chunks alone, at each moment's end."""
 
 
-class EscapedMemory:
+class Watching:
     """Stands before the pilot of a session, and writes down what is done in every planned stretch."""
 
     def __init__(self, session: patrickstar.Session) -> None:
-        self._pilot, self._mover = session._parts.executor.pilot, mover_of(session)
-        self._compute = self._mover.state.compute
+        self._pilot, self._store = session._parts.executor.pilot, store_of(session)
+        self._compute = self._store.state.compute
         self.stretches: list[Stretch] = []
         self._stretch: Any = None
         self._log = 0
@@ -65,30 +65,41 @@ class EscapedMemory:
         self._per_moment: list[int] = []
         self._slots: list[int] = []
         self._moment_is_open = False
+        self._in_moment = 0
 
     def begin(self, stretch: Any) -> None:
         self.end()
         type(self._pilot).begin(self._pilot, stretch)
-        self._stretch, self._log = stretch, len(self._mover.log)
-        self._moved, self._per_moment, self._slots = dict(self._mover.ledger.snapshot().moved_bytes), [], []
+        self._stretch, self._log = stretch, len(self._store.log)
+        self._moved, self._per_moment, self._slots = dict(self._store.ledger.snapshot().moved_bytes), [], []
 
     def actions(self, *args: Any) -> Any:
         self._end_moment()
         self._moment_is_open = True
         return type(self._pilot).actions(self._pilot, *args)
 
+    def carry_out(self, actions: Any) -> None:
+        """What was there only until now is no part of the moment."""
+        type(self._store).carry_out(self._store, actions)
+        self._in_moment = 0
+
+    def hold_beside(self, nbytes: int) -> None:
+        """Now, and until it is told anew."""
+        type(self._store).hold_beside(self._store, nbytes)
+        self._in_moment = max(self._in_moment, self._store.ledger.in_use(self._compute))
+
     def end(self) -> None:
         self._end_moment()
         stretch, self._stretch = self._stretch, None
         if stretch is None or stretch.plan is None or not stretch.complete:
             return
-        moved = self._mover.ledger.snapshot().moved_bytes
+        moved = self._store.ledger.snapshot().moved_bytes
         self.stretches.append(
             Stretch(
-                stretch.name,
+                str(stretch.kind),
                 stretch.trace,
                 stretch.plan,
-                self._mover.log[self._log :],
+                self._store.log[self._log :],
                 {link: moved[link] - before for link, before in self._moved.items()},
                 self._per_moment,
                 self._slots,
@@ -99,36 +110,37 @@ class EscapedMemory:
         """Before anything happens for the next one."""
         if self._moment_is_open:
             self._moment_is_open = False
-            ledger = self._mover.ledger.snapshot()
-            self._per_moment.append(ledger.moments[-1][self._compute])
-            self._slots.append(ledger.chunk_bytes[self._compute])
+            self._per_moment.append(self._in_moment)
+            self._slots.append(self._store.ledger.chunks(self._compute))
+            self._in_moment = 0
 
 
 @contextmanager
 def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
     """Collects what is done in every planned stretch."""
-    watch, pilot, mover = EscapedMemory(session), session._parts.executor.pilot, mover_of(session)
-    mover.keep_log = True
+    watch, pilot, store = Watching(session), session._parts.executor.pilot, store_of(session)
+    store.keep_log = True
     pilot.begin, pilot.actions = watch.begin, watch.actions
+    store.carry_out, store.hold_beside = watch.carry_out, watch.hold_beside
     try:
         yield watch.stretches
         watch.end()
     finally:
-        del pilot.begin, pilot.actions
-        mover.keep_log = False
+        del pilot.begin, pilot.actions, store.carry_out, store.hold_beside
+        store.keep_log = False
 
 
 def expect_executed_as_simulated(
     session: patrickstar.Session, stretches: list[Stretch], *, bytes_are_foreseen: bool = True
 ) -> None:
     """`bytes_are_foreseen`: whether non-model bytes are those of the trace; a chunk's always are."""
-    compute = mover_of(session).state.compute
+    compute = store_of(session).state.compute
     assert stretches
     for stretch in stretches:
         simulated = simulate(stretch.plan, stretch.trace, session.layout, stretch.plan.machine)
         assert stretch.log == list(stretch.plan.actions()), stretch.name
         assert stretch.moved == simulated.moved, stretch.name
-        slot_bytes = mover_of(session).state.slot_bytes
+        slot_bytes = store_of(session).state.slot_bytes
         assert stretch.slots == [slots * slot_bytes for slots in simulated.slots], stretch.name
         if bytes_are_foreseen:
             assert stretch.per_moment == list(simulated.per_moment), stretch.name
@@ -258,10 +270,10 @@ class Decisions:
 
     def __init__(self, session: patrickstar.Session, monkeypatch: pytest.MonkeyPatch) -> None:
         self.actions: list[Action] = []
-        pilot, mover = session._parts.executor.pilot, mover_of(session)
+        pilot, store = session._parts.executor.pilot, store_of(session)
         for name in ("actions", "decided", "opening", "clearing"):
             monkeypatch.setattr(pilot, name, self.noting(getattr(pilot, name)))
-        monkeypatch.setattr(mover, "release", self.releasing(mover))
+        monkeypatch.setattr(store, "release", self.releasing(store))
         self._inside = False
 
     def noting(self, decide: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,13 +289,13 @@ class Decisions:
 
         return decided
 
-    def releasing(self, mover: Any) -> Callable[[Any], None]:
-        release = mover.release
+    def releasing(self, store: Any) -> Callable[[Any], None]:
+        release = store.release
 
         def released(ref: Any) -> None:
-            before = len(mover.log)
+            before = len(store.log)
             release(ref)
-            self.actions += mover.log[before:]
+            self.actions += store.log[before:]
 
         return released
 
@@ -294,8 +306,8 @@ def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
 ) -> None:
     """Move by move: forwards of which only a part runs, an evaluation in between, a backward for some parameters only."""
     pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
-    mover = mover_of(pair.session)
-    mover.keep_log = True
+    store = store_of(pair.session)
+    store.keep_log = True
     decisions = Decisions(pair.session, monkeypatch)
     moved_before = dict(pair.session.stats().moved)
 
@@ -315,13 +327,13 @@ def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
         assert same_bits(want, got)
     stats = pair.session.stats()
     assert stats.reactive_steps >= 2, "the third may go by what has been measured of the second"
-    assert mover.log == decisions.actions
-    assert len(mover.log) > 50
-    slot_bytes = mover.state.slot_bytes
+    assert store.log == decisions.actions
+    assert len(store.log) > 50
+    slot_bytes = store.state.slot_bytes
     letters = {"H": Tier.HOST, "D": Tier.DEVICE, "K": Tier.DISK}
     for link in LINKS:
         ends = letters[link[0]], letters[link[2]]
-        slots = sum(a.slots for a in mover.log if isinstance(a, Copy) and (a.src, a.dst) == ends)
+        slots = sum(a.slots for a in store.log if isinstance(a, Copy) and (a.src, a.dst) == ends)
         assert stats.moved[link] - moved_before[link] == slots * slot_bytes, link
     pair.expect_same()
 

@@ -27,7 +27,7 @@ def pair(make_pair: MakePair) -> Iterator[Pair]:
 
 def test_no_gradient_lies_in_a_chunk(pair: Pair) -> None:
     pair.train(2)
-    assert all(ref.plane != GRAD for ref in pair.session._parts.executor.mover.state.home)
+    assert all(ref.plane != GRAD for ref in pair.session._parts.executor.store.state.home)
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
     assert not sum(pair.session.stats().moved.values())
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.config.loss_scale import LossScale
-from patrickstar.parameters.records import names_by_id
+from patrickstar.parameters.bound import names_by_id
 
 __all__ = ["PlainMasters", "PlainPrecision"]
 

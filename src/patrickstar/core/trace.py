@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from patrickstar.core.plane import PlaneRef
@@ -34,8 +35,7 @@ class Phase(str, Enum):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
+class Touch(NamedTuple):
     """A unit that must be resident at a moment. Prints as `c3.grad`, or `c3.grad*` where the moment writes it."""
 
     ref: PlaneRef

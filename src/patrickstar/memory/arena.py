@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -105,19 +107,15 @@ class Arena:
         start = first * self.slot_bytes
         return memoryview(self._open()).cast("B")[start : start + n * self.slot_bytes]
 
-    def tensor(self, first: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """The whole of `n` slots as a flat tensor, over a storage of its own: 1 microsecond.
+    def wrapping(self, first: int, n: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """What gives the whole of `n` slots as a flat tensor, over a storage of its own: 1 microsecond a call.
 
-        Every call makes a fresh storage, so that the death of one tells that nothing made from it is left. A normal
-        tensor in inference mode too: one made there could neither be saved for backward nor written later.
+        Every call makes a fresh storage, so that the death of one tells that nothing made from it is left. Not to be called in inference mode:
+        what is made there could neither be saved for backward nor written later.
         """
         self._check(first, n)
-        memory = self._open()
-        offset, numel = first * self.slot_bytes, n * self.slot_bytes // dtype.itemsize
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+        numel = n * self.slot_bytes // dtype.itemsize
+        return partial(torch.frombuffer, self._open(), dtype=dtype, count=numel, offset=first * self.slot_bytes)
 
     def close(self) -> None:
         """Let go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena."""

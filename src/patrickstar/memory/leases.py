@@ -17,15 +17,15 @@ Note [Copies]
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from patrickstar.core.plane import PlaneRef
 
-__all__ = ["AssembledKey", "Key", "Leases", "Located", "WeightKey"]
+__all__ = ["AssembledKey", "CopyKey", "Key", "Leases", "Located", "WeightKey"]
 
 
 class AssembledKey(NamedTuple):
@@ -37,6 +37,9 @@ class AssembledKey(NamedTuple):
 
 WeightKey = PlaneRef | str
 """What is leased of weights: a unit's slot, or a parameter's copy by the parameter's name."""
+
+CopyKey = str | AssembledKey
+"""What is leased in the stead of a slot: a parameter's copy, or what was put together."""
 
 Key = WeightKey | AssembledKey
 """What is leased: also what was put together for a use."""
@@ -53,50 +56,61 @@ class Leases:
     """The living storages over slots, by unit, and the living copies, by parameter.
 
     Args:
-        wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now, or a new copy of this parameter. The unit must be
-            resident.
+        wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now, which must be resident.
     """
 
-    def __init__(self, wrap: Callable[[Key], torch.Tensor]) -> None:
+    def __init__(self, wrap: Callable[[PlaneRef], torch.Tensor]) -> None:
         self._wrap = wrap
 
         self._tensor: dict[Key, weakref.ref[torch.Tensor]] = {}
         self._unit_of: dict[int, Key] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._held: set[PlaneRef] = set()
         self._copies: dict[Key, tuple[weakref.ref[torch.UntypedStorage], torch.dtype]] = {}
         self._assembled: dict[Key, int] = {}
-        self._count: Counter[Key] = Counter()
+        self._count: dict[Key, int] = {}
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
         # bookkeeping. The callback only notes it; `settle` draws the consequences at a time of our choosing.
         self._dead: deque[int] = deque()
 
-    def take(self, ref: Key) -> torch.Tensor:
-        """A 1-D tensor over the unit's slot, or the copy. It stays what it is while this tensor, or any view of it, lives."""
+    def take(self, ref: PlaneRef) -> torch.Tensor:
+        """A 1-D tensor over the unit's slot, where it stays while this tensor, or any view of it, lives."""
         known = self._tensor.get(ref)
         tensor = known() if known is not None else None
-        if tensor is None and not isinstance(ref, PlaneRef):
-            tensor = self._living_copy(ref)
         if tensor is not None:
             return tensor
-        with torch.inference_mode(
-            False
-        ):  # a slot wrapped in inference mode could neither be saved for backward nor written later
-            tensor = self._wrap(ref)
+        if not torch.is_inference_mode_enabled():
+            return self._note(ref, self._wrap(ref))
+        with torch.inference_mode(False):  # made there it could neither be saved for backward nor written later
+            return self._note(ref, self._wrap(ref))
+
+    def take_copy(self, key: CopyKey, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """The 1-D tensor that is held in the stead of a parameter's slot, or made now. It stays what it is while it, or any view of it, lives."""
+        known = self._tensor.get(key)
+        tensor = known() if known is not None else None
+        if tensor is None:
+            tensor = self._living_copy(key)
+        if tensor is None:
+            tensor = self._note(key, make(key))
+            self._copies[key] = weakref.ref(tensor.untyped_storage()), tensor.dtype
+            if isinstance(key, AssembledKey):
+                self._assembled[key] = tensor.nbytes
+        return tensor
+
+    def _note(self, ref: Key, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._unit_of:  # the address of a storage that died, whose death has not been settled yet
             self.settle()
         self._unit_of[key] = ref
         self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
-        self._count[ref] += 1
+        self._count[ref] = self._count.get(ref, 0) + 1
         self._tensor[ref] = weakref.ref(tensor)
-        if not isinstance(ref, PlaneRef):
-            self._copies[ref] = self._deaths[key], tensor.dtype
-        if isinstance(ref, AssembledKey):
-            self._assembled[ref] = tensor.nbytes
+        if isinstance(ref, PlaneRef):
+            self._held.add(ref)
         return tensor
 
-    def _living_copy(self, ref: Key) -> torch.Tensor | None:
+    def _living_copy(self, ref: CopyKey) -> torch.Tensor | None:
         """The copy that something still has a view of: there is never a second one."""
         kept, dtype = self._copies.get(ref, (None, None))
         storage = kept() if kept is not None else None
@@ -130,6 +144,7 @@ class Leases:
     def _forget(self, ref: Key) -> None:
         del self._count[ref]
         self._tensor.pop(ref, None)
+        self._held.discard(ref)
         self._copies.pop(ref, None)
         self._assembled.pop(ref, None)
 
@@ -160,5 +175,7 @@ class Leases:
         return self._count.keys()
 
     def held(self) -> Collection[PlaneRef]:
-        """The units that may not move now."""
-        return {key for key in self.living() if isinstance(key, PlaneRef)}
+        """The units that may not move now: to be looked at before anything else is asked of the leases."""
+        if self._dead:
+            self.settle()
+        return self._held

@@ -1,7 +1,7 @@
-"""The chunk store: the only one that moves bytes, and it does so only as actions say.
+"""The chunk store: where every unit is, and its bytes. State and bytes change in one place, and only as actions say.
 
 Where a unit's bytes are on a tier is a slot of that tier's arena, or an extent of the disk pool. What may be trusted where is the matter of
-`plan/residency.py`; the store carries out the same actions on the same units, and holds no opinion.
+`plan/residency.py`, whose state the store owns.
 
     Create   slots are taken and filled with zeros
     Copy     slots are taken where the copy arrives; the bytes follow; a ticket is kept
@@ -12,74 +12,180 @@ Where a unit's bytes are on a tier is a slot of that tier's arena, or an extent 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
+from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import CompletedTicket
+from patrickstar.memory.leases import Leases
 from patrickstar.memory.payload import InFlight, Payload, Released, Resident, readable_on
+from patrickstar.plan import residency
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.residency import InvariantError
+from patrickstar.plan.residency import InvariantError, Residency
+from patrickstar.torch_private import is_profiled
 
 __all__ = ["ChunkStore"]
 
 
 class ChunkStore:
-    """Slots and extents of every unit, and the bytes in them.
+    """Slots and extents of every unit, the bytes in them, and who holds them.
 
     Args:
+        state: where every unit is; from now on the store's, to be read by everybody.
         arenas: an arena for each memory tier in use; disk: the disk tier, or None.
-        home: where each unit rests; what rests below the compute tier is in the ledger already.
-        slots: slots a unit takes. dtype: torch type of a unit's elements.
-        ledger: is told of every slot taken and given back, and of every byte that crosses a link.
-        compute: the tier that computes. poison: whether slots given back are filled with NaN.
+        dtype: torch type of a unit's elements.
+        ledger: is told of every slot taken and given back, and of every byte that crosses a link; what rests below the compute tier is in it.
+        poison: whether slots given back are filled with NaN.
 
     Attributes:
-        limit_slots: how many slots of the compute tier may hold pages now, those in use and those kept warm.
+        leases: on slots of the compute tier, and on what is held in the stead of one.
+        committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
+        log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
     """
 
     def __init__(
         self,
+        state: Residency,
         *,
         arenas: Mapping[Tier, Arena],
         disk: DiskPool | None,
-        home: Mapping[PlaneRef, Tier],
-        slots: Mapping[PlaneRef, int],
         dtype: Callable[[PlaneRef], torch.dtype],
         ledger: Ledger,
-        compute: Tier,
         poison: bool = False,
     ) -> None:
+        self.state = state
         self._arenas = arenas
         self._disk = disk
-        self._home = home
-        self._slots = slots
         self._dtype = dtype
         self._ledger = ledger
-        self._compute = compute
+        self._compute = state.compute
         self._poison = poison
+        self._process = os.getpid()
 
-        self.limit_slots = arenas[compute].virtual_slots
+        self.leases = Leases(self.tensor)
+        self.keep_log = False
+        self.log: list[Action] = []
+        self.committed_slots = 0
+        self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
         self._in_flight: dict[tuple[PlaneRef, Tier], InFlight] = {}
+        self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
+        self._beside_bytes = self._most_beside_bytes = 0
+
+    # what is there
 
     def dtype(self, ref: PlaneRef) -> torch.dtype:
         """torch's type of a unit's elements."""
         return self._dtype(ref)
 
-    @property
-    def committed_slots(self) -> int:
-        """Slots of the compute tier that may hold pages now."""
-        return self._arenas[self._compute].committed_slots
+    def tensor(self, ref: PlaneRef) -> Tensor:
+        """A 1-D tensor over a fresh storage of a unit's slots on the compute tier. The slots may move unless a lease is taken.
 
-    def carry_out(self, action: Action) -> None:
-        """Does what the action says. DeviceError where the disk does not do its work; nothing is lost by that."""
+        Raises:
+            InvariantError: the bytes are not there, or still on their way. StateError: the store is closed, or of another process.
+        """
+        wrap = self._wrap.get(ref)
+        if wrap is None or os.getpid() != self._process:
+            wrap = self._wrap[ref] = self._wrapping(ref, self._compute)
+        return wrap()
+
+    def tensor_at_home(self, ref: PlaneRef) -> Tensor:
+        """A 1-D tensor over a unit that rests on the host, below the compute tier. InvariantError as `tensor`."""
+        return self._wrapping(ref, Tier.HOST)()
+
+    def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
+        payload = self.payload(ref, tier)
+        if not readable_on(payload, tier):
+            raise InvariantError(1, f"{ref} is used on the {tier.label}, where it is {type(payload).__name__}")
+        return self._arenas[tier].wrapping(self._at[tier][ref], self.state.slots[ref], self._dtype(ref))
+
+    def payload(self, ref: PlaneRef, tier: Tier) -> Payload:
+        """What is true of the unit's bytes on a memory tier."""
+        on_its_way = self._in_flight.get((ref, tier))
+        if on_its_way is not None:
+            return on_its_way
+        slot = self._at[tier].get(ref)
+        return Released() if slot is None else Resident(tier, slot, self.state.slots[ref])
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether anything rests on a disk."""
+        return self._disk is not None
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes by tier and by link, up to date."""
+        self._tell_ledger()
+        return self._ledger
+
+    # what changes
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Does what the actions say, in order: on the state and on the bytes alike, so that neither can be ahead of the other.
+
+        A transfer that fails raises DeviceError and changes nothing: what was to be written back is still where it was, and what was to be
+        fetched is still at home. Other transfers under way are waited for first. A profile shows each action by its text.
+        """
+        is_profiled_now = is_profiled()
+        for action in actions:
+            try:
+                if is_profiled_now:
+                    with record_function(str(action)):
+                        self._move(action)
+                else:
+                    self._move(action)
+            except DeviceError:
+                if isinstance(action, Wait):
+                    self._give_up(action)
+                self._land()
+                raise
+            residency.apply(self.state, action)
+            if self.keep_log:
+                self.log.append(action)
+
+    def _give_up(self, action: Wait) -> None:
+        """Undoes a transfer whose wait has failed."""
+        ref, tier = action.ref, action.tier
+        del self.state.in_flight[ref]
+        if tier is self._compute:
+            self._move(Drop(ref, tier, self.state.slots[ref]))
+            self.state.slots_used -= self.state.slots[ref]
+        elif tier is not self.state.home[ref]:
+            self._move(Drop(ref, tier, self.state.slots[ref]))
+
+    def _land(self) -> None:
+        """Waits for all transfers under way, and leaves nothing staged."""
+        for ref, (_, tier) in list(self.state.in_flight.items()):
+            action = Wait(ref, tier)
+            try:
+                self._move(action)
+            except DeviceError:
+                self._give_up(action)
+            else:
+                residency.apply(self.state, action)
+        # What is newer than the disk goes back to the compute tier, and is written when it next has to leave.
+        for ref, newer in list(self.state.staged.items()):
+            if newer and ref not in self.state.resident:
+                self._move_and_apply(Copy(ref, Tier.HOST, self._compute, self.state.slots[ref]))
+                self._move_and_apply(Wait(ref, self._compute))
+            self._move_and_apply(Drop(ref, Tier.HOST, self.state.slots[ref]))
+            if newer:
+                residency.mark_written(self.state, ref)
+
+    def _move_and_apply(self, action: Action) -> None:
+        self._move(action)
+        residency.apply(self.state, action)
+
+    def _move(self, action: Action) -> None:
         match action:
             case Create(ref, tier, slots):
                 if ref not in self._at[tier]:  # at home it may have rested before
@@ -93,78 +199,107 @@ class ChunkStore:
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
 
-    def tensor(self, ref: PlaneRef, tier: Tier) -> Tensor:
-        """A 1-D tensor over a fresh storage of the unit's slots on a memory tier.
+    def wrote(self, ref: PlaneRef) -> None:
+        """A resident unit has been written on the compute tier."""
+        residency.mark_written(self.state, ref)
 
-        Raises:
-            InvariantError: the bytes are not there, or still on their way.
-        """
-        payload = self.payload(ref, tier)
-        if not readable_on(payload, tier):
-            raise InvariantError(1, f"{ref} is used on the {tier.label}, where it is {type(payload).__name__}")
-        return self._arenas[tier].tensor(self._at[tier][ref], self._slots[ref], self._dtype(ref))
+    def forget(self, ref: PlaneRef) -> None:
+        """Nobody wants the unit's contents any more: its slots go when room is needed."""
+        residency.mark_free(self.state, ref)
 
-    def payload(self, ref: PlaneRef, tier: Tier) -> Payload:
-        """What is true of the unit's bytes on a memory tier."""
-        on_its_way = self._in_flight.get((ref, tier))
-        if on_its_way is not None:
-            return on_its_way
-        slot = self._at[tier].get(ref)
-        return Released() if slot is None else Resident(tier, slot, self._slots[ref])
+    def release(self, ref: PlaneRef) -> None:
+        """Nobody wants the unit's contents any more: its slots are given back."""
+        if ref in self.state.free and ref not in self.state.resident:
+            return
+        self.carry_out(residency.release(self.state, ref))
 
-    def leave_home(self, ref: PlaneRef) -> None:
-        """A unit without contents gives the slots back in which it rests on a memory tier: it is going to have another size."""
-        for tier, places in self._at.items():
-            if ref in places:
-                self._arenas[tier].give(places.pop(ref), self._slots[ref], poison=self._poison)
+    # units that come later
 
-    def add_to_disk(self, units: Mapping[PlaneRef, int]) -> None:
-        """Units get extents of so many bytes, or other ones, from their `take_place` on."""
+    def prepare(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
+        """Sets aside on the disk what `grow` will need. DeviceError, BudgetError: it has no room; nothing has changed then."""
+        units = {ref: slots[ref] * self.state.slot_bytes for ref, tier in homes.items() if tier is Tier.DISK}
         if units:
             self._pool().add(units)
 
-    def take_place(self, ref: PlaneRef) -> None:
-        """A unit without contents rests on the disk, in its new extent."""
-        self._pool().take(ref)
+    def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
+        """Units that have been prepared come in, or get another size: without contents, and at home there."""
+        state = self.state
+        for ref, tier in homes.items():
+            if ref in state.home:
+                self._leave_home(ref)
+                if state.home[ref] is not self._compute:
+                    self.ledger.remove(state.home[ref], state.unit_bytes(ref))
+            if tier is not self._compute:
+                self.ledger.add(tier, slots[ref] * state.slot_bytes)
+            if tier is Tier.DISK:
+                self._pool().take(ref)
+        state.grow(homes, slots)
 
-    @property
-    def has_disk(self) -> bool:
-        """Whether anything rests on a disk."""
-        return self._disk is not None
+    def _leave_home(self, ref: PlaneRef) -> None:
+        """A unit without contents gives the slots back in which it rests on a memory tier."""
+        for tier, places in self._at.items():
+            if ref in places:
+                self._wrap.pop(ref, None)
+                self._arenas[tier].give(places.pop(ref), self.state.slots[ref], poison=self._poison)
+
+    # pages, and what lies beside
+
+    def trim(self) -> None:
+        """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""
+        if self.committed_slots > self.limit_slots:
+            arena = self._arenas[self._compute]
+            arena.trim(self.limit_slots)
+            self.committed_slots = arena.committed_slots
+
+    def hold_beside(self, nbytes: int) -> None:
+        """Bytes of non-model data on the compute tier, now."""
+        self._beside_bytes = nbytes
+        self._most_beside_bytes = max(self._most_beside_bytes, nbytes)
+
+    def _tell_ledger(self) -> None:
+        """Between two changes of chunks only the most of what lay beside them makes a peak: the ledger learns it before the next change."""
+        if self._most_beside_bytes != self._beside_bytes:
+            self._ledger.nonmodel(self._compute, self._most_beside_bytes)
+            self._most_beside_bytes = self._beside_bytes
+        self._ledger.nonmodel(self._compute, self._beside_bytes)
 
     def close(self) -> None:
         """Gives everything back. What still refers to a slot keeps its memory."""
+        self._wrap.clear()
         for arena in self._arenas.values():
             arena.close()
         if self._disk is not None:
             self._disk.close()
 
-    def trim(self) -> None:
-        """Gives pages of free slots back to the system until no more than `limit_slots` hold any."""
-        self._arenas[self._compute].trim(self.limit_slots)
-
     def _take(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
-        self._at[tier][ref] = self._arenas[tier].take(slots)
+        arena = self._arenas[tier]
+        self._at[tier][ref] = arena.take(slots)
         if tier is self._compute:
+            self.committed_slots = arena.committed_slots
             self.trim()  # now, before the new slots' pages are touched
         if not self._is_reserved(ref, tier):
-            self._ledger.add(tier, slots * self._arenas[tier].slot_bytes)
+            self._tell_ledger()
+            self._ledger.add(tier, slots * arena.slot_bytes)
 
     def _give(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
+        if tier is self._compute:
+            self._wrap.pop(ref, None)
         self._arenas[tier].give(self._at[tier].pop(ref), slots, poison=self._poison)
         if not self._is_reserved(ref, tier):
+            self._tell_ledger()
             self._ledger.remove(tier, slots * self._arenas[tier].slot_bytes)
 
     def _is_reserved(self, ref: PlaneRef, tier: Tier) -> bool:
-        return tier is not self._compute and self._home[ref] is tier
+        return tier is not self._compute and self.state.home[ref] is tier
 
     def _buffer(self, ref: PlaneRef, tier: Tier) -> memoryview:
-        return self._arenas[tier].buffer(self._at[tier][ref], self._slots[ref])
+        return self._arenas[tier].buffer(self._at[tier][ref], self.state.slots[ref])
 
     def _copy(self, ref: PlaneRef, src: Tier, dst: Tier) -> None:
+        slots = self.state.slots[ref]
         taken = dst is not Tier.DISK and ref not in self._at[dst]
         if taken:
-            self._take(ref, dst, self._slots[ref])
+            self._take(ref, dst, slots)
         try:
             if dst is Tier.DISK:
                 ticket = self._pool().write(ref, self._buffer(ref, src))
@@ -176,10 +311,11 @@ class ChunkStore:
                 ticket = CompletedTicket()
         except BaseException:
             if taken:  # the transfer has not been issued: the state knows nothing of it, and neither may the slots
-                self._give(ref, dst, self._slots[ref])
+                self._give(ref, dst, slots)
             raise
-        self._in_flight[ref, dst] = InFlight(ticket, src, dst, self._at[src if dst is Tier.DISK else dst][ref])
-        self._ledger.move(src, dst, self._slots[ref] * self._arenas[src if dst is Tier.DISK else dst].slot_bytes)
+        memory = src if dst is Tier.DISK else dst
+        self._in_flight[ref, dst] = InFlight(ticket, src, dst, self._at[memory][ref])
+        self._ledger.move(src, dst, slots * self._arenas[memory].slot_bytes)
 
     def _pool(self) -> DiskPool:
         assert self._disk is not None, "a plan moves units to a disk tier that does not exist"

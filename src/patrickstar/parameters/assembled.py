@@ -24,7 +24,7 @@ from torch import Tensor
 
 from patrickstar.core.plane import GRAD
 from patrickstar.errors import StateError
-from patrickstar.memory.leases import AssembledKey, Leases
+from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 
 __all__ = ["STEP", "AssembledOwner", "AssembledRecord", "AssembledTensors", "title"]
@@ -39,7 +39,14 @@ _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_
 
 
 class AssembledOwner(Protocol):
-    """Who puts them together, which is `Leases`' wrap, and takes changes."""
+    """Who puts whole tensors together, and takes changes of them."""
+
+    def make_copy(self, key: CopyKey) -> Tensor:
+        """A 1-D tensor with a parameter's value, whose units are resident, or what is kept of one, put together.
+
+        Raises:
+            BudgetError: it does not fit.
+        """
 
     def settle(self) -> None:
         """What is pending is done: state is about to be read or written."""
@@ -199,7 +206,7 @@ class AssembledTensors:
         with self._lock:
             for of in records:
                 self._expect_there(of.source)
-            leased = [self._leases.take(of.source.key) for of in records]
+            leased = [self._leases.take_copy(of.source.key, self._owner.make_copy) for of in records]
             for of, copy in zip(records, leased, strict=True):
                 of.depth += 1
                 if of.depth == 1:
@@ -258,7 +265,7 @@ class AssembledTensors:
             return
         torch.autograd.graph.increment_version(tensor)
         if key in self._leases.living():
-            self._owner.renew(key, self._leases.take(key))
+            self._owner.renew(key, self._leases.take_copy(key, self._owner.make_copy))
 
     def dropped(self, key: AssembledKey, why: str) -> None:
         """It is kept no longer."""

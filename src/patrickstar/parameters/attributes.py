@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from patrickstar.errors import StateError
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.detached import DetachedAliases
 from patrickstar.parameters.functions import ESCAPES, HOOKS, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
@@ -20,7 +21,7 @@ from patrickstar.torch_private import backward_id
 if TYPE_CHECKING:
     from patrickstar.parameters.binding import Binding
 
-__all__ = ["Attributes", "not_its_own"]
+__all__ = ["Attributes", "DetachedAliases", "not_its_own"]
 
 
 class Attributes:
@@ -70,7 +71,7 @@ class Attributes:
         binding.enter([bound])
         try:
             with torch.inference_mode(False):
-                return cast("Tensor", binding.dress(bound.over(binding.leases.take(bound.key))))
+                return cast("Tensor", binding.dress(bound.over(binding.lease(bound.key))))
         finally:
             binding.leave([bound])
 
@@ -88,8 +89,8 @@ class Attributes:
         """
         self._binding.enter([bound])
         try:
-            leased = self._binding.leases.take(bound.key)
-            if self._detached.is_one(bound.tensor()):
+            leased = self._binding.lease(bound.key)
+            if bound.is_detached:
                 bound.lease = leased
             self._owner.escaped(bound.key)
             with torch.inference_mode(False):
@@ -109,6 +110,45 @@ class Attributes:
                 tile.parameter.requires_grad = value
                 self._binding.gradients.watch(tile)
         return tensor
+
+
+class DetachedAliases:
+    """The living stand-ins of a session for the same bytes as a parameter that are not the parameter. See Note [Binding].
+
+    Args:
+        detached_class: the class they have.
+    """
+
+    def __init__(self, detached_class: type[Tensor]) -> None:
+        self._class = detached_class
+        self._known: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
+
+    def of(self, tensor: object) -> BoundParameter | None:
+        """The record of such an alias; else None."""
+        return self._known[id(tensor)][1] if type(tensor) is self._class else None
+
+    def make(self, bound: BoundParameter, alias: Tensor) -> Tensor:
+        """Turns what torch gave for the stand-in, with the version counter it has, into a stand-in of its own."""
+        if bound.depth:
+            alias.data = bound.standin
+        key, known = id(alias), self._known
+        reference = weakref.ref(alias, lambda _: known.pop(key, None))
+        alias.__class__ = self._class
+        living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
+        known[key] = (
+            reference,
+            replace(bound, tensor=living, alive=None, is_detached=True, lease=None, depth=0, handles=[], tiles=()),
+        )
+        return alias
+
+    def release(self, by_name: Mapping[str, BoundParameter]) -> None:
+        """Stand-ins become ordinary tensors over what their parameters are now."""
+        for reference, bound in list(self._known.values()):
+            tensor = reference()
+            if tensor is not None:
+                tensor.__class__ = Tensor
+                tensor.data = by_name[bound.name].parameter.data
+        self._known.clear()
 
 
 def not_its_own(bound: BoundParameter, what: str) -> str:

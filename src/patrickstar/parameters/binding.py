@@ -13,7 +13,9 @@ Note [Binding]
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -24,28 +26,43 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
-from patrickstar.parameters.assembled import STEP, AssembledTensors
-from patrickstar.parameters.attributes import Attributes, not_its_own
-from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.changes import Changes
-from patrickstar.parameters.detached import DetachedAliases
+from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors
+from patrickstar.parameters.attributes import Attributes, DetachedAliases, not_its_own
+from patrickstar.parameters.bound import BoundParameter, Places, make_records, names_by_id, with_tiles
+from patrickstar.parameters.changes import Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
-from patrickstar.parameters.foreach import counted, is_foreach, one_by_one
-from patrickstar.parameters.found import Found
-from patrickstar.parameters.functions import ESCAPES
+from patrickstar.parameters.functions import Effects, counted, effects_of, one_by_one
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.parameter import alias_classes, parameter_class
-from patrickstar.parameters.places import Places
-from patrickstar.parameters.records import make_records, names_by_id, with_tiles
 from patrickstar.parameters.saved import SavedTensors
-from patrickstar.parameters.tiles import tile_by_tile
-from patrickstar.torch_private import Plain
+from patrickstar.parameters.tiles import TILED, tile_by_tile
+from patrickstar.plan.touches import UseCounts
+from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Binding"]
+
+_UNCOUNTED = -1
+"""In place of how often a tensor has been changed, where nobody counts that."""
+
+
+@dataclass(slots=True)
+class Found:
+    """The managed tensors among the arguments of a function, in nested lists, tuples and dicts.
+
+    Attributes:
+        parameters: the records of parameters and their detached aliases, each once. aliases: views of slots, and of what is held in their stead.
+        assembled: the records of gradients and state that lie in chunks, each once.
+        others: the bindings of other sessions that have a part in the arguments too.
+    """
+
+    parameters: list[BoundParameter] = field(default_factory=list)
+    aliases: list[Tensor] = field(default_factory=list)
+    assembled: list[AssembledRecord] = field(default_factory=list)
+    others: list[Binding] = field(default_factory=list)
 
 
 class Binding:
@@ -53,13 +70,14 @@ class Binding:
 
     Args:
         named: the parameters by name, each once, in layout order.
-        owner: who owns the bytes. dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
+        owner: who owns the bytes. leases: of the slots in use. counts: of uses, which the binding counts.
+        dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         copied: the parameters whose uses see a copy (Note [Copies] in `leases.py`). gradients: where they go.
         gathers_rows: whether lookups in tables bring rows from where these rest.
 
     Attributes:
         by_name: the parameters' records. records: these, and those of tiles. names: of the parameters, by `id()`.
-        leases: of the slots in use. places: whose they are.
+        places: whose the bytes of units are.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         changes: what uses change in place.
         session_name: how messages call the session that this binding is part of.
@@ -71,23 +89,26 @@ class Binding:
         layout: Layout,
         owner: Owner,
         *,
+        leases: Leases,
+        counts: UseCounts,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
         gathers_rows: bool = False,
         gradients: GradientUse = GradientUse.CHUNK,
     ) -> None:
         self._owner = owner
-        self.leases = Leases(owner.wrap)
+        self.leases = leases
+        self._counts = counts
         self.lock = threading.RLock()
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         self._base: type[Tensor] = next(
             (FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor
         )
         self._parameter_class = parameter_class(self, nn.Parameter if self._base is Tensor else self._base)
-        self._alias_class, detached_class, assembled_class = alias_classes(self, self._base)
-        self._detached = DetachedAliases(detached_class)
+        self._alias_class, self._detached_class, self._assembled_class = alias_classes(self, self._base)
+        self._detached = DetachedAliases(self._detached_class)
         self._attributes = Attributes(self, owner, self._detached)
-        self.assembled = AssembledTensors(owner, self.leases, self.lock, assembled_class)
+        self.assembled = AssembledTensors(owner, leases, self.lock, self._assembled_class)
 
         self.session_name = "a session"
         self.records = make_records(named, layout, dtypes=dtypes, copied=copied, gathers_rows=gathers_rows)
@@ -95,10 +116,9 @@ class Binding:
         self.names = names_by_id(named)
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
+        self._effects: dict[Callable[..., Any], Effects] = {}
         self.places = Places(self.records)
-        self.changes = Changes(
-            owner, self.records, take=self.leases.take, owners_of=self._owners_of, keys_of=self._keys_of
-        )
+        self.changes = Changes(owner, self.records, take=self.lease, owners_of=self._owners_of, keys_of=self._keys_of)
         self._saved = SavedTensors(
             self._find, self._fetch, self.assembled.lasting, was_recomputed=self.changes.was_recomputed
         )
@@ -120,7 +140,7 @@ class Binding:
         living = self.leases.living()
         for bound in with_tiles(self.records, names) if living else ():
             if bound.name in living:
-                self._owner.renew(bound.name, self.leases.take(bound.name))
+                self._owner.renew(bound.name, self.lease(bound.name))
         self._owner.updated()
 
     def stepped(self, names: Iterable[str]) -> None:
@@ -174,34 +194,77 @@ class Binding:
 
     def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a torch function does with managed parameters, or aliases of slots, among its arguments."""
-        by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled, owner=self._owner)
-        if by_tiles is not None:
-            return by_tiles()
+        if self._in_tiles and func in TILED:
+            by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled, owner=self._owner)
+            if by_tiles is not None:
+                return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return differentiate(func, args, kwargs, bound=self.bound, undress=self._undress)
         with Plain():
-            first = args[0] if args else None
-            bound = self.bound(first)
-            if bound is not None:
-                answer = self._attributes.answer(func, bound, args, kwargs)
-                if answer is not NotImplemented:
-                    return answer
-            assembled = self.assembled.of(first)
-            if assembled is not None:
-                answer = self.assembled.answer(func, assembled, args, kwargs)
-                if answer is not NotImplemented:
-                    return answer
-            found = self._found((args, kwargs))
-            if len(found.parameters) + len(found.assembled) > 1 and is_foreach(func):
+            answer = self._answer(func, args[0], args, kwargs) if args else NotImplemented
+            if answer is not NotImplemented:
+                return answer
+            found = Found()
+            self._search(args, found)
+            if kwargs:
+                self._search(kwargs, found)
+            effects = self._effects.get(func)
+            if effects is None:
+                effects = self._effects[func] = effects_of(func)
+            if effects.is_foreach and len(found.parameters) + len(found.assembled) > 1:
                 self.assembled.expect_room(found.assembled)
                 return one_by_one(self.handle, func, args, kwargs)
             return self._use(func, args, kwargs, found=found, others=found.others)
 
+    def _answer(self, func: Callable[..., Any], first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What is asked of the first argument that is no use of its bytes; NotImplemented where it is one."""
+        bound = self._bound.get(id(first))
+        if bound is None and type(first) is self._detached_class:
+            bound = self._detached.of(first)
+        if bound is not None:
+            return self._attributes.answer(func, bound, args, kwargs)
+        if type(first) is self._assembled_class:
+            assembled = self.assembled.of(first)
+            assert assembled is not None
+            return self.assembled.answer(func, assembled, args, kwargs)
+        return NotImplemented
+
     def _tiled(self, tensor: object) -> BoundParameter | None:
         return self._in_tiles.get(id(tensor))
 
-    def _found(self, values: Any) -> Found:
-        return Found(self, values, bound=self.bound, alias_class=self._alias_class)
+    def _search(self, value: Any, found: Found) -> None:
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor:
+                self._add(value, found)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._search(item, found)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self._search(item, found)
+
+    def _add(self, tensor: Tensor, found: Found) -> None:
+        kind = type(tensor)
+        # A managed parameter that is made ordinary for a call is no plain Tensor either.
+        bound = self._detached.of(tensor) if kind is self._detached_class else self._bound.get(id(tensor))
+        if bound is not None:
+            if bound not in found.parameters:
+                found.parameters.append(bound)
+        elif kind is self._alias_class:
+            found.aliases.append(tensor)
+        elif kind is self._assembled_class:
+            assembled = self.assembled.of(tensor)
+            if assembled is not None and assembled not in found.assembled:
+                found.assembled.append(assembled)
+        else:
+            other = getattr(kind, "managed_by", self)
+            if other is not self and other not in found.others:
+                found.others.append(other)
+
+    def _found(self, value: Any) -> Found:
+        found = Found()
+        self._search(value, found)
+        return found
 
     def _join(self, func: Callable[..., Any], others: Sequence[Binding], *args: Any, **kwargs: Any) -> Any:
         """The part of this session in a use that another session's class has caught."""
@@ -216,11 +279,14 @@ class Binding:
         found: Found,
         others: Sequence[Binding],
     ) -> Any:
-        run = counted(func, partial(others[0]._join, func, others[1:]) if others else func)
+        run = partial(others[0]._join, func, others[1:]) if others else func
+        effects = self._effects.get(func) or effects_of(func)
+        if effects.is_foreach:
+            run = counted(func, run)
         if found.assembled or (found.aliases and self.leases.assembled_bytes()):
             with self.assembled.using(found.assembled, func, args[0] if args else None):
-                return self._use_bound(run, func, args, kwargs, found=found)
-        return self._use_bound(run, func, args, kwargs, found=found)
+                return self._use_bound(run, func, args, kwargs, found=found, effects=effects)
+        return self._use_bound(run, func, args, kwargs, found=found, effects=effects)
 
     def _use_bound(
         self,
@@ -230,24 +296,31 @@ class Binding:
         kwargs: Mapping[str, Any],
         *,
         found: Found,
+        effects: Effects,
     ) -> Any:
         if found.aliases:
             self._owner.carry_out_pending()
         self.enter(found.parameters)
         try:
-            tensors = [*(bound.parameter for bound in found.parameters), *found.aliases]
-            watched = self.changes.watch(func, args, kwargs, tensors=tensors)
+            tensors = [bound.tensor() for bound in found.parameters] + found.aliases
+            watched = None
+            if not effects.only_reads or "out" in kwargs or "inplace" in kwargs:
+                watched = self.changes.watch(func, args, kwargs, tensors=tensors)
+            versions = [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
             try:
                 with self._saved.around_use():
                     result = run(*args, **kwargs)
-                if func in ESCAPES:
+                if effects.escapes:
                     for key in self._keys_of(found.aliases):
                         if isinstance(key, AssembledKey):
                             raise self.assembled.no_memory(func.__name__, key)
                         self._owner.escaped(key)
                 return self.dress(result)
             finally:
-                self.changes.tell(watched)
+                if watched is not None:
+                    self.changes.tell(watched)
+                elif versions != [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]:
+                    self.changes.tell(WatchedUse(func, tensors, versions, {}))
         finally:
             self.leave(found.parameters)
 
@@ -263,25 +336,42 @@ class Binding:
         if not found:
             return
         with self.lock:
-            refs = sorted({ref for bound in found for ref in bound.refs})
-            in_graph = torch.is_grad_enabled() and not any(self._detached.is_one(bound.tensor()) for bound in found)
             for bound in found:
-                if not bound.depth and self._moved(bound):
-                    bound.parameter.data = bound.standin
+                # `set_()`, which no class sees, may have put something in the place of the stand-in.
+                if not bound.depth and self._base is Tensor and bound.tensor().data_ptr() != bound.standin.data_ptr():
+                    bound.tensor().data = bound.standin
                     raise StateError(not_its_own(bound, f"set_() gave {bound.name} other memory"))
-            self._owner.use(refs, [bound.name for bound in found], in_graph=in_graph)
-            units = [self.leases.take(ref) for ref in refs]  # none may leave while copies are made
-            leased = {bound.key: self.leases.take(bound.key) for bound in found}
+            touches = found[0].touches
+            if len(found) > 1:
+                touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
+            names, in_graph = [bound.name for bound in found], torch.is_grad_enabled()
+            for bound in found:
+                in_graph = in_graph and not bound.is_detached
+            if backward_id() == -1:  # else it is part of a recomputation
+                self._count(names, in_graph=in_graph)
+            self._owner.use(touches, names, in_graph=in_graph)
+            units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
+            leased = {bound.key: self.lease(bound.key) for bound in found}
             del units
             for bound in found:
                 bound.depth += 1
                 if bound.depth == 1:
-                    with torch.inference_mode(False):
-                        bound.parameter.data = bound.over(leased[bound.key])
+                    if torch.is_inference_mode_enabled():
+                        with torch.inference_mode(False):
+                            bound.tensor().data = bound.over(leased[bound.key])
+                    else:
+                        bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
 
-    def _moved(self, bound: BoundParameter) -> bool:
-        """Whether `set_()`, which no class sees, has put something in the place of the stand-in."""
-        return self._base is Tensor and bound.parameter.data_ptr() != bound.standin.data_ptr()
+    def _count(self, names: Iterable[str], *, in_graph: bool) -> None:
+        counts = self._counts
+        for name in names:
+            counts.uses[name] = counts.uses.get(name, 0) + 1
+            if not in_graph:
+                counts.apart[name] = counts.apart.get(name, 0) + 1
+
+    def lease(self, key: WeightKey) -> Tensor:
+        """What is leased at a use: a resident unit's slot, or the copy of a parameter whose units are resident."""
+        return self.leases.take(key) if isinstance(key, PlaneRef) else self.leases.take_copy(key, self._owner.make_copy)
 
     def leave(self, found: Sequence[BoundParameter]) -> None:
         """Takes parameters' bytes away again; what else holds the slot keeps it."""
@@ -289,7 +379,7 @@ class Binding:
             for bound in found:
                 bound.depth -= 1
                 if not bound.depth:
-                    bound.parameter.data = bound.standin
+                    bound.tensor().data = bound.standin
 
     # what uses return and autograd saves
 
@@ -317,7 +407,10 @@ class Binding:
         place = self.leases.locate(tensor)
         if place is None or isinstance(place.key, AssembledKey):
             return None
-        return place.key, place.offset, self.places.owner(place.key, place.offset).parameter
+        if not isinstance(place.key, PlaneRef):
+            return place.key, place.offset, self.records[place.key].parameter
+        starts, owners = self.places.in_unit[place.key]
+        return place.key, place.offset, owners[bisect_right(starts, place.offset) - 1].tensor()  # type: ignore[return-value]
 
     def _fetch(self, key: WeightKey) -> Tensor:
         with self.lock, Plain():
@@ -326,7 +419,7 @@ class Binding:
             for ref in first.refs:
                 self._owner.unpack(ref, first.name)
                 units.append(self.leases.take(ref))
-            return units[0] if key == first.ref else self.leases.take(key)
+            return units[0] if key == first.ref else self.lease(key)
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
         """An ordinary parameter with the same values: what copying and pickling give."""

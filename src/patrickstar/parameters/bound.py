@@ -1,17 +1,23 @@
-"""A parameter under management: the record of where its bytes are."""
+"""Parameters under management: the records of where their bytes are, and whose the bytes of a unit are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
+from patrickstar.core.strides import contiguous_strides, dense_strides
+from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import WeightKey
 
-__all__ = ["BoundParameter"]
+__all__ = ["BoundParameter", "Places", "make_records", "names_by_id", "with_tiles"]
 
 
 @dataclass(slots=True, eq=False)
@@ -20,13 +26,19 @@ class BoundParameter:
 
     `shape_only` is a meta tensor with the parameter's shape and strides; `offset` is in elements from the start of the first of the units that it
     lies in, which are one but for a parameter in tiles. Dense parameters keep their strides (channels last, say), others and those in tiles are
-    contiguous. `tensor` gives the parameter, or a detached alias of it (Note [Binding]), which the record does not keep alive.
+    contiguous. `tensor` gives the parameter, or a detached alias of it (Note [Binding]); `alive` is the parameter, so that the record keeps it so,
+    and None for an alias, which nothing of ours keeps alive.
+
+    Attributes:
+        key: what is leased at a use: the unit, or the copy of this parameter. touches: of a use.
+        view: shape, strides and start of its values in the 1-D tensor that is leased.
     """
 
     name: str
     owner: str
     """The parameter's name; of a tile, the name of the parameter that it is of."""
     tensor: Callable[[], Tensor]
+    alive: nn.Parameter | None
     refs: tuple[PlaneRef, ...]
     offset: int
     shape_only: Tensor
@@ -47,6 +59,17 @@ class BoundParameter:
     """Whether tiles are for lookups alone: products see the whole."""
     by_rows: bool = False
     """Whether lookups gather rows from where the tiles rest (`lookups.py`)."""
+    is_detached: bool = False
+    """Whether this is the record of a detached alias."""
+
+    key: WeightKey = field(init=False)
+    touches: tuple[Touch, ...] = field(init=False)
+    view: tuple[Sequence[int], Sequence[int], int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.key = self.name if self.is_copied else self.ref
+        self.touches = tuple(map(Touch, sorted(self.refs)))
+        self.view = self.shape_only.shape, self.shape_only.stride(), 0 if self.is_copied else self.offset
 
     @property
     def ref(self) -> PlaneRef:
@@ -65,17 +88,11 @@ class BoundParameter:
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter itself."""
-        return self.tensor()  # type: ignore[return-value]
-
-    @property
-    def key(self) -> WeightKey:
-        """What is leased at a use: the unit, or the copy of this parameter."""
-        return self.name if self.is_copied else self.ref
+        return self.tensor()  # type: ignore[return-value]  # asked for while it, or an alias of it, is in use
 
     def over(self, leased: Tensor) -> Tensor:
         """The parameter's values in the 1-D tensor that is leased at a use."""
-        start = 0 if self.is_copied else self.offset
-        return torch.as_strided(leased, self.shape_only.shape, self.shape_only.stride(), start)
+        return torch.as_strided(leased, *self.view)
 
     def flat(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as 1-D, in the order in which the parameter lies in its slot; a copy only where it lies otherwise."""
@@ -83,3 +100,116 @@ class BoundParameter:
         if tensor.stride() != stride:
             tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def names_by_id(named: Mapping[str, Tensor]) -> dict[int, str]:
+    """The name of each of these tensors, by its identity: parameters compare by element, and hooks and optimizers know no names."""
+    return {id(tensor): name for name, tensor in named.items()}
+
+
+def make_records(
+    named: Mapping[str, nn.Parameter],
+    layout: Layout,
+    *,
+    dtypes: Mapping[str, torch.dtype],
+    copied: Collection[str],
+    gathers_rows: bool = False,
+) -> dict[str, BoundParameter]:
+    """The records by name: of each parameter, and after it of its tiles.
+
+    Args:
+        dtypes: what parameters are of while they are managed; fp32 where it says nothing. copied: those whose uses see a copy.
+        gathers_rows: whether lookups in tables bring rows from where these rest.
+    """
+    nans: dict[torch.dtype, Tensor] = {}
+    records: dict[str, BoundParameter] = {}
+    for name, parameter in named.items():
+        dtype = dtypes.get(name, torch.float32)
+        if dtype not in nans:
+            nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+        is_table = layout.is_table(layout.slices[name].chunk)
+        tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
+        records[name] = BoundParameter(
+            name,
+            name,
+            _reference(parameter),
+            parameter,
+            layout.weight_units(name),
+            layout.slices[name].offset,
+            torch.empty_strided(
+                parameter.shape,
+                contiguous_strides(parameter.shape) if tiles else dense_strides(parameter.shape, parameter.stride()),
+                dtype=dtype,
+                device="meta",
+            ),
+            nans[dtype].expand(parameter.shape),
+            # The whole of what lies in tiles is put together where it is asked for.
+            is_copied=name in copied or bool(tiles),
+            tiles=tiles,
+            is_table=is_table,
+            by_rows=is_table and gathers_rows,
+        )
+        records.update((tile.name, tile) for tile in tiles)
+    return records
+
+
+def with_tiles(records: Mapping[str, BoundParameter], names: Iterable[str]) -> list[BoundParameter]:
+    """All whose values change where those of these parameters or tiles do: a parameter's tiles, and the parameter that a tile is of."""
+    changed = [records[name] for name in names]
+    found = [record for bound in changed for record in (bound, *bound.tiles)]
+    owners = {bound.owner for bound in changed if bound.owner != bound.name}
+    return [*found, *(records[name] for name in sorted(owners))]
+
+
+def _tiles(
+    name: str, parameter: nn.Parameter, layout: Layout, *, nan: Tensor, is_copied: bool
+) -> tuple[BoundParameter, ...]:
+    tiles = []
+    for label in layout.leaves(name) if layout.slices[name].tiles else ():
+        place = layout.tiles(label)[0]
+        row_numel = math.prod(parameter.shape[1:])
+        shape = (place.numel // row_numel, *parameter.shape[1:])
+        standin = nan.expand(shape)
+        leaf = nn.Parameter(torch.empty_like(nan), requires_grad=parameter.requires_grad)
+        leaf.data = standin  # not made of it: tiles would have one version counter
+        shape_only = torch.empty(shape, dtype=nan.dtype, device="meta")
+        tile = BoundParameter(
+            label,
+            name,
+            _reference(leaf),
+            leaf,
+            layout.weight_units(label),
+            place.offset,
+            shape_only,
+            standin,
+            is_copied=is_copied,
+            first_row=place.tensor_start // row_numel,
+        )
+        tiles.append(tile)
+    return tuple(tiles)
+
+
+def _reference(parameter: nn.Parameter) -> Callable[[], Tensor]:
+    """What gives the parameter as long as the record, or the model, keeps it alive: a call without a function of ours."""
+    return cast("Callable[[], Tensor]", weakref.ref(parameter))
+
+
+class Places:
+    """The parameters and tiles of a binding by where they lie: by unit, and by name where uses see copies.
+
+    Attributes:
+        in_unit: the parameters in each unit by rising offset, and these offsets.
+    """
+
+    def __init__(self, by_name: Mapping[str, BoundParameter]) -> None:
+        self._by_name = by_name
+        self.in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}
+        in_units = [bound for bound in by_name.values() if not bound.tiles]
+        for bound in sorted(in_units, key=lambda bound: bound.offset):
+            starts, owners = self.in_unit.setdefault(bound.ref, ([], []))
+            starts.append(bound.offset)
+            owners.append(bound)
+
+    def parameters_in(self, key: WeightKey) -> Sequence[BoundParameter]:
+        """The parameters that lie in a weight unit, by rising offset, or the one of a copy."""
+        return self.in_unit[key][1] if isinstance(key, PlaneRef) else [self._by_name[key]]

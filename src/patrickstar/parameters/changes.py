@@ -21,10 +21,9 @@ from torch import Tensor
 
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, WeightKey
-from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.bound import BoundParameter, with_tiles
 from patrickstar.parameters.functions import uncounted, writes_to
 from patrickstar.parameters.owner import Owner, Rewriting
-from patrickstar.parameters.records import with_tiles
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Changes", "UnseenChangeError", "WatchedUse"]

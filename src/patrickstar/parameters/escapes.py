@@ -40,42 +40,39 @@ class EscapedMemory:
         self._after = after
 
         self._values: dict[WeightKey, dict[str, Tensor]] = {}
-        self._digests: dict[WeightKey, bytes] = {}
+        self.watched: dict[WeightKey, bytes] = {}
         self._kept: list[Tensor] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
 
     def add(self, ref: WeightKey) -> None:
         """The unit's memory has been handed out."""
         lease = self._lease(ref)
-        if ref not in self._digests:
-            self._digests[ref] = _digest(lease)
+        if ref not in self.watched:
+            self.watched[ref] = _digest(lease)
             self._values[ref] = self._before(ref)
         self._kept.append(lease)
 
     def renew(self) -> None:
         """The library itself has written parameters: what is in memory now is what it should be."""
-        for ref in self._digests:
-            self._digests[ref] = _digest(self._lease(ref))
+        for ref in self.watched:
+            self.watched[ref] = _digest(self._lease(ref))
             self._values[ref] = self._before(ref)
 
     def check(self) -> None:
         """Before a moment: says what has changed, and stops watching what can no longer be reached."""
-        for ref, digest in self._digests.items():
+        for ref, digest in self.watched.items():
             now = _digest(self._lease(ref))
             if now != digest:
-                self._digests[ref] = now
+                self.watched[ref] = now
                 self._changed(ref)
                 for name, values in self._values[ref].items():
                     self._after(name, values)
                 self._values[ref] = self._before(ref)
         self._kept.clear()
         held = self._held()
-        for ref in [ref for ref in self._digests if ref not in held]:
-            del self._digests[ref], self._values[ref]
+        for ref in [ref for ref in self.watched if ref not in held]:
+            del self.watched[ref], self._values[ref]
         # What is written and let go before the next check is still there then.
-        self._kept = [self._lease(ref) for ref in self._digests]
+        self._kept = [self._lease(ref) for ref in self.watched]
 
 
 def _digest(unit: Tensor) -> bytes:

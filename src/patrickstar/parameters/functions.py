@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,20 @@ from torch.nn import functional
 
 from patrickstar.torch_private import writes_by_schema
 
-__all__ = ["ESCAPES", "HOOKS", "NEEDS_NO_DATA", "REPOINTS", "SHAPE_ONLY", "accessor", "uncounted", "writes_to"]
+__all__ = [
+    "ESCAPES",
+    "HOOKS",
+    "NEEDS_NO_DATA",
+    "REPOINTS",
+    "SHAPE_ONLY",
+    "Effects",
+    "accessor",
+    "counted",
+    "effects_of",
+    "one_by_one",
+    "uncounted",
+    "writes_to",
+]
 
 
 def accessor(name: str, kind: str) -> Callable[..., Any]:
@@ -85,13 +98,32 @@ def writes_to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     """What a function may write in place, as far as its name, its arguments or its schema tell; None: nothing."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _ASSIGN
-    if in_place or kwargs.get("inplace"):
+    if _writes_by_name(getattr(func, "__name__", "")) or kwargs.get("inplace"):
         return args[0] if args else list(kwargs.values())  # torch passes all by name for some (`nn.init.uniform_`)
     if (func in _RENORMALISE and kwargs.get("max_norm") is not None) or writes_by_schema(func):
         return [*args, *kwargs.values()]
     return uncounted(func, args, kwargs) or None
+
+
+def _writes_by_name(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _ASSIGN
+
+
+class Effects(NamedTuple):
+    """What a function does with tensors that it is given, as far as the function itself tells; its arguments may tell more."""
+
+    only_reads: bool
+    """Whether it writes none of them, unless it is called with `out=` or `inplace=`."""
+    escapes: bool
+    is_foreach: bool
+    """Whether it does the same with each tensor of a list."""
+
+
+def effects_of(func: Callable[..., Any]) -> Effects:
+    """The effects of a function of torch's override protocol."""
+    name = getattr(func, "__name__", "")
+    writes = func in _RENORMALISE or func in _AVERAGE or _writes_by_name(name) or writes_by_schema(func)
+    return Effects(not writes, func in ESCAPES, name.startswith(("_foreach_", "_amp_foreach_")))
 
 
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
@@ -112,3 +144,49 @@ REPOINTS = frozenset(
     }
 )
 """Names of functions that give a tensor another storage, shape or strides: a parameter in its slot has only those it has."""
+
+
+def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with the versions of what `func` writes counted up where torch does not do that."""
+    if not func.__name__.startswith("_amp_foreach_"):
+        return run
+
+    def run_and_count(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        result = run(tensors, *args, **kwargs)
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        return result
+
+    return run_and_count
+
+
+def one_by_one(
+    handle: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """`handle` for each tensor of the lists, so that they need not be resident all at once. Same arithmetic, same bits."""
+    lengths = [len(value) for value in (*args, *kwargs.values()) if _is_list(value)]
+    length = lengths[0]
+    if set(lengths) != {length}:
+        raise RuntimeError(f"{func.__name__}: lists must have the same number of elements, got {lengths}")
+
+    def item(value: Any, index: int) -> Any:
+        if _is_list(value):
+            return [value[index]]
+        # One scalar for each tensor, as a tensor of them.
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == length:
+            return value[index : index + 1]
+        return value
+
+    results: list[Any] = []
+    for index in range(length):
+        result = handle(
+            func, [item(value, index) for value in args], {key: item(value, index) for key, value in kwargs.items()}
+        )
+        results.extend(result if result is not None else ())
+    return results or None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)

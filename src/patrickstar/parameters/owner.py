@@ -8,7 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from patrickstar.core.plane import PlaneRef
-from patrickstar.memory.leases import AssembledKey, Key, WeightKey
+from patrickstar.core.trace import Touch
+from patrickstar.memory.leases import AssembledKey, WeightKey
 from patrickstar.parameters.assembled import AssembledOwner
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.gradient_access import GradientOwner
@@ -20,7 +21,7 @@ __all__ = ["Owner", "Rewriting"]
 class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
     """Who owns the bytes: the session, or a recorder that only writes down what is asked for."""
 
-    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
+    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:
         """Makes the units resident, all at once, for a use of these parameters. BudgetError where they cannot be.
 
         `in_graph`: autograd records the use as one of the parameters themselves.
@@ -31,11 +32,6 @@ class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident for a backward that needs what a use has saved."""
-
-    def wrap(self, key: Key) -> Tensor:
-        """A 1-D tensor over a fresh storage of the slot that holds this resident unit, or a new copy of this parameter, whose unit is,
-        or what is kept of one, put together. BudgetError where that does not fit.
-        """
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """Writes a parameter's value, or what is kept of it, which has changed, into a copy that is still held."""

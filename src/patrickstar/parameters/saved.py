@@ -98,7 +98,8 @@ class SavedTensors:
                 with Plain():
                     version = owner._version
                 return SavedSlice(key, offset, tuple(tensor.shape), tensor.stride(), owner, version, is_recomputed)
-            tensor = self._lasting(tensor)
+            if type(tensor) is not torch.Tensor:
+                tensor = self._lasting(tensor)
             if underneath is not None:
                 return SavedUnderneath(underneath[0](tensor), underneath[1])
             return SavedTensor(tensor, tensor._version)

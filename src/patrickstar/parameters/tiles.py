@@ -22,7 +22,10 @@ from torch.nn.functional import embedding, linear
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.lookups import RowOwner, expect_inside, look_up
 
-__all__ = ["NOT_ONE_TENSOR", "tile_by_tile"]
+__all__ = ["NOT_ONE_TENSOR", "TILED", "tile_by_tile"]
+
+TILED: Final = frozenset({linear, embedding})
+"""The functions that may go tile by tile."""
 
 NOT_ONE_TENSOR: Final = (
     "its gradient never exists as one tensor. Use backward() and session.gradients(), or leave out "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.plane import PlaneRef
@@ -21,22 +22,50 @@ from patrickstar.plan.residency import NoRoom, Residency, make_room
 from patrickstar.plan.rows import prepare_rows, state_after
 from patrickstar.units import format_bytes
 
-__all__ = ["Pilot", "Stretch"]
+__all__ = ["Pilot", "Planned", "Reactive", "Stretch", "StretchKind"]
+
+
+class StretchKind(str, Enum):
+    """Of a stretch: which part of a step it is."""
+
+    TRAINING = "training step"
+    EVALUATION = "evaluation"
+    NORM = "norm"
+    UPDATE = "step"
+    OUTSIDE = "outside"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The moments of a stretch come as its trace has them, and what happens before each is read off the plan."""
+
+    plan: Plan
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Reactive:
+    """What happens before each moment is decided on the spot, for this reason. `plan`: the one that the stretch has departed from, if any."""
+
+    reason: str
+    plan: Plan | None = None
 
 
 @dataclass(slots=True)
 class Stretch:
-    """A stretch of a step that is planned as one: its trace and plan where they are known, and how far it has come.
+    """A stretch of a step that is planned as one: what is expected of it, whether that is followed, and how far it has come.
 
-    `reserve_bytes` is the room that is left to non-model data where moments are decided on the spot. `reason`: why they are.
+    `reserve_bytes` is the room that is left to non-model data where moments are decided on the spot.
     `lets_go`: units that the plan has let go of before moment `lets_go_at`, and nobody has yet; `let_go_at`: before which it was that somebody did.
     """
 
-    name: str
+    kind: StretchKind
     trace: Trace | None = None
-    plan: Plan | None = None
+    course: Planned | Reactive = Reactive("")
     reserve_bytes: int = 0
-    reason: str = ""
 
     position: int = 0
     gave_gradients: bool = False
@@ -47,22 +76,32 @@ class Stretch:
     opened: bool = False  # what must happen before the first moment has happened
     worth: Worth | None = field(default=None, repr=False)
 
+    def depart(self, reason: str) -> None:
+        """From here on the moments of this stretch are decided on the spot. The first reason stays."""
+        if isinstance(self.course, Planned):
+            self.course = Reactive(reason, self.course.plan)
+
     @property
-    def planned(self) -> bool:
-        """Whether the plan is being followed."""
-        return self.plan is not None and not self.reason
+    def plan(self) -> Plan | None:
+        """The plan that is followed, or was."""
+        return self.course.plan
+
+    @property
+    def reason(self) -> str:
+        """Why moments are decided on the spot; empty where the plan is followed."""
+        return self.course.reason if isinstance(self.course, Reactive) else ""
 
     @property
     def complete(self) -> bool:
         """Whether every moment of the trace has come, as planned."""
-        return self.planned and self.trace is not None and self.position == len(self.trace.moments)
+        return isinstance(self.course, Planned) and self.position == len(self.course.trace.moments)
 
 
 class Pilot:
     """Decides, moment by moment. Moves nothing.
 
     Args:
-        state: where every unit is now; the mover changes it.
+        state: where every unit is now; the store changes it.
         budget_bytes: what the compute tier may hold now, slots and non-model data together.
         policy: "next-use" or "lru".
         spare_bytes: of the budget, to be left free where that can be.
@@ -87,7 +126,7 @@ class Pilot:
         self._policy = policy
         self._spare_bytes = spare_bytes
 
-        self.stretch = Stretch("outside")
+        self.stretch = Stretch(StretchKind.OUTSIDE)
         self.capacity_slots = 0
         self._handicap_bytes = 0
         self._clock = 0
@@ -101,15 +140,13 @@ class Pilot:
     def opening(self, held: Collection[PlaneRef]) -> Sequence[Action]:
         """What may happen as soon as the stretch begins, so that what is allocated before its first moment finds room."""
         stretch, state = self.stretch, self._state
-        if stretch.planned and stretch.plan is not None and stretch.trace is not None and stretch.trace.moments:
-            actions = stretch.plan.moments[0]
-            if not any(
-                isinstance(action, Drop) and action.tier is state.compute and action.ref in held for action in actions
-            ):
+        match stretch.course:
+            case Planned(plan, trace) if trace.moments and not self._drops_held(plan.moments[0], held):
                 stretch.opened = True
-                budget = stretch.plan.machine.budget[state.compute]
-                self.capacity_slots = (budget - stretch.trace.moments[0].nonmodel_bytes) // state.slot_bytes
-                return actions
+                self.capacity_slots = (
+                    plan.machine.budget[state.compute] - trace.moments[0].nonmodel_bytes
+                ) // state.slot_bytes
+                return plan.moments[0]
         withheld = stretch.reserve_bytes + self._spare_bytes
         self.capacity_slots = (self._budget_bytes() - withheld) // state.slot_bytes
         try:
@@ -122,23 +159,21 @@ class Pilot:
     def let_go(self, ref: PlaneRef) -> bool:
         """Somebody lets go of a unit's contents. Whether the plan has it so; then its slots stay until the plan gives them back."""
         stretch = self.stretch
-        if not stretch.planned or stretch.complete:
+        if not isinstance(stretch.course, Planned) or stretch.complete:
             return False
         if ref in stretch.lets_go and stretch.position == stretch.lets_go_at:
             stretch.lets_go.discard(ref)
             return True
         stretch.let_go_at = stretch.position
-        stretch.reason = (
-            f"{ref} was let go of before moment {stretch.position} of the {stretch.name}, which its plan did not have"
+        stretch.depart(
+            f"{ref} was let go of before moment {stretch.position} of the {stretch.kind}, which its plan did not have"
         )
         return False
 
     def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
         """What leaves so that slots take no more than these bytes, as far as what is held allows; the rest of the stretch is decided."""
         stretch, state = self.stretch, self._state
-        stretch.reason = (
-            stretch.reason or f"the {stretch.name} took more memory at moment {stretch.position} than was foreseen"
-        )
+        stretch.depart(f"the {stretch.kind} took more memory at moment {stretch.position} than was foreseen")
         pinned = sum(state.slots[ref] for ref in state.resident if ref in held or state.home[ref] is state.compute)
         capacity_slots = max(slot_bytes // state.slot_bytes, pinned)
         return make_room(state, needed=(), pinned=held, capacity_slots=capacity_slots, order=self._order(stretch))
@@ -148,7 +183,7 @@ class Pilot:
         room = max(0, slots * self._state.slot_bytes - nbytes)
         withheld = self.stretch.reserve_bytes + self._spare_bytes
         self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
-        self.stretch.reason = self.stretch.reason or f"{format_bytes(nbytes)} more are held than the plan foresaw"
+        self.stretch.depart(f"{format_bytes(nbytes)} more are held than the plan foresaw")
 
     def actions(
         self,
@@ -168,8 +203,8 @@ class Pilot:
             self._last_use[touch.ref] = self._clock
         stretch = self.stretch
         # What reads state after the last moment (gradients, a checkpoint) is no part of the stretch.
-        if stretch.planned and not (stretch.complete and phase is Phase.STEP):
-            planned = self._planned(stretch, phase, touches, held, rows)
+        if isinstance(stretch.course, Planned) and not (phase is Phase.STEP and stretch.complete):
+            planned = self._planned(stretch.course, phase, touches, held, rows)
             if planned is not None:
                 stretch.position += 1
                 return planned
@@ -177,36 +212,45 @@ class Pilot:
 
     def _planned(
         self,
-        stretch: Stretch,
+        course: Planned,
         phase: Phase,
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
         rows: Rows | None,
     ) -> Sequence[Action] | None:
-        assert stretch.trace is not None
-        assert stretch.plan is not None
-        number = stretch.position
-        if number == len(stretch.trace.moments):
-            stretch.reason = f"the {stretch.name} has more than the {number} moments of its trace"
+        """What the plan has; None where it is followed no longer."""
+        stretch = self.stretch
+        number, moments = stretch.position, course.trace.moments
+        if number == len(moments):
+            stretch.depart(f"the {stretch.kind} has more than the {number} moments of its trace")
             return None
         if stretch.lets_go and number >= stretch.lets_go_at:
-            stretch.reason = f"{min(stretch.lets_go)} was not let go of before moment {number} of the {stretch.name}, as the last time"
-            return None
-        moment = stretch.trace.moments[number]
-        if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows != rows:
-            came = " ".join(map(str, (*touches, *([] if rows is None else [rows]))))
-            stretch.reason = (
-                f"at moment {number} of the {stretch.name} came {phase} {came} where the trace has {moment}"
+            stretch.depart(
+                f"{min(stretch.lets_go)} was not let go of before moment {number} of the {stretch.kind}, as the last time"
             )
             return None
-        budget = stretch.plan.machine.budget[self._state.compute]
+        moment = moments[number]
+        if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows != rows:
+            came = " ".join(map(str, (*touches, *([] if rows is None else [rows]))))
+            stretch.depart(f"at moment {number} of the {stretch.kind} came {phase} {came} where the trace has {moment}")
+            return None
+        actions: Sequence[Action] = () if stretch.opened and not number else course.plan.moments[number]
+        dropped = self._drops_held(actions, held) if actions else None
+        if dropped is not None:
+            stretch.depart(
+                f"at moment {number} of the {stretch.kind} {dropped} is still in use, which its trace did not have"
+            )
+            return None
+        budget = course.plan.machine.budget[self._state.compute]
         self.capacity_slots = (budget - moment.nonmodel_bytes) // self._state.slot_bytes
-        actions: Sequence[Action] = () if stretch.opened and not number else stretch.plan.moments[number]
+        return actions
+
+    def _drops_held(self, actions: Sequence[Action], held: Collection[PlaneRef]) -> PlaneRef | None:
+        """A unit in use that these actions would drop."""
         for action in actions:
             if isinstance(action, Drop) and action.tier is self._state.compute and action.ref in held:
-                stretch.reason = f"at moment {number} of the {stretch.name} {action.ref} is still in use, which its trace did not have"
-                return None
-        return actions
+                return action.ref
+        return None
 
     def decided(
         self,

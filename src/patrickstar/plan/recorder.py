@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
@@ -20,34 +19,38 @@ class TraceRecorder:
 
     def __init__(self, restart_peak: Callable[[], int]) -> None:
         self._restart_peak = restart_peak
-        self._moments: list[Moment] = []
-        self._before_first = 0
+        self._seen: list[tuple[Phase, str, Sequence[Touch], tuple[PlaneRef, ...], Rows | None]] = []
+        self._nonmodel_bytes: list[int] = []
 
     def moment(
         self,
         phase: Phase,
         label: str,
-        touches: Iterable[Touch],
+        touches: Sequence[Touch],
         held: Iterable[PlaneRef],
         rows: Rows | None = None,
     ) -> None:
         """The next moment begins."""
-        self._settle()
-        touches = tuple(sorted(touches, key=lambda touch: touch.ref))
-        touched = {touch.ref for touch in touches}
-        held = tuple(sorted(ref for ref in held if ref not in touched))
-        self._moments.append(Moment(phase, label, touches, held, rows=rows))
-
-    def _settle(self) -> None:
-        peak = self._restart_peak()
-        if not self._moments:
-            self._before_first = peak  # what comes before the first moment is part of it
-            return
-        if len(self._moments) == 1:
-            peak = max(peak, self._before_first)
-        self._moments[-1] = replace(self._moments[-1], nonmodel_bytes=peak)
+        self._nonmodel_bytes.append(self._restart_peak())
+        self._seen.append((phase, label, touches, tuple(held), rows))
 
     def trace(self) -> Trace:
         """What has been written down; the last moment ends now."""
-        self._settle()
-        return Trace(tuple(self._moments))
+        self._nonmodel_bytes.append(self._restart_peak())
+        before_first, *peaks = self._nonmodel_bytes
+        if not peaks:
+            return Trace(())
+        peaks[0] = max(peaks[0], before_first)  # what comes before the first moment is part of it
+        return Trace(
+            tuple(
+                Moment(
+                    phase,
+                    label,
+                    tuple(touches),
+                    tuple(ref for ref in held if ref not in {touch.ref for touch in touches}),
+                    nonmodel_bytes=peak,
+                    rows=rows,
+                )
+                for (phase, label, touches, held, rows), peak in zip(self._seen, peaks, strict=True)
+            )
+        )

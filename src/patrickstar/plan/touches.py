@@ -16,8 +16,8 @@ The rest is there where a chunk's master is split.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.gradient_use import GradientUse
@@ -27,6 +27,7 @@ from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
 
 __all__ = [
     "Touches",
+    "UseCounts",
     "gradient_parts",
     "gradients_freed",
     "master_touches",
@@ -38,12 +39,20 @@ __all__ = [
 ]
 
 
+@dataclass(slots=True)
+class UseCounts:
+    """How often parameters and tiles have been used since a forward began, by name: in all, and `apart` from autograd's graph."""
+
+    uses: dict[str, int] = field(default_factory=dict)
+    apart: dict[str, int] = field(default_factory=dict)
+
+
 class Touches:
-    """Says what the events of forwards and backwards touch. Counts uses, which decide what a gradient does when it arrives.
+    """Says what the events of forwards and backwards touch.
 
     Args:
         gradients: where they go. formats: which chunks have a split master.
-        updates: whether the optimizer updates a parameter, by name.
+        updates: whether the optimizer updates a parameter, by name. counts: of uses, which decide what a gradient does when it arrives.
 
     Note [Updates in backward]
         A parameter may be updated as soon as its gradient is complete and its bytes are not needed again in this backward call. A gradient
@@ -59,39 +68,29 @@ class Touches:
         gradients: GradientUse,
         updates: Callable[[str], bool],
         formats: SessionFormats,
+        counts: UseCounts,
     ) -> None:
         self.layout = layout
         self.gradients = gradients
         self._updates = updates
         self.formats = formats
-
-        self._uses: Counter[str] = Counter()
-        self._uses_apart: Counter[str] = Counter()
+        self.counts = counts
 
     def begin_forward(self) -> None:
         """Uses are counted from here on."""
-        self._uses.clear()
-        self._uses_apart.clear()
-
-    def use(
-        self, refs: Iterable[PlaneRef], names: Sequence[str], *, in_graph: bool, in_backward: bool
-    ) -> tuple[Phase, tuple[Touch, ...]]:
-        """A use of parameters; `in_graph`: autograd records it as a use of theirs. In a backward it is part of a recomputation."""
-        return self._count(names, in_graph=in_graph, in_backward=in_backward), tuple(Touch(ref) for ref in refs)
+        self.counts.uses.clear()
+        self.counts.apart.clear()
 
     def lookup(self, name: str, numel: int, *, in_graph: bool, in_backward: bool) -> tuple[Phase, Rows]:
-        """A lookup of so many elements in a table."""
-        phase = self._count(self.layout.leaves(name), in_graph=in_graph, in_backward=in_backward)
+        """A lookup of so many elements in a table; `in_graph`: autograd records it. In a backward it is part of a recomputation."""
+        if not in_backward:
+            for label in self.layout.leaves(name):
+                self.counts.uses[label] = self.counts.uses.get(label, 0) + 1
+                if not in_graph:
+                    self.counts.apart[label] = self.counts.apart.get(label, 0) + 1
         units = self.layout.weight_units(name)
-        return phase, Rows(units, numel * self.formats.now.of(units[0], self.layout).itemsize)
-
-    def _count(self, names: Sequence[str], *, in_graph: bool, in_backward: bool) -> Phase:
-        if in_backward:
-            return Phase.RECOMPUTE
-        self._uses.update(names)
-        if not in_graph:
-            self._uses_apart.update(names)
-        return Phase.FORWARD
+        nbytes = numel * self.formats.now.of(units[0], self.layout).itemsize
+        return Phase.RECOMPUTE if in_backward else Phase.FORWARD, Rows(units, nbytes)
 
     def unpack(self, ref: PlaneRef) -> tuple[Phase, tuple[Touch, ...]]:
         """A backward needs what a use has saved of a unit."""
@@ -113,12 +112,12 @@ class Touches:
 
     def comes_whole(self, label: str) -> bool:
         """Whether a backward delivers the gradient of a parameter, or of a tile, in one piece."""
-        if self._uses_apart[label] and self._uses[label] != 1:
+        if self.counts.apart.get(label) and self.counts.uses.get(label) != 1:
             return False
         # A parameter in tiles that is also used as a whole has gradients of both.
         owner, leaves = self.layout.owner(label), self.layout.leaves(label)
-        as_whole = owner != label and self._uses[owner]
-        in_tiles = leaves != (label,) and any(map(self._uses.get, leaves))
+        as_whole = owner != label and self.counts.uses.get(owner)
+        in_tiles = leaves != (label,) and any(map(self.counts.uses.get, leaves))
         return not (as_whole or in_tiles)
 
     def adds_up(self, label: str, dtype: str) -> bool:

@@ -14,8 +14,7 @@ from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.user_optimizer import read_state
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.records import names_by_id
+from patrickstar.parameters.bound import BoundParameter, names_by_id
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights

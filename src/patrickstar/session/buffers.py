@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from patrickstar.parameters.records import names_by_id
+from patrickstar.parameters.bound import names_by_id
 from patrickstar.step.precision import Precision, lies_in
 
 __all__ = ["cast_buffers", "persistent_buffers", "put_back", "put_on_meta", "restore_buffers"]

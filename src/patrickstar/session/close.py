@@ -65,7 +65,7 @@ class Closing:
         restore_buffers(parts.model, parts.buffer_dtypes)
         if self._optimizer is not None:
             self._optimizer.detach()
-        parts.executor.mover.store.close()
+        parts.executor.store.close()
 
     def _finish(self) -> None:
         if not self._wanted:
@@ -111,20 +111,20 @@ class Closing:
 
     def _return_weights(self) -> None:
         # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.
-        mover = self._parts.executor.mover
-        for ref in [ref for ref in mover.state.resident if ref.plane != WEIGHT]:
-            mover.release(ref)
+        store = self._parts.executor.store
+        for ref in [ref for ref in store.state.resident if ref.plane != WEIGHT]:
+            store.release(ref)
         self._parts.binding.release(self._taken_back if self._keeps else lambda _: None)
 
     def _taken_back(self, bound: BoundParameter) -> Tensor:
         parts = self._parts
         value = parts.weights.read(bound.name).to(parts.parameter_dtypes[bound.name])
         parts.executor.pilot.stretch.reserve_bytes += value.nbytes
-        state = parts.executor.mover.state
+        state = parts.executor.store.state
         held = parts.binding.leases.held()  # by what outlives the session: it keeps its memory
         for ref in bound.refs:
             if self._last_of[ref] == bound.name and ref in state.resident and ref not in held:
-                parts.executor.mover.release(ref)  # its slots' pages go before the next parameter is read
+                parts.executor.store.release(ref)  # its slots' pages go before the next parameter is read
         return value
 
     @property
@@ -139,5 +139,5 @@ class Closing:
         return sum(4 * bound.shape_only.numel() for bound in self._parts.binding)
 
     def _fits(self, nbytes: int) -> bool:
-        budget, state = self._parts.host_budget_bytes, self._parts.executor.mover.state
+        budget, state = self._parts.host_budget_bytes, self._parts.executor.store.state
         return budget is None or nbytes + 2 * max(state.unit_bytes(ref) for ref in state.home) <= budget

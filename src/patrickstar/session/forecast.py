@@ -26,7 +26,7 @@ from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
-from patrickstar.plan.touches import Touches, gradients_freed, norm_trace, step_trace
+from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, step_trace
 from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.events import cast_inputs
@@ -90,7 +90,9 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     formats = SessionFormats(precision.formats)
     tracer = OfflineTracer(
         layout,
-        lambda: Touches(layout, gradients=gradients, updates=trainable.__contains__, formats=formats),
+        lambda: Touches(
+            layout, gradients=gradients, updates=trainable.__contains__, formats=formats, counts=UseCounts()
+        ),
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),

@@ -15,7 +15,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.plane import WEIGHT
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import some
-from patrickstar.parameters.records import names_by_id
+from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.residency import Residency
 from patrickstar.session.buffers import persistent_buffers
 from patrickstar.step.budgets import Budgets

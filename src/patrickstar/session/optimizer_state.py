@@ -12,7 +12,7 @@ from patrickstar.errors import BudgetError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State, pack, unpack
 from patrickstar.parameters.assembled import STEP, AssembledTensors
-from patrickstar.parameters.records import names_by_id
+from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.pilot import Pilot
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights

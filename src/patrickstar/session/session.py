@@ -97,7 +97,7 @@ class Session:
         parts.executor.settle()
         step_seconds = parts.training.step_seconds if parts.training is not None else 0.0
         return gather_stats(
-            parts.executor.mover,
+            parts.executor.store,
             parts.stretches,
             seconds={**parts.events.seconds, "step": step_seconds},
             numel=parts.layout.model_numel,
@@ -334,7 +334,7 @@ class Session:
 
     def _room_bytes(self) -> int | None:
         """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""
-        budget, state = self._parts.host_budget_bytes, self._parts.executor.mover.state
+        budget, state = self._parts.host_budget_bytes, self._parts.executor.store.state
         if budget is None:
             return None
         if state.compute is Tier.DEVICE:

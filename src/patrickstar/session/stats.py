@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.plane import GRAD
-from patrickstar.memory.mover import Mover
+from patrickstar.memory.store import ChunkStore
 from patrickstar.step.stretches import Stretches
 
 __all__ = ["Stats", "gather_stats"]
@@ -46,10 +46,10 @@ class Stats:
 
 
 def gather_stats(
-    mover: Mover, stretches: Stretches, *, seconds: Mapping[str, float], numel: int, gradient_bytes: int
+    store: ChunkStore, stretches: Stretches, *, seconds: Mapping[str, float], numel: int, gradient_bytes: int
 ) -> Stats:
     """The numbers as they are now. `numel`: elements of all parameters. `gradient_bytes`: of gradients in no chunk."""
-    state, ledger = mover.state, mover.ledger
+    state, ledger = store.state, store.ledger
     model_data: dict[str, int] = {}
     for ref in state.home:
         if ref not in state.free:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from patrickstar.errors import LayoutError
-from patrickstar.parameters.records import names_by_id
+from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 
 __all__ = ["find_tables", "find_tiles"]

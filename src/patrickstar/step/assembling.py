@@ -76,7 +76,7 @@ class Assembling:
 
         `wholly`: every element of it, also those that are shown rounded and have the same bits as before.
         """
-        copy = self._binding.leases.take(key)
+        copy = self._binding.leases.take_copy(key, self.make)
         with self._executor.lock, self._executor.apart():
             if key.plane == STEP:
                 self._steps[key.name] = count_of(key, copy)
@@ -101,12 +101,12 @@ class Assembling:
         held = self._binding.leases.assembled_bytes()
         self._binding.assembled.making_bytes += nbytes
         try:
-            with self._executor.rising(nbytes):
+            with self._executor.assembling(nbytes):
                 yield
         except BudgetError as refusal:
             taken = held + nbytes
             slots = refusal.needed_bytes - refusal.fixed_bytes
-            fixed_bytes = self._conductor.pilot.costs.beside(slots + taken)
+            fixed_bytes = self._executor.pilot.costs.beside(slots + taken)
             needed, budget = slots + taken + fixed_bytes, refusal.available_bytes + taken
             fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
             raise BudgetError(

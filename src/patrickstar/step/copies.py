@@ -42,7 +42,7 @@ class Copies:
 
     def renew(self, name: str, copy: Tensor) -> None:
         """Writes a parameter's value into a copy of it."""
-        state = self._executor.mover.state
+        state = self._executor.store.state
         with self._executor.lock, self._executor.apart():
             for part in self._layout.parts(name):
                 ref, _ = self._layout.weight_place(part)
@@ -52,7 +52,7 @@ class Copies:
 
     def changed(self, name: str) -> None:
         """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
-        copy = self._binding.leases.take(name)
+        copy = self._binding.lease(name)
         with self._executor.lock, self._executor.apart():
             for part, touches in self._touches.master(name):
                 try:
@@ -62,7 +62,7 @@ class Copies:
                     raise
                 kept, rest = self._kept(part), PlaneRef(part.chunk, REST)
                 is_split = any(touch.ref == rest for touch in touches)
-                left = self._executor.tensor(rest)[part.start : part.stop] if is_split else None
+                left = self._executor.store.tensor(rest)[part.start : part.stop] if is_split else None
                 self._take_changes(copy[_span(part)], kept, left)
                 self._convert(kept, copy[_span(part)])
 
@@ -86,7 +86,7 @@ class Copies:
 
     def _kept(self, part: Part) -> Tensor:
         ref, start = self._layout.weight_place(part)
-        return self._executor.tensor(ref)[start : start + part.stop - part.start]
+        return self._executor.store.tensor(ref)[start : start + part.stop - part.start]
 
     def _convert(self, kept: Tensor, copy: Tensor) -> None:
         if self._rounded is None or copy.dtype is self._rounded.dtype:

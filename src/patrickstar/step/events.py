@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
-from patrickstar.memory.leases import AssembledKey, Key, WeightKey
+from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.lookups import WaitingRows
 from patrickstar.plan.touches import Touches
@@ -41,7 +41,7 @@ class Events:
     _executor: Executor
     _stretches: Stretches
     _training: Training | None
-    _watch: EscapedMemory
+    _escaped: EscapedMemory
     _copies: Copies
     _late_planes: LatePlanes
     _assembling: Assembling | None
@@ -76,7 +76,7 @@ class Events:
         executor: Executor,
         stretches: Stretches,
         training: Training | None,
-        watch: EscapedMemory,
+        escaped: EscapedMemory,
         copies: Copies,
         late_planes: LatePlanes,
         assembling: Assembling | None,
@@ -87,7 +87,7 @@ class Events:
         self._executor = executor
         self._stretches = stretches
         self._training = training
-        self._watch = watch
+        self._escaped = escaped
         self._copies = copies
         self._late_planes = late_planes
         self._assembling = assembling
@@ -96,15 +96,17 @@ class Events:
 
     # the binding's owner
 
-    def use(self, refs: Sequence[PlaneRef], names: Sequence[str], *, in_graph: bool) -> None:
-        """See `parameters.binding.Owner`."""
-        self.check_watch()
-        inside = backward_id() != -1
-        self._in_backward |= inside
-        if inside and self._training is not None:
+    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:  # noqa: ARG002
+        """See `parameters.owner.Owner`."""
+        if self._escaped.watched:
+            self._escaped.check()
+        if backward_id() == -1:
+            self._executor.moment(Phase.FORWARD, names[0], touches)
+            return
+        self._in_backward = True
+        if self._training is not None:
             self._training.backwards.notice_recomputation()
-        phase, touches = self.touches.use(refs, names, in_graph=in_graph, in_backward=inside)
-        self._executor.moment(phase, names[0], touches)
+        self._executor.moment(Phase.RECOMPUTE, names[0], touches)
 
     def carry_out_pending(self) -> None:
         """See `parameters.binding.Owner`."""
@@ -119,11 +121,9 @@ class Events:
         phase, touches = self.touches.unpack(ref)
         self._executor.moment(phase, name, touches)
 
-    def wrap(self, key: Key) -> Tensor:
-        """See `parameters.binding.Owner`."""
-        if isinstance(key, AssembledKey):
-            return self._kept().make(key)
-        return self._executor.tensor(key) if isinstance(key, PlaneRef) else self._copies.make(key)
+    def make_copy(self, key: CopyKey) -> Tensor:
+        """See `parameters.assembled.AssembledOwner`."""
+        return self._kept().make(key) if isinstance(key, AssembledKey) else self._copies.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """See `parameters.binding.Owner`."""
@@ -137,7 +137,7 @@ class Events:
         if not isinstance(key, PlaneRef):
             self._copies.changed(key)
             return
-        self._executor.mover.wrote(key)
+        self._executor.store.wrote(key)
         phase = self._executor.change_phase()
         if phase is not Phase.STEP:
             # A moment of its own: a plan that has it keeps what was written; where the trace has none, the plan ends here.
@@ -146,7 +146,7 @@ class Events:
 
     def escaped(self, key: WeightKey) -> None:
         """See `parameters.binding.Owner`."""
-        self._watch.add(key)
+        self._escaped.add(key)
 
     def _kept(self) -> Assembling:
         assert self._assembling is not None, "weights alone have neither gradients nor moments"
@@ -170,8 +170,8 @@ class Events:
 
     def updated(self) -> None:
         """See `parameters.binding.Owner`."""
-        if self._watch:
-            self._watch.renew()
+        if self._escaped.watched:
+            self._escaped.renew()
 
     def thawed(self, name: str) -> None:
         """See `parameters.binding.Owner`."""
@@ -227,12 +227,12 @@ class Events:
     @property
     def watches(self) -> bool:
         """Whether somebody may write to a weight unseen."""
-        return bool(self._watch)
+        return bool(self._escaped.watched)
 
     def check_watch(self) -> None:
         """What was written unseen is carried to where it belongs."""
-        if self._watch:
-            self._watch.check()
+        if self._escaped.watched:
+            self._escaped.check()
 
     # the root module's calls
 

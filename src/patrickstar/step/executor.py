@@ -1,7 +1,7 @@
-"""Takes the events of a step, asks the pilot what must happen before each, and has it done.
+"""Has done what must happen before each event of a step: asks the pilot what that is, and the store to do it.
 
-The binding calls it for every use of a parameter and every gradient; the optimizer for every chunk it updates. It owns the question "is it
-there now?"; gradients and updates own what is done with the bytes.
+The binding tells it of every use of a parameter and every gradient, the optimizer of every chunk it updates. It owns the question "is it there
+now?"; gradients and updates own what is done with the bytes.
 """
 
 from __future__ import annotations
@@ -9,104 +9,77 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from patrickstar.core.machine import Tier
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch
-from patrickstar.memory.mover import Mover
+from patrickstar.errors import BudgetError
+from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create, Drop
-from patrickstar.plan.pilot import Pilot, Stretch
+from patrickstar.plan.pilot import Pilot, Planned, Stretch
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.rows import link_of
+from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.pressure import Pressure
 from patrickstar.torch_private import Plain, backward_id
 from patrickstar.tracing.live_bytes import LiveBytes
+from patrickstar.units import format_bytes
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "MeterBound"]
+
+_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Rows | None]
+"""What a moment is asked about: phase, label, touches, what is held, and rows."""
 
 
-class ArenaBound(Protocol):
-    """What slots and live bytes together may not exceed."""
+@dataclass(frozen=True, slots=True)
+class MeterBound:
+    """What slots and metered bytes together may take of the compute tier. `enforced`: whether it is an error where they take more."""
 
-    def excess_bytes(self, slot_bytes: int) -> int:
-        """By how much they would, with so many bytes of slots in use; 0 where there is room."""
-
-    def expect_room(self, slot_bytes: int) -> None:
-        """BudgetError where they would."""
+    nbytes: int
+    enforced: bool
 
 
 class Executor:
     """One moment after another.
 
     Args:
-        held: the units in use from earlier moments, which may not move. pressure: where the process itself has a bound.
+        pressure: where the process itself has a bound. meter_bound: where live bytes, while they are metered, have one.
 
     Attributes:
         recorder: writes down what happens, where somebody wants to know.
-        meter: of live bytes, while one is on. arena: the bound that it is held against, where there is a hard one.
-        pending: what must be done before any further moment (an optimizer step that was called and not yet carried out).
+        meter: of live bytes, while one is on. meter_acts: whether chunks leave where it shows more than there is room for.
+        pending: the optimizer step that was called and not yet carried out: before any further moment. carry_out_step: who does.
     """
+
+    carry_out_step: Callable[[PendingStep, bool], None]
 
     def __init__(
         self,
         pilot: Pilot,
-        mover: Mover,
+        store: ChunkStore,
         *,
-        compute: Tier,
-        held: Callable[[], Collection[PlaneRef]],
         pressure: Pressure | None = None,
+        meter_bound: MeterBound | None = None,
     ) -> None:
         self.pilot = pilot
-        self.mover = mover
+        self.store = store
         self.lock = threading.RLock()
-        self._compute = compute
-        self._held = held
+        self._compute = store.state.compute
         self._pressure = pressure
+        self._meter_bound = meter_bound
 
         self.recorder: TraceRecorder | None = None
-        self.pending: Callable[..., None] | None = None
+        self.pending: PendingStep | None = None
         self.meter: LiveBytes | None = None
-        self.arena: ArenaBound | None = None
+        self.meter_acts = True
         self._nonmodel_before = 0
         self._making_bytes = 0
+        self._assembling_bytes = 0
 
-    def settle(self) -> None:
-        """Does what is pending."""
-        with self.lock:
-            pending, self.pending = self.pending, None
-            if pending is not None:
-                pending()
-
-    def open(self) -> None:
-        """A stretch of the step has begun."""
-        with self.lock:
-            if self.meter is None:
-                # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
-                first = self._nonmodel_at(self.pilot.stretch, 0)
-                self.mover.ledger.nonmodel(self._compute, min(first, self._nonmodel_before))
-            actions = self.pilot.opening(self._held())
-            self.mover.store.limit_slots = self.pilot.capacity_slots
-            if actions:
-                self.mover.carry_out(actions)
-            self.mover.store.trim()
-
-    def release(self, ref: PlaneRef) -> None:
-        """Nobody wants a unit's contents any more: in the middle of a stretch, or between two."""
-        with self.lock:
-            if self.pilot.let_go(ref):
-                self.mover.forget(ref)
-            else:
-                self.mover.release(ref)
-
-    def make_way(self, slot_bytes: int) -> None:
-        """In the middle of a moment: chunks that nothing uses leave until no more than these bytes of slots are in use, if that can be."""
-        with self.lock:
-            self.mover.carry_out(self.pilot.clearing(slot_bytes, self._held()))
-            self.mover.store.trim()
+    # moments
 
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows: Rows | None = None) -> None:
         """What these touches need is resident when this returns, and rows can be used at home. Units to be written count as written.
@@ -117,34 +90,73 @@ class Executor:
         with self.lock:
             if self.pending is not None:
                 self.settle()
-            held = self._held()
+            store, pilot = self.store, self.pilot
+            held = store.leases.held()
             if self.recorder is not None and phase is not Phase.STEP:
                 self.recorder.moment(phase, label, touches, held, rows)
-            actions = self._within_bounds(phase, label, touches, held, rows)
-            stretch = self.pilot.stretch
-            ledger = self.mover.ledger
-            self.mover.store.limit_slots = self.pilot.capacity_slots
-            now = self._nonmodel_now(stretch)
-            # What is alive between two moments is part of both.
-            ledger.nonmodel(self._compute, now if self.meter is not None else min(now, self._nonmodel_before))
+            actions = pilot.actions(phase, label, touches, held, rows)
+            if self._pressure is not None or self.meter is not None:
+                actions = self._within_bounds(actions, (phase, label, touches, held, rows))
+            store.limit_slots = pilot.capacity_slots
+            now = self._nonmodel_now()
             if actions:
-                self.mover.carry_out(actions)
-            self.mover.store.trim()
+                # What is alive between two moments is part of both.
+                store.hold_beside(now if self.meter is not None else min(now, self._nonmodel_before))
+                store.carry_out(actions)
+            if store.committed_slots > store.limit_slots:
+                store.trim()
             if rows is not None:
-                ledger.move(*link_of(rows), rows.nbytes)
-            ledger.begin_moment({self._compute: now})
+                store.ledger.move(*link_of(rows), rows.nbytes)
+            store.hold_beside(now)
             self._nonmodel_before = now
             for touch in touches:
                 if touch.writes:
-                    self.mover.wrote(touch.ref)
+                    store.wrote(touch.ref)
+
+    def use(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
+        """A moment, and the units that it touches, in that order: 1-D tensors, valid until the next moment. Errors as `moment`."""
+        with self.lock:
+            self.moment(phase, label, touches)
+            with torch.inference_mode(False):
+                return [self.store.tensor(touch.ref) for touch in touches]
+
+    def open(self) -> None:
+        """A stretch of the step has begun."""
+        with self.lock:
+            store, pilot = self.store, self.pilot
+            if self.meter is None:
+                # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
+                store.hold_beside(min(self._nonmodel_at(pilot.stretch, 0), self._nonmodel_before))
+            actions = pilot.opening(store.leases.held())
+            store.limit_slots = pilot.capacity_slots
+            if actions:
+                store.carry_out(actions)
+            store.trim()
+
+    def settle(self, *, frees_gradients: bool = False) -> None:
+        """Carries out the optimizer step that is pending, if one is. `frees_gradients`: nobody wants them afterwards."""
+        with self.lock:
+            pending, self.pending = self.pending, None
+            if pending is not None:
+                self.carry_out_step(pending, frees_gradients)
+
+    def release(self, ref: PlaneRef) -> None:
+        """Nobody wants a unit's contents any more: in the middle of a stretch, or between two."""
+        with self.lock:
+            if self.pilot.let_go(ref):
+                self.store.forget(ref)
+            else:
+                self.store.release(ref)
 
     def change_phase(self) -> Phase:
         """What a change in place that has just been noticed is part of: of a stretch that is recorded or goes as planned, or of none."""
         if backward_id() != -1:
             return Phase.RECOMPUTE
         stretch = self.pilot.stretch
-        is_known = self.recorder is not None or (stretch.planned and not stretch.complete)
+        is_known = self.recorder is not None or (isinstance(stretch.course, Planned) and not stretch.complete)
         return Phase.FORWARD if is_known else Phase.STEP
+
+    # room
 
     @contextmanager
     def making(self, nbytes: int) -> Iterator[None]:
@@ -159,47 +171,41 @@ class Executor:
             self._making_bytes -= nbytes
 
     @contextmanager
-    def rising(self, nbytes: int) -> Iterator[None]:
-        """The same for a tensor that the budget counts by itself: only the process grows by it."""
+    def assembling(self, nbytes: int) -> Iterator[None]:
+        """A tensor that the budget counts by itself is being put together: the process grows by it."""
         self._making_bytes += nbytes
+        self._assembling_bytes += nbytes
         try:
             yield
         finally:
             self._making_bytes -= nbytes
+            self._assembling_bytes -= nbytes
 
-    def _within_bounds(
-        self,
-        phase: Phase,
-        label: str,
-        touches: Sequence[Touch],
-        held: Collection[PlaneRef],
-        rows: Rows | None,
-    ) -> Sequence[Action]:
-        """What must happen before the moment, and does not make the process too large."""
-        actions = self.pilot.actions(phase, label, touches, held, rows)
-        if self.arena is not None:
+    def _within_bounds(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:
+        """What must happen before the moment, and does not make slots and live bytes, or the process, too large: these actions, or others."""
+        store, slot_bytes = self.store, self.store.state.slot_bytes
+        if self._meter_bound is not None and self._meter_bound.enforced:
             in_use = self._slots_in_use(actions)
-            excess = self.arena.excess_bytes(in_use * self.mover.state.slot_bytes)
+            excess = self._excess_bytes(in_use * slot_bytes)
             if excess:
                 self.pilot.yield_bytes(excess, slots=in_use)
-                actions = self.pilot.decided(phase, label, touches, held, rows)
-                self.arena.expect_room(self._slots_in_use(actions) * self.mover.state.slot_bytes)
+                actions = self.pilot.decided(*moment)
+                self._expect_room(self._slots_in_use(actions) * slot_bytes)
         if self._pressure is None:
             return actions
         in_use = self._slots_in_use(actions)
-        slots = max(
-            in_use, min(self.mover.store.committed_slots, self.pilot.capacity_slots)
-        )  # those that will hold pages
-        growth = (slots - self.mover.store.committed_slots) * self.mover.state.slot_bytes + self._rise_bytes()
+        # Those that will hold pages.
+        slots = max(in_use, min(store.committed_slots, self.pilot.capacity_slots))
+        growth = (slots - store.committed_slots) * slot_bytes + self._rise_bytes()
         excess = self._pressure.excess_bytes(growth)
         if not excess:
             return actions
         self.pilot.yield_bytes(excess, slots=slots)
-        return self.pilot.decided(phase, label, touches, held, rows)
+        return self.pilot.decided(*moment)
 
     def _slots_in_use(self, actions: Sequence[Action]) -> int:
         """How many slots will be in use once these actions are done."""
-        in_use = self.mover.state.slots_used
+        in_use = self.store.state.slots_used
         for action in actions:
             match action:
                 case Create(_, tier, slots) | Copy(_, _, tier, slots) if tier is self._compute:
@@ -211,31 +217,83 @@ class Executor:
     def _rise_bytes(self) -> int:
         """By how much what is alive beside the slots grows until the next moment, as far as that is known."""
         stretch, rise = self.pilot.stretch, self._making_bytes
-        if stretch.planned and stretch.trace is not None and stretch.position > 1:
-            now, before = (stretch.trace.moments[stretch.position - back].nonmodel_bytes for back in (1, 2))
-            rise += max(0, now - before)
+        if isinstance(stretch.course, Planned) and stretch.position > 1:
+            moments = stretch.course.trace.moments
+            rise += max(0, moments[stretch.position - 1].nonmodel_bytes - moments[stretch.position - 2].nonmodel_bytes)
         return rise
 
-    def _nonmodel_now(self, stretch: Stretch) -> int:
+    def _nonmodel_now(self) -> int:
         """Bytes of non-model data: as metered, else as the trace has it, else what is reserved for it."""
         if self.meter is not None:
             return self.meter.live
+        stretch = self.pilot.stretch
         return self._nonmodel_at(stretch, stretch.position - 1)
 
     def _nonmodel_at(self, stretch: Stretch, index: int) -> int:
-        if stretch.planned and stretch.trace is not None and stretch.trace.moments:
-            return stretch.trace.moments[index].nonmodel_bytes
+        if isinstance(stretch.course, Planned) and stretch.course.trace.moments:
+            return stretch.course.trace.moments[index].nonmodel_bytes
         return stretch.reserve_bytes if stretch.trace is not None else 0
 
-    def tensor(self, ref: PlaneRef) -> Tensor:
-        """A 1-D tensor over a resident unit, on a storage of its own. Valid until the next moment unless a lease is taken."""
-        with torch.inference_mode(False):
-            return self.mover.store.tensor(ref, self._compute)
+    # live bytes, where they are metered
 
-    def tensor_at_home(self, ref: PlaneRef) -> Tensor:
-        """A 1-D tensor over a unit that rests on the host, at a moment that uses rows of it."""
-        with torch.inference_mode(False):
-            return self.mover.store.tensor(ref, Tier.HOST)
+    def live_changed(self, live: int) -> None:
+        """So many bytes are alive beside the slots, as the meter has just seen. BudgetError where the bound is hard and chunks cannot make room."""
+        bound = self._meter_bound
+        if bound is not None and self.meter_acts and self._excess_bytes(self._slot_bytes()):
+            # More than was foreseen: chunks that nothing uses right now leave, which is said, and only then it is an error.
+            self._make_way(self._metered_room(bound) - live)
+            if bound.enforced:
+                self._expect_room(self._slot_bytes())
+        self.store.hold_beside(live)
+
+    def _slot_bytes(self) -> int:
+        return self.store.state.slots_used * self.store.state.slot_bytes
+
+    def _metered_room(self, bound: MeterBound) -> int:
+        return bound.nbytes - self.store.leases.assembled_bytes() - self._assembling_bytes
+
+    def _excess_bytes(self, slot_bytes: int) -> int:
+        """By how much slots and live bytes would exceed the bound, with so many bytes of slots in use."""
+        if self.meter is None or self._meter_bound is None or LiveBytes.is_shared():
+            return 0
+        return max(0, slot_bytes + self.meter.live - self._metered_room(self._meter_bound))
+
+    def _expect_room(self, slot_bytes: int) -> None:
+        """BudgetError where slots and live bytes would exceed the bound."""
+        if not self._excess_bytes(slot_bytes):
+            return
+        assert self.meter is not None
+        assert self._meter_bound is not None
+        live, budget, stretch = self.meter.live, self._metered_room(self._meter_bound), self.pilot.stretch
+        held = slot_bytes + live
+        # Where there is no forecast, or it has just been shown to be wrong, nobody knows what is still to come: a quarter more is an estimate.
+        smallest = held + held // 4
+        self.unmeter()  # this step is over
+        raise BudgetError(
+            f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {stretch.position} of the {stretch.kind}: "
+            f"{format_bytes(held)} = chunk slots {format_bytes(slot_bytes)} + activations {format_bytes(live)}\n"
+            f"  give {self._compute.label}_memory >= {format_bytes(smallest)}, or a smaller batch",
+            tier=self._compute.label,
+            moment=f"{stretch.position} {stretch.kind}",
+            needed_bytes=held,
+            available_bytes=budget,
+            smallest_bytes=smallest,
+        )
+
+    def _make_way(self, slot_bytes: int) -> None:
+        """In the middle of a moment: chunks that nothing uses leave until no more than these bytes of slots are in use, if that can be."""
+        with self.lock:
+            self.store.carry_out(self.pilot.clearing(slot_bytes, self.store.leases.held()))
+            self.store.trim()
+
+    def unmeter(self) -> None:
+        """What is made from now on is no part of the step."""
+        if self.meter is not None:
+            self.meter.counts = False
+            self.meter = None
+        self.store.hold_beside(0)
+
+    # our own operations
 
     @contextmanager
     def apart(self) -> Iterator[None]:

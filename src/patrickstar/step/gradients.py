@@ -17,13 +17,14 @@ from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.widen import BLOCK_NUMEL, scaled_blocks
+from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.lookups import RowGradients
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "InPlane"]
 
 
 class GradientViews(Protocol):
@@ -85,8 +86,8 @@ class Gradients:
         with self._executor.quiet():
             flat = bound.flat(gradient)
             for part, touches in gradient_parts(self._layout, bound.name, writes=True):
-                self._executor.moment(Phase.BACKWARD, bound.name, touches)
-                target = self._executor.tensor(touches[0].ref)[part.start : part.stop]
+                (unit,) = self._executor.use(Phase.BACKWARD, bound.name, touches)
+                target = unit[part.start : part.stop]
                 self._put(name, target, flat[part.tensor_start : part.tensor_start + target.numel()], is_there=is_there)
         if name not in self.names:
             self.incomplete.setdefault(name, set()).add(bound.name)
@@ -106,7 +107,7 @@ class Gradients:
                 is_there = name in self.names or tile.name in before
                 flat = gradients.sums(tile.first_row, tile.rows).view(-1)
                 for part in self._layout.parts(tile.name):
-                    target = self._executor.tensor_at_home(PlaneRef(part.chunk, GRAD))[part.start : part.stop]
+                    target = self._executor.store.tensor_at_home(PlaneRef(part.chunk, GRAD))[part.start : part.stop]
                     piece = flat[part.tensor_start : part.tensor_start + target.numel()]
                     self._put(name, target, piece, is_there=is_there)
         self.names.add(name)
@@ -148,8 +149,8 @@ class Gradients:
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
         for part, touches in gradient_parts(self._layout, name, writes=False):
-            self._executor.moment(Phase.STEP, name, touches)
-            yield self._executor.tensor(touches[0].ref)[part.start : part.stop]
+            (unit,) = self._executor.use(Phase.STEP, name, touches)
+            yield unit[part.start : part.stop]
 
     def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of the gradient, of the parameter's shape and strides."""
@@ -183,8 +184,8 @@ class Gradients:
         self.overflowed.pop(name, None)
         with self._executor.quiet():
             for part, touches in gradient_parts(self._layout, name, writes=True):
-                self._executor.moment(Phase.STEP, name, touches)
-                target = self._executor.tensor(touches[0].ref)[part.start : part.stop]
+                (unit,) = self._executor.use(Phase.STEP, name, touches)
+                target = unit[part.start : part.stop]
                 written = flat[part.tensor_start : part.tensor_start + target.numel()]
                 if wholly or target.dtype == written.dtype:
                     target.copy_(written)
@@ -220,8 +221,7 @@ class Gradients:
         """Those of these gradients that there are become zero, and stay there (`zero_grad(set_to_none=False)`)."""
         with self._executor.quiet():
             for chunk in self.chunks():
-                self._executor.moment(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
-                flat = self._executor.tensor(PlaneRef(chunk, GRAD))
+                (flat,) = self._executor.use(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
                 for piece in self._layout.tensors_in(chunk):
                     if piece.name in self.names and piece.name in names:
                         flat[piece.start : piece.stop].zero_()
@@ -241,9 +241,9 @@ class Gradients:
         if factors:
             with self._executor.quiet():
                 for part, touches in gradient_parts(self._layout, name, writes=True):
-                    self._executor.moment(Phase.STEP, name, touches)
+                    (unit,) = self._executor.use(Phase.STEP, name, touches)
                     for factor in factors:
-                        self._executor.tensor(touches[0].ref)[part.start : part.stop].mul_(factor)
+                        unit[part.start : part.stop].mul_(factor)
 
     def _forget(self, name: str) -> None:
         self.names.discard(name)
@@ -254,6 +254,27 @@ class Gradients:
         self._views.dropped(
             AssembledKey(name, GRAD), "it was let go (zero_grad(), p.grad = None, a checkpoint that was loaded)"
         )
+
+
+class InPlane:
+    """For a while, the gradients that are the user's own are in the plane too."""
+
+    def __init__(self, binding: Binding, gradients: Gradients) -> None:
+        self._binding = binding
+        self._gradients = gradients
+        self._copied: list[BoundParameter] = []
+
+    def __enter__(self) -> None:
+        for name in sorted(self._binding.gradients.own):
+            own = self._binding.gradients.own_of(name)
+            if own is not None:
+                bound = self._binding.by_name[name]
+                self._gradients.add(bound, own)
+                self._copied.append(bound)
+
+    def __exit__(self, *_: object) -> None:
+        for bound in self._copied:
+            self._gradients.drop(bound.name)
 
 
 def _take_changes(written: Tensor, kept: Tensor) -> None:

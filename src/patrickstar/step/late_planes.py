@@ -63,7 +63,7 @@ class LatePlanes:
         Raises:
             BudgetError: they do not fit.
         """
-        state = self._executor.mover.state
+        state = self._executor.store.state
         if self._reserves:
             homes, slots = self._homes_for(trace.touched(GRAD), why=name_gradients(trace))
             state = Residency.of(state.snapshot())
@@ -98,7 +98,7 @@ class LatePlanes:
         """
         if not self._reserves:
             return
-        state = self._executor.mover.state
+        state = self._executor.store.state
         gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
         # One at home on the compute tier has room only while it is kept.
         if any(state.home.get(ref, state.compute) is state.compute and ref not in state.resident for ref in gradients):
@@ -107,9 +107,9 @@ class LatePlanes:
     def _take_in(self, kept: Collection[PlaneRef], *, why: str) -> None:
         homes, slots = self._homes_for(kept, why=why)
         if homes:
-            mover = self._executor.mover
-            mover.prepare(homes, slots)
-            mover.grow(homes, slots)
+            store = self._executor.store
+            store.prepare(homes, slots)
+            store.grow(homes, slots)
             self._changed(why)
 
     def _homes_for(self, kept: Collection[PlaneRef], *, why: str) -> tuple[_Homes, _Slots]:
@@ -117,7 +117,7 @@ class LatePlanes:
         homes, slots = place_gradients(
             self._machine,
             kept,
-            state=self._executor.mover.state,
+            state=self._executor.store.state,
             layout=self._layout,
             formats=self._formats.now,
             why=why,
@@ -139,7 +139,7 @@ class LatePlanes:
         if self._formats.now.is_trained(run.head, self._layout):
             return
         self._executor.settle()
-        formats, state = self._formats.now.thaw(chunks), self._executor.mover.state
+        formats, state = self._formats.now.thaw(chunks), self._executor.store.state
         weight = PlaneRef(run.head, WEIGHT)
         units = [ref for ref in formats.units(self._layout, self._gradients.planes) if ref.chunk in chunks]
         slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
@@ -155,7 +155,7 @@ class LatePlanes:
         Raises:
             BudgetError: what that takes does not fit.
         """
-        formats, layout, state = self._formats.now, self._layout, self._executor.mover.state
+        formats, layout, state = self._formats.now, self._layout, self._executor.store.state
         gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
         narrow = [ref for ref in gradients if ref in state.home]
         factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
@@ -178,38 +178,38 @@ class LatePlanes:
         grow: Callable[[Formats], Formats],
     ) -> None:
         """Takes units in, or in another size. `keep`: the one whose contents stay, in its new type. `grow`: the formats that have them so."""
-        executor, state = self._executor, self._executor.mover.state
+        executor, state = self._executor, self._executor.store.state
         with executor.apart():
             values = None
             if keep is not None:
-                executor.moment(Phase.STEP, "", (Touch(keep),))
-                values = executor.tensor(keep).clone()
+                (unit,) = executor.use(Phase.STEP, "", (Touch(keep),))
+                values = unit.clone()
             for ref in homes:
                 if ref in state.home:
-                    executor.mover.release(ref)
+                    executor.store.release(ref)
             self._formats.now = grow(self._formats.now)
-            executor.mover.grow(homes, slots)
+            executor.store.grow(homes, slots)
             if keep is not None and values is not None:
-                executor.moment(Phase.STEP, "", (Touch(keep, True),))
-                executor.tensor(keep).copy_(values)
+                (unit,) = executor.use(Phase.STEP, "", (Touch(keep, True),))
+                unit.copy_(values)
 
     def _prepare(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> _Homes:
         """Where the units will rest. BudgetError where they do not fit there, or the update of a chunk does not fit any more."""
         self._expect_room_for_updates(new, slots, formats)
-        mover = self._executor.mover
+        store = self._executor.store
         homes = place_more(
             self._machine,
             new,
-            home=mover.state.home,
-            slots={**mover.state.slots, **slots},
-            slot_bytes=mover.state.slot_bytes,
-            disk=mover.store.has_disk,
+            home=store.state.home,
+            slots={**store.state.slots, **slots},
+            slot_bytes=store.state.slot_bytes,
+            disk=store.has_disk,
         )
-        mover.prepare(homes, slots)
+        store.prepare(homes, slots)
         return homes
 
     def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> None:
-        state, layout = self._executor.mover.state, self._layout
+        state, layout = self._executor.store.state, self._layout
         sizes = {**state.slots, **slots}
         for chunk in sorted({ref.chunk for ref in new}):
             gradient = PlaneRef(chunk, GRAD)

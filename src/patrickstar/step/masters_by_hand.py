@@ -49,7 +49,7 @@ class MastersByHand:
                 self._carry(part, before)
 
     def _carry(self, part: Part, before: Tensor | None) -> None:
-        rest = self._executor.tensor(PlaneRef(part.chunk, REST))[part.start : part.stop]
+        rest = self._executor.store.tensor(PlaneRef(part.chunk, REST))[part.start : part.stop]
         if before is None:
             rest.zero_()
             return
@@ -60,14 +60,14 @@ class MastersByHand:
     def carry_if_changed(self, bound: BoundParameter, before: Tensor) -> None:
         """The same of a parameter that may have been changed."""
         with self._executor.apart():
-            now = self._executor.tensor(bound.ref)[bound.offset : bound.offset + before.numel()]
+            now = self._executor.store.tensor(bound.ref)[bound.offset : bound.offset + before.numel()]
             is_changed = not torch.equal(now.view(torch.int16), before.view(torch.int16))
         if is_changed:
             self.carry(bound, before)
 
     def _weight(self, part: Part) -> Tensor:
         ref, start = self._touches.layout.weight_place(part)
-        return self._executor.tensor(ref)[start : start + part.stop - part.start]
+        return self._executor.store.tensor(ref)[start : start + part.stop - part.start]
 
 
 def _piece(flat: Tensor, part: Part) -> Tensor:

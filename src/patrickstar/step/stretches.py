@@ -21,7 +21,7 @@ from patrickstar.core.plane import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.minimum import Need, expect_room, worst_moment
-from patrickstar.plan.pilot import Stretch
+from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.budgets import Budgets
@@ -83,7 +83,7 @@ class Stretches:
 
         self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
         self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
-        self._follower: dict[str, Trace] = {}
+        self._follower: dict[StretchKind, Trace] = {}
         self._current: KnownForward | None = None
         self._recorded = False
         self._ended: Stretch | None = None
@@ -108,17 +108,19 @@ class Stretches:
         known = self._explore(model, named, args, kwargs)
         expected = known.expected
         recorded = torch.is_grad_enabled()
-        name = "training step" if recorded else "evaluation"
+        kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
         if expected.trace is None:
             reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
-            stretch = Stretch(name, reserve_bytes=reserve, reason=expected.reason)
+            stretch = Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
         else:
             let_go = self._let_go(expected) if recorded else set()
             frees = tuple((expected.lets_go_at - 1, ref) for ref in sorted(let_go))
-            stretch = self._stretch(name, expected.trace, following="step" if recorded else name, frees=frees)
+            stretch = self._stretch(
+                kind, expected.trace, following=StretchKind.UPDATE if recorded else kind, frees=frees
+            )
             stretch.lets_go, stretch.lets_go_at = let_go, expected.lets_go_at
             if expected.measure_next:
-                stretch.reason = BEING_MEASURED
+                stretch.depart(BEING_MEASURED)
         needed = self._always_meter or expected.trace is None or expected.measure_next
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
         wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
@@ -134,7 +136,7 @@ class Stretches:
 
     def _let_go(self, known: KnownForward) -> set[PlaneRef]:
         """The gradients that will be let go of in the middle of this forward and its backward, if it is as the last time."""
-        state = self._executor.mover.state
+        state = self._executor.store.state
         if known.trace is None or not 0 < known.lets_go_at < len(known.trace.moments):
             return set()
         return {ref for ref in state.home if ref.plane == GRAD and ref not in state.free}
@@ -195,26 +197,28 @@ class Stretches:
 
     # any stretch
 
-    def begin(self, name: str, trace: Trace, *, following: str, frees: Iterable[tuple[int, PlaneRef]] = ()) -> None:
+    def begin(
+        self, kind: StretchKind, trace: Trace, *, following: StretchKind, frees: Iterable[tuple[int, PlaneRef]] = ()
+    ) -> None:
         """A stretch whose moments are known begins: the norm, the optimizer's step."""
         self.end()
-        self._begin(self._stretch(name, trace, following=following, frees=tuple(frees)))
+        self._begin(self._stretch(kind, trace, following=following, frees=tuple(frees)))
 
     def _begin(self, stretch: Stretch) -> None:
         if stretch.trace is not None:
-            self._follower[stretch.name] = stretch.trace
+            self._follower[stretch.kind] = stretch.trace
         if stretch.reason:
-            self._freed_blocks.return_at_once(f"the {stretch.name} is decided moment by moment")
+            self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
         self._executor.pilot.begin(stretch)
 
     def _stretch(
-        self, name: str, trace: Trace, *, following: str, frees: tuple[tuple[int, PlaneRef], ...] = ()
+        self, kind: StretchKind, trace: Trace, *, following: StretchKind, frees: tuple[tuple[int, PlaneRef], ...] = ()
     ) -> Stretch:
-        state = self._executor.mover.state
+        state = self._executor.store.state
         after = self._follower.get(following)
         contents = (frozenset(state.resident.items()), frozenset(state.free), frozenset(state.void))
         # Traces are told apart by identity: those in a key are kept alive beside the plan.
-        key = (name, id(trace), id(after), contents, self._taken_bytes(), frees)
+        key = (kind, id(trace), id(after), contents, self._taken_bytes(), frees)
         if key not in self._plans:
             plan = make_plan(
                 trace,
@@ -230,19 +234,18 @@ class Stretches:
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        return Stretch(name, trace, self._plans[key][0], reserve_bytes=trace.peak)
+        return Stretch(kind, trace, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak)
 
     def forget_plans(self, why: str) -> None:
         """Units have come, or have other sizes from now on: the rest of the stretch is decided moment by moment, and later ones are planned anew."""
         self._plans.clear()
-        stretch = self._executor.pilot.stretch
-        stretch.reason = stretch.reason or why
+        self._executor.pilot.stretch.depart(why)
 
     def end(self) -> None:
         """The stretch that was under way is over."""
         stretch = self._executor.pilot.stretch
         if stretch.reason:
-            self._freed_blocks.return_at_once(f"the {stretch.name} was not as planned")
+            self._freed_blocks.return_at_once(f"the {stretch.kind} was not as planned")
         recorder, self._executor.recorder = self._executor.recorder, None
         known, self._current = self._current, None
         if known is not None:
@@ -253,19 +256,23 @@ class Stretches:
             elif not self._recorded:
                 known.learn(stretch, None)
         self._metering.stop()
-        if stretch is not self._ended and stretch.name != "outside":
-            if stretch.name == "evaluation" or (stretch.name == "training step" and not stretch.gave_gradients):
+        if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
+            if stretch.kind is StretchKind.EVALUATION or (
+                stretch.kind is StretchKind.TRAINING and not stretch.gave_gradients
+            ):
                 pass  # no part of a step: a forward alone, or a backward for other tensors than parameters
             elif stretch.reason:
                 self._step_reasons.append(stretch.reason + (known.explain(stretch) if known is not None else ""))
             elif not stretch.complete:
-                self._step_reasons.append(f"the {stretch.name} ended after {stretch.position} moments of its trace")
+                self._step_reasons.append(f"the {stretch.kind} ended after {stretch.position} moments of its trace")
         self._ended = stretch
-        self._executor.pilot.begin(Stretch("outside"))
+        self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
 
     def _learn(self, known: KnownForward, recorded: Trace, stretch: Stretch) -> None:
         recorded = with_retention(recorded, self._budgets)
-        whole = any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.name == "evaluation"
+        whole = (
+            any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.kind is StretchKind.EVALUATION
+        )
         if not recorded.moments or not whole:
             known.expected.measure_next = False
             return
@@ -318,7 +325,7 @@ class Stretches:
         return self._budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
 
     def _need(self, trace: Trace) -> Need:
-        return worst_moment(trace, start=self._executor.mover.state)
+        return worst_moment(trace, start=self._executor.store.state)
 
 
 def with_retention(trace: Trace, budgets: Budgets) -> Trace:

@@ -48,7 +48,7 @@ class TableRows:
                 wanted, local = _inside(ids, tile)
                 if not wanted.numel():
                     continue
-                kept = self._executor.tensor_at_home(tile.ref)
+                kept = self._executor.store.tensor_at_home(tile.ref)
                 numel = tile.shape_only.numel()
                 found = kept[tile.offset : tile.offset + numel].view(tile.rows, -1)[local]
                 if self._rounding is not None:

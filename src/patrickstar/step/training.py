@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,15 +23,16 @@ from patrickstar.optim.norm import clip_factor
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.plan.pilot import StretchKind
 from patrickstar.plan.touches import Touches, gradients_freed
 from patrickstar.step.backwards import Backwards
 from patrickstar.step.executor import Executor
-from patrickstar.step.gradients import Gradients
-from patrickstar.step.in_plane import InPlane
+from patrickstar.step.gradients import Gradients, InPlane
 from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_traces import StepTraces
 from patrickstar.step.stretches import Stretches
-from patrickstar.step.update import StepOrder, Updates
+from patrickstar.step.update import Updates
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Training"]
@@ -84,6 +84,7 @@ class Training:
         self._max_grad_norm = max_grad_norm
         self._before_end = before_end
 
+        executor.carry_out_step = self._carry_out
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
         self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
@@ -162,11 +163,11 @@ class Training:
         if names:
             for name in names:
                 self.steps[name] = self.steps.get(name, 0) + 1
-            order = StepOrder(
+            order = PendingStep(
                 {name: self._backward_hypers[name] for name in names}, {name: self.steps[name] for name in names}
             )
             self._updated |= names
-            self._carry_out(order, free=False)
+            self._carry_out(order, False)
             for name in names:
                 self._gradients.drop(name)
 
@@ -232,7 +233,7 @@ class Training:
         wanted = set(self._binding.by_name if names is None else names)
         self._sums.drop(label for name in wanted for label in (name, *self._layout.leaves(name)))
         if set_to_none and self._gradients.names | self._gradients.incomplete.keys() <= wanted:
-            self._settle_freeing()
+            self._executor.settle(frees_gradients=True)
             self._gradients.drop_all()
             if self._binding.gradients.own <= wanted:
                 self._binding.gradients.forget_own()
@@ -267,7 +268,7 @@ class Training:
         else:
             with self._own_gradients_in_plane():
                 names = self._gradients.names
-                self._stretches.begin("norm", self._traces.norm(names), following="step")
+                self._stretches.begin(StretchKind.NORM, self._traces.norm(names), following=StretchKind.UPDATE)
                 norm = self._updates.norm(names, self._gradients.factors)
                 self._stretches.end()
         self.multiply(clip_factor(max_norm, norm))
@@ -304,10 +305,10 @@ class Training:
         for name in factors:
             if self._updates.scales_in_place(name):
                 del self._gradients.factors[name]
-        order = StepOrder({name: hypers[name] for name in names}, {name: self.steps[name] for name in names}, factors)
+        order = PendingStep({name: hypers[name] for name in names}, {name: self.steps[name] for name in names}, factors)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
         self._binding.changing(names)
-        self._executor.pending = partial(self._carry_out, order, free=False)
+        self._executor.pending = order
         if own:
             self._executor.settle()
 
@@ -321,22 +322,15 @@ class Training:
                 return name
         return None
 
-    def _settle_freeing(self) -> None:
-        """Carries out a pending step, after which no gradient is wanted."""
-        pending = self._executor.pending
-        if pending is not None:
-            self._executor.pending = None
-            pending(free=True)
-
-    def _carry_out(self, order: StepOrder, *, free: bool) -> None:
+    def _carry_out(self, order: PendingStep, frees_gradients: bool) -> None:
         began = time.perf_counter()
         self._unfinished = True
         if self._binding.gradients.stay:
             trace = self._traces.step(order.hypers)
-            self._stretches.begin("step", trace, following="training step")
+            self._stretches.begin(StretchKind.UPDATE, trace, following=StretchKind.TRAINING)
             self._updates.step_with(order, trace, self._tensors())
         else:
-            self._carry_out_in_chunks(order, free=free)
+            self._carry_out_in_chunks(order, frees_gradients=frees_gradients)
         self._unfinished = False
         self.step_seconds = time.perf_counter() - began
         if not self.in_backward:
@@ -352,12 +346,12 @@ class Training:
                     found[name] = bound.flat(own)
         return found
 
-    def _carry_out_in_chunks(self, order: StepOrder, *, free: bool) -> None:
+    def _carry_out_in_chunks(self, order: PendingStep, *, frees_gradients: bool) -> None:
         with self._own_gradients_in_plane():
             if order.hypers:
                 trace = self._traces.step(order.hypers, writes=bool(order.factors))
-                frees = gradients_freed(trace) if free else ()
-                self._stretches.begin("step", trace, following="training step", frees=frees)
+                frees = gradients_freed(trace) if frees_gradients else ()
+                self._stretches.begin(StretchKind.UPDATE, trace, following=StretchKind.TRAINING, frees=frees)
                 self._updates.step(order, trace, frees=dict(frees))
 
     def finish(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, aligned
 from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Moment, Phase, Trace
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.norm import GlobalNorm
@@ -21,27 +21,10 @@ from patrickstar.optim.widen import WideningKernel, scaled_blocks
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts, update_parts, updated_chunks
 from patrickstar.step.executor import Executor
+from patrickstar.step.pending_step import Factors, PendingStep
 from patrickstar.step.precision import torch_type
 
-__all__ = ["StepOrder", "Updates"]
-
-
-Factors = Mapping[str, tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepOrder:
-    """What `optimizer.step()` asked for, as things stood then.
-
-    Attributes:
-        hypers: the hyper-parameters of each parameter that is updated, by name.
-        steps: the number of this update for each of them, from 1.
-        factors: what gradients are multiplied with first, in order, by name.
-    """
-
-    hypers: Mapping[str, Hyper]
-    steps: Mapping[str, int]
-    factors: Factors = field(default_factory=dict)
+__all__ = ["Updates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +103,7 @@ class Updates:
         ref, formats = PlaneRef(self._layout.slices[name].chunk, GRAD), self._formats.now
         return not formats.is_split(ref.chunk, self._layout) and formats.of(ref, self._layout).dtype == "float32"
 
-    def step(self, order: StepOrder, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
+    def step(self, order: PendingStep, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
         """Updates every parameter of the order from its accumulated gradient.
 
         In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them
@@ -131,22 +114,20 @@ class Updates:
         """
         with self._executor.apart():
             for index, (chunk, moment) in enumerate(self._moments(order, trace)):
-                self._executor.moment(moment.phase, moment.label, moment.touches)
-                grad = self._executor.tensor(PlaneRef(chunk, GRAD))
-                planes = self._planes(chunk)
+                units = self._units(moment.phase, moment.label, moment.touches)
+                grad, planes = units[PlaneRef(chunk, GRAD)], self._planes(chunk, units)
                 for piece in self._ranges(chunk, order):
                     span = slice(piece.start, piece.stop)
                     planes.update(span, grad[span], step=piece.step, hyper=piece.hyper, factors=piece.factors)
                 if index in frees:
-                    self._executor.mover.forget(frees[index])
+                    self._executor.store.forget(frees[index])
         self._bump(order.hypers)
 
-    def step_with(self, order: StepOrder, trace: Trace, gradients: Mapping[str, Tensor]) -> None:
+    def step_with(self, order: PendingStep, trace: Trace, gradients: Mapping[str, Tensor]) -> None:
         """The same from gradients that are tensors of their own: by name, 1-D in slot order."""
         with self._executor.apart():
             for chunk, moment in self._moments(order, trace):
-                self._executor.moment(moment.phase, moment.label, moment.touches)
-                planes = self._planes(chunk)
+                planes = self._planes(chunk, self._units(moment.phase, moment.label, moment.touches))
                 for piece in self._layout.tensors_in(chunk):
                     if piece.name in order.hypers:
                         span = slice(piece.start, piece.stop)
@@ -157,7 +138,7 @@ class Updates:
                         planes.update(span, gradient, step=step, hyper=hyper)
         self._bump(order.hypers)
 
-    def _moments(self, order: StepOrder, trace: Trace) -> Iterator[tuple[int, Moment]]:
+    def _moments(self, order: PendingStep, trace: Trace) -> Iterator[tuple[int, Moment]]:
         chunks = updated_chunks(self._layout, order.hypers, formats=self._formats.now)
         return zip((chunk for chunk, _ in chunks), trace.moments, strict=True)
 
@@ -169,9 +150,9 @@ class Updates:
             form = self._formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
             flat = bound.flat(gradient).to(torch_type(form))
             for part, touches in update_parts(self._layout, name, formats=self._formats.now):
-                self._executor.moment(Phase.BACKWARD, name, touches)
+                planes = self._planes(part.chunk, self._units(Phase.BACKWARD, name, touches))
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-                self._planes(part.chunk).update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
+                planes.update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])
 
     def norm(self, names: Iterable[str], factors: Factors) -> Tensor:
@@ -182,9 +163,8 @@ class Updates:
             for name in self._layout.slices:
                 if name in wanted:
                     for part, touches in gradient_parts(self._layout, name, writes=False):
-                        self._executor.moment(Phase.STEP, name, touches)
-                        piece = self._executor.tensor(touches[0].ref)[part.start : part.stop]
-                        for block in scaled_blocks(piece, factors.get(name, ())):
+                        (unit,) = self._executor.use(Phase.STEP, name, touches)
+                        for block in scaled_blocks(unit[part.start : part.stop], factors.get(name, ())):
                             norm.add(block)
                     norm.end_tensor()
             return norm.result()
@@ -199,22 +179,24 @@ class Updates:
                     norm.end_tensor()
             return norm.result()
 
-    def _planes(self, chunk: int) -> _Planes:
+    def _units(self, phase: Phase, label: str, touches: Sequence[Touch]) -> dict[PlaneRef, Tensor]:
+        """The units that a moment touches, resident."""
+        return dict(zip((touch.ref for touch in touches), self._executor.use(phase, label, touches), strict=True))
+
+    def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
         head = self._layout.run_of(chunk).head
         numel = self._layout.chunk_numel
-        weight = self._executor.tensor(PlaneRef(head, WEIGHT))[(chunk - head) * numel : (chunk - head + 1) * numel]
-        is_split = self._formats.now.is_split(chunk, self._layout)
         return _Planes(
-            weight,
-            self._executor.tensor(PlaneRef(chunk, REST)) if is_split else None,
-            self._executor.tensor(PlaneRef(chunk, EXP_AVG)),
-            self._executor.tensor(PlaneRef(chunk, EXP_AVG_SQ)),
+            units[PlaneRef(head, WEIGHT)][(chunk - head) * numel : (chunk - head + 1) * numel],
+            units.get(PlaneRef(chunk, REST)),
+            units[PlaneRef(chunk, EXP_AVG)],
+            units[PlaneRef(chunk, EXP_AVG_SQ)],
             self._kernel,
             self._splitting,
             self._widening,
         )
 
-    def _ranges(self, chunk: int, order: StepOrder) -> list[_Range]:
+    def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:
         ranges: list[_Range] = []
         for piece in self._layout.tensors_in(chunk):
             hyper = order.hypers.get(piece.name)

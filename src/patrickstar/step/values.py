@@ -86,12 +86,13 @@ class Weights:
     def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of the weight plane, and of the rest plane where there is one."""
         rest = PlaneRef(part.chunk, REST)
-        is_split = rest in self._executor.mover.state.home
+        is_split = rest in self._executor.store.state.home
         touches = master_touches(part, self._layout, is_split=is_split, writes=writes)
-        self._executor.moment(Phase.STEP, name, touches)
+        units = self._executor.use(Phase.STEP, name, touches)
         ref, start = self._layout.weight_place(part)
-        weight = self._executor.tensor(ref)[start : start + part.stop - part.start]
-        return weight, self._executor.tensor(rest)[part.start : part.stop] if is_split else None
+        found = dict(zip((touch.ref for touch in touches), units, strict=True))
+        weight = found[ref][start : start + part.stop - part.start]
+        return weight, found[rest][part.start : part.stop] if is_split else None
 
     def write(self, name: str, value: Tensor) -> None:
         """Sets a parameter's value, rounded to fp32. Counts as a change in place.
@@ -117,10 +118,9 @@ class Weights:
 
     def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """As `fill`, with a value that is made now: in its place if it can be, else slots leave room for it first."""
-        can = not bound.tiles and self._executor.mover.store.dtype(bound.ref) is torch.float32
+        can = not bound.tiles and self._executor.store.dtype(bound.ref) is torch.float32
         if can and recorder.can_make_in(bound.parameter, torch.float32):
-            self._executor.moment(Phase.STEP, bound.name, (Touch(bound.ref, True),))
-            unit = self._executor.tensor(bound.ref)
+            (unit,) = self._executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])
             return
         with self._executor.making(bound.parameter.nbytes):
@@ -133,8 +133,8 @@ class Weights:
         self._late_planes.thaw(name)
         for part in self._layout.parts(name):
             ref = PlaneRef(part.chunk, plane)
-            self._executor.moment(Phase.STEP, name, (Touch(ref, writes),))
-            yield self._executor.tensor(ref)[part.start : part.stop]
+            (unit,) = self._executor.use(Phase.STEP, name, (Touch(ref, writes),))
+            yield unit[part.start : part.stop]
 
     def read_average(self, name: str, plane: str) -> Tensor:
         """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""

@@ -10,7 +10,7 @@ import copy
 import logging
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.plane import PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Rows, Touch, Trace
-from patrickstar.memory.leases import AssembledKey, Key, WeightKey
+from patrickstar.memory.leases import AssembledKey, CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
@@ -68,6 +68,7 @@ class _Twin:
     def __init__(self, touches: Touches, dtypes: Mapping[str, torch.dtype]) -> None:
         self._touches = touches
         self._dtypes = dtypes
+        self.leases = Leases(self._slot)
         self.meter = LiveBytes(self._is_slot)
         self.recorder = TraceRecorder(self.meter.restart_peak)
         self.binding: Binding | None = None
@@ -77,28 +78,27 @@ class _Twin:
         self._backwards: set[int] = set()
 
     def _is_slot(self, tensor: Tensor) -> bool:
-        return self._making_slot or (self.binding is not None and self.binding.leases.is_counted(tensor))
+        return self._making_slot or self.leases.is_counted(tensor)
 
-    def use(self, refs: Any, names: Any, *, in_graph: bool) -> None:
+    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:  # noqa: ARG002
         if backward_id() != -1:
             self._notice_backward()
-        phase, touches = self._touches.use(refs, names, in_graph=in_graph, in_backward=backward_id() != -1)
-        self._moment(phase, names[0], touches)
+        self._moment(self._phase(), names[0], touches)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         phase, touches = self._touches.unpack(ref)
         self._moment(phase, name, touches)
 
-    def _moment(self, phase: Phase, label: str, touches: Any, rows: Rows | None = None) -> None:
-        assert self.binding is not None
-        self.recorder.moment(phase, label, touches, self.binding.leases.held(), rows)
+    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows: Rows | None = None) -> None:
+        self.recorder.moment(phase, label, touches, self.leases.held(), rows)
 
-    def wrap(self, key: Key) -> Tensor:
-        if not isinstance(key, PlaneRef):
-            assert self.binding is not None
-            assert isinstance(key, str)
-            bound = self.binding.records[key]
-            return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
+    def make_copy(self, key: CopyKey) -> Tensor:
+        assert self.binding is not None
+        assert isinstance(key, str)
+        bound = self.binding.records[key]
+        return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
+
+    def _slot(self, key: PlaneRef) -> Tensor:
         layout = self._touches.layout
         self._making_slot = True
         try:
@@ -110,7 +110,7 @@ class _Twin:
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:  # noqa: ARG002
         phase, rows = self._touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=backward_id() != -1)
-        self._moment(phase, name, [], rows)
+        self._moment(phase, name, (), rows)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
         self._notice_backward()
@@ -132,7 +132,7 @@ class _Twin:
         assert self.binding is not None
         rows = self._touches.row_gradients(gradients.name, gradients.nbytes)
         if rows is not None:
-            self._moment(Phase.BACKWARD, gradients.name, [], rows)
+            self._moment(Phase.BACKWARD, gradients.name, (), rows)
             return
         for tile in self.binding.by_name[gradients.name].tiles:
             self.gradient(tile.name, gradients.sums(tile.first_row, tile.rows))
@@ -301,7 +301,8 @@ class OfflineTracer:
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            owner = _Twin(self._make_touches(), self._dtypes)
+            touches = self._make_touches()
+            owner = _Twin(touches, self._dtypes)
             try:
                 twin, twins = _twin_of(model, named, self._dtypes, fake_mode)
                 stack.enter_context(fake_mode)
@@ -309,6 +310,8 @@ class OfflineTracer:
                     twins,
                     self._layout,
                     owner,
+                    leases=owner.leases,
+                    counts=touches.counts,
                     dtypes=self._dtypes,
                     copied=self._copied,
                     gathers_rows=self._gathers_rows,

@@ -1,0 +1,352 @@
+"""Puts a session together, from what it owns up to what its users see."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.config.loss_scale import LossScale
+from patrickstar.core.formats import SessionFormats
+from patrickstar.core.gradient_use import GradientUse
+from patrickstar.core.layout import Layout
+from patrickstar.core.ledger import Ledger
+from patrickstar.core.machine import Tier
+from patrickstar.core.plane import PlaneRef
+from patrickstar.deferred.deferred_init import present_and_absent_bytes
+from patrickstar.hooks import watch_root
+from patrickstar.memory.arena import Arena
+from patrickstar.memory.disk import DiskPool
+from patrickstar.memory.filesystem import expect_usable
+from patrickstar.memory.store import ChunkStore
+from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.optim.user_optimizer import check_optimizer, read_groups
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.bound import names_by_id
+from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.whole_calls import WholeCalls
+from patrickstar.plan.pilot import Pilot
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import Touches, UseCounts
+from patrickstar.session.adopt import take_over
+from patrickstar.session.buffers import cast_buffers, persistent_buffers, put_back
+from patrickstar.session.checks import check_model
+from patrickstar.session.loading import Loading
+from patrickstar.session.parts import Parts
+from patrickstar.session.scaler import LossScaler
+from patrickstar.session.session import Session
+from patrickstar.session.start import gathers_rows, gradient_use, layout_of, resting_state
+from patrickstar.step.assembling import Assembling
+from patrickstar.step.budgets import Budgets, find_budgets
+from patrickstar.step.copies import Copies
+from patrickstar.step.events import Events
+from patrickstar.step.executor import Executor, MeterBound
+from patrickstar.step.freed_blocks import FreedBlocks
+from patrickstar.step.gradients import Gradients
+from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.masters_by_hand import MastersByHand
+from patrickstar.step.metering import Metering
+from patrickstar.step.precision import Precision, find_precision, torch_type
+from patrickstar.step.pressure import Pressure
+from patrickstar.step.stretches import Stretches
+from patrickstar.step.tables import TableRows
+from patrickstar.step.training import Training
+from patrickstar.step.update import Updates
+from patrickstar.step.values import Weights
+from patrickstar.tracing.offline import OfflineTracer
+
+__all__ = ["assemble"]
+
+_log = logging.getLogger("patrickstar")
+
+
+def assemble(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: MemoryOptions) -> Session:
+    """The session of these arguments of `manage`, which have been checked. Errors as there: model and optimizer are then as before."""
+    named = check_model(model)
+    if optimizer is not None:
+        check_optimizer(optimizer, names_by_id(named))
+    source = Loading(model, named, memory.weights) if memory.weights is not None else None
+    types = find_precision(memory, model)
+    if memory.precision is None and types.mixed:
+        _log.warning(
+            'precision was not given, and this processor is fast in bf16: weights are bf16, with exact fp32 masters. precision="bf16" says the '
+            'same without this warning, precision="fp32" keeps all of it in fp32'
+        )
+    layout = layout_of(model, named, memory, types, trained=lambda parameter: _is_trained(parameter, optimizer))
+    present, absent = present_and_absent_bytes(named.values())
+    if memory.disk is not None:
+        expect_usable(memory.disk)
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
+    gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
+    formats = SessionFormats(types.formats)
+    state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)
+    store = _build_store(
+        state,
+        layout,
+        memory,
+        budgets,
+        lambda ref: torch_type(formats.now.of(ref, layout)),
+        gradients=gradients,
+    )
+    try:
+        return _build_session(
+            model,
+            named,
+            optimizer,
+            memory=memory,
+            layout=layout,
+            budgets=budgets,
+            gradients=gradients,
+            precision=types,
+            formats=formats,
+            store=store,
+            source=source,
+        )
+    except BaseException:
+        store.close()
+        raise
+
+
+def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
+    if optimizer is None:
+        return False
+    return parameter.requires_grad or parameter.grad is not None or parameter in optimizer.state
+
+
+def _build_store(
+    state: Residency,
+    layout: Layout,
+    memory: MemoryOptions,
+    budgets: Budgets,
+    dtype_of: Callable[[PlaneRef], torch.dtype],
+    *,
+    gradients: GradientUse,
+) -> ChunkStore:
+    machine = budgets.machine
+    # More addresses than slots can ever be in use, all of it fp32 and trained: runs of adjacent free ones are always found.
+    chunk_slots = layout.chunk_numel * 4 // state.slot_bytes
+    total, longest = 5 * layout.n_chunks * chunk_slots, chunk_slots * max(run.length for run in layout.runs)
+    tiers = (machine.compute, Tier.HOST) if machine.compute is Tier.DEVICE else (machine.compute,)
+    arenas = {
+        tier: Arena(state.slot_bytes, virtual_slots=2 * total + 8 * longest + 16, name=tier.label) for tier in tiers
+    }
+    on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
+    pool = None
+    # Gradients that turn out to have to wait may be all that rests on the disk.
+    if on_disk or (gradients is GradientUse.UPDATE and Tier.DISK in machine.budget):
+        assert memory.disk is not None, "units were placed on a disk that there is not"
+        pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
+    ledger = Ledger(keep_moments=False)
+    for ref, tier in state.home.items():
+        if tier is not machine.compute:
+            ledger.add(tier, state.unit_bytes(ref))
+    return ChunkStore(state, arenas=arenas, disk=pool, dtype=dtype_of, ledger=ledger, poison=memory.options.poison)
+
+
+def _build_session(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    original: torch.optim.Optimizer | None,
+    *,
+    memory: MemoryOptions,
+    layout: Layout,
+    budgets: Budgets,
+    gradients: GradientUse,
+    precision: Precision,
+    formats: SessionFormats,
+    store: ChunkStore,
+    source: Loading | None,
+) -> Session:
+    machine, options = budgets.machine, memory.options
+    compute = machine.compute
+    names = names_by_id(named)
+
+    def hypers() -> Mapping[str, Hyper]:
+        return {} if original is None else read_groups(original.param_groups, names)
+
+    def in_a_group(name: str) -> bool:
+        return original is not None and any(
+            named[name] is parameter for group in original.param_groups for parameter in group["params"]
+        )
+
+    def make_touches() -> Touches:
+        return Touches(layout, gradients=gradients, updates=in_a_group, formats=formats, counts=UseCounts())
+
+    touches = make_touches()
+    events = Events(model=model, named=named, touches=touches, compute=precision.compute)
+    dtypes = precision.parameter_dtypes(layout)
+    by_rows = gathers_rows(machine)
+    binding = Binding(
+        named,
+        layout,
+        events,
+        leases=store.leases,
+        counts=touches.counts,
+        dtypes=dtypes,
+        copied=precision.copied(layout),
+        gathers_rows=by_rows,
+        gradients=gradients,
+    )
+    pilot = Pilot(
+        store.state,
+        budget_bytes=lambda: machine.budget[compute] - binding.taken_bytes(),
+        policy=options.eviction,
+        spare_bytes=budgets.spare_bytes,
+        costs=machine.costs,
+    )
+    executor = Executor(
+        pilot,
+        store,
+        pressure=_pressure(budgets),
+        meter_bound=_meter_bound(budgets, set_aside=budgets.spare_bytes + budgets.fixed_bytes),
+    )
+    late_planes = LatePlanes(
+        layout,
+        formats,
+        executor,
+        machine=machine,
+        gradients=gradients,
+        changed=lambda why: stretches.forget_plans(why),  # noqa: PLW0108  (stretches are made below, with it)
+    )
+    stretches = Stretches(
+        executor=executor,
+        layout=layout,
+        budgets=budgets,
+        freed_blocks=FreedBlocks(budgets),
+        policy=options.eviction,
+        tracer=OfflineTracer(
+            layout,
+            make_touches,
+            gradients=gradients,
+            dtypes=dtypes,
+            copied=precision.copied(layout),
+            gathers_rows=by_rows,
+            scales=precision.scales,
+        ),
+        taken_bytes=binding.taken_bytes,
+        metering=Metering(executor),
+        late_planes=late_planes,
+        always_meter=compute is Tier.DEVICE,
+    )
+    weights = Weights(binding, layout, executor, late_planes)
+    in_chunks = Gradients(
+        layout, executor, store.dtype, late_planes, views=binding.assembled, finds_overflow=precision.scales
+    )
+    training = assembling = None
+    if original is not None:
+        training = Training(
+            binding=binding,
+            layout=layout,
+            executor=executor,
+            stretches=stretches,
+            gradients=in_chunks,
+            updates=Updates(layout, executor, choose_kernel(), binding.stepped, formats=formats),
+            formats=formats,
+            touches=touches,
+            late_planes=late_planes,
+            hypers=hypers,
+            max_grad_norm=memory.max_grad_norm,
+            before_end=events.bring_rows,
+        )
+        assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=training.steps)
+    events.connect(
+        executor=executor,
+        stretches=stretches,
+        training=training,
+        escaped=_escaped(binding, events, MastersByHand(executor, touches), mixed=precision.mixed),
+        copies=Copies(binding, executor, precision, touches),
+        late_planes=late_planes,
+        assembling=assembling,
+        tables=TableRows(binding, executor, in_chunks, touches, rounding=precision.rounding),
+        is_managed=binding.is_managed,
+    )
+    with ExitStack() as undo:  # whatever fails, model and optimizer are as before
+        root = watch_root(model, events)
+        undo.callback(root.remove)
+        whole_calls = WholeCalls(model, binding)
+        undo.callback(whole_calls.watched.remove)
+        undo.callback(put_back, model, persistent_buffers(model))
+        buffer_dtypes = cast_buffers(model, precision)
+        session = Session(
+            Parts(
+                model=model,
+                named=named,
+                layout=layout,
+                binding=binding,
+                executor=executor,
+                stretches=stretches,
+                events=events,
+                weights=weights,
+                training=training,
+                root=root,
+                whole_calls=whole_calls,
+                parameter_dtypes={name: parameter.dtype for name, parameter in named.items()},
+                buffer_dtypes=buffer_dtypes,
+                host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
+            )
+        )
+        if original is not None:
+            managed = ManagedOptimizer(original, target=session, names=names)
+            undo.callback(managed.detach)
+            if precision.scales and training is not None:
+                ours = (managed, original)
+                session.scaler = LossScaler(options.loss_scale or LossScale(), training, ours.__contains__)
+            session.attach(managed)
+        if source is not None:
+            source.prepare(named, store.state, budgets)
+        take_over(
+            named, source, binding=binding, weights=weights, gradients=in_chunks, training=training, optimizer=original
+        )
+        undo.pop_all()
+    if source is not None:
+        source.finish()
+    binding.session_name = repr(session)
+    # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
+    session.unclosed = weakref.finalize(store, _warn_of_unclosed, repr(session))
+    _log.info("%r: %d chunks of %d elements; %s", session, layout.n_chunks, layout.chunk_numel, budgets)
+    return session
+
+
+def _pressure(budgets: Budgets) -> Pressure | None:
+    """The bound on the process itself, where the host computes and has one."""
+    machine = budgets.machine
+    if not budgets.host_binds or machine.compute is not Tier.HOST:
+        return None
+    return Pressure(budgets.resident_limit_bytes, machine.budget[machine.compute])
+
+
+def _meter_bound(budgets: Budgets, *, set_aside: int) -> MeterBound | None:
+    """The bound on slots and live bytes, where somebody gave one: it is hard where a device computes."""
+    machine = budgets.machine
+    if not budgets.host_binds and machine.compute is Tier.HOST:
+        return None
+    # On the host an operation's result is there before it is counted: some room is left for that.
+    return MeterBound(machine.budget[machine.compute] - set_aside, enforced=machine.compute is Tier.DEVICE)
+
+
+def _escaped(binding: Binding, events: Events, masters_by_hand: MastersByHand, *, mixed: bool) -> EscapedMemory:
+    """Changes of weights by hand are noticed, and carried into masters that are split."""
+    if mixed:
+        binding.changes.rewriting = masters_by_hand
+    return EscapedMemory(
+        binding.lease,
+        binding.leases.living,
+        events.changed,
+        before=lambda key: binding.changes.remember(binding.places.parameters_in(key)),
+        after=lambda name, before: masters_by_hand.carry_if_changed(binding.records[name], before),
+    )
+
+
+def _warn_of_unclosed(session: str) -> None:
+    _log.warning(
+        "%s was never closed: what it held is gone. Use `with patrickstar.manage(...) as session:`, or call session.close()",
+        session,
+    )
