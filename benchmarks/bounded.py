@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +27,7 @@ from typing import Any, Final
 import torch
 from machine import describe_machine
 from overhead import build
-from overhead_sides import LR, WARM_UP, managed_step, plain_step
+from overhead_sides import LR, WARM_UP, interval, managed_step, plain_step
 from worker import Worker
 
 import patrickstar
@@ -104,7 +103,7 @@ def foresee(arguments: argparse.Namespace, disk: Path) -> Callable[[int], Foreca
 
 def tightest(foreseen: Callable[[int], Forecast], peak: int) -> int:
     """The smallest bound, to a MiB, with which nothing moves."""
-    low, high = peak // MIB, 2 * peak // MIB + 256
+    low, high = peak // MIB + 1, 2 * peak // MIB + 256
     while low < high:
         middle = (low + high) // 2
         known = foreseen(middle * MIB)
@@ -148,14 +147,6 @@ def compare(arguments: argparse.Namespace, bound: str, nbytes: int, disk: Path) 
         "reactive_steps": last["reactive"],
         "allocator": last["allocator"],
     }, ""
-
-
-def interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """The median's interval of at least 90 %, from the order of the values alone; all of them where they are fewer than five."""
-    n = len(ordered)
-    below = [sum(math.comb(n, count) for count in range(rank + 1)) / 2**n for rank in range(n // 2)]
-    rank = max(0, sum(share <= 0.05 for share in below) - 1)
-    return ordered[rank], ordered[n - 1 - rank]
 
 
 def work(pipe: Connection, arguments: argparse.Namespace, host_memory: int | None, disk: Path) -> None:
