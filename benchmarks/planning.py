@@ -21,12 +21,11 @@ from machine import describe_machine
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import FP32, SessionFormats
-from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.layout import build_layout
+from patrickstar.core.layout import TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.planes import GradientUse
+from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import worst_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import Touches, step_trace
 from patrickstar.tracing.offline import OfflineTracer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.mapping import reserve
 

@@ -18,9 +18,9 @@ from variants import Variant
 
 import patrickstar
 from patrickstar.cli.batches import Batch
+from patrickstar.cli.data import RandomBatches
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import predict
-from patrickstar.cli.random_data import RandomBatches
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.config.arguments import check_arguments
 from patrickstar.memory.allocator import release_free_memory

@@ -20,11 +20,10 @@ from places import fill
 
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import FP32
-from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.slots import SlotMap
-from patrickstar.core.spec import TensorSpec
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Copy, Create, Drop

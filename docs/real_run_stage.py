@@ -24,11 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar
 from patrickstar.cli.batches import Batch, Batches, validation_batches
 from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, digests
+from patrickstar.cli.data import TextData
 from patrickstar.cli.display import Display
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import WarmupSchedule
-from patrickstar.cli.text_data import TextData
 from patrickstar.memory.allocator import release_free_memory
 
 # Note [First calls]: two threads that call one of MKL's vector functions (tanh, erf) at once for the first time in a process may run two versions

@@ -1,7 +1,29 @@
+import copy
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
 
 from patrickstar import errors
-from patrickstar.errors import BudgetError, ConfigError, Error, nearest, some
+from patrickstar.cli.corpus import DataError
+from patrickstar.cli.model_source import ModelError
+from patrickstar.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    Error,
+    LayoutError,
+    StateError,
+    nearest,
+    some,
+)
+from patrickstar.parameters.changes import UnseenChangeError
+from patrickstar.parameters.saved import WeightChangedError
+from patrickstar.plan.residency import InvariantError
+
+SHORT = BudgetError("short", tier="host", moment="3 step", needed_bytes=5, available_bytes=4, smallest_bytes=6)
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"Error"}))
@@ -19,6 +41,44 @@ def test_a_budget_error_carries_its_numbers():
 def test_a_config_error_always_has_its_problems_apart():
     assert ConfigError("one").problems == ("one",)
     assert ConfigError("all", problems=["a", "b"]).problems == ("a", "b")
+
+
+def kinds_of(kind):
+    return {kind}.union(*map(kinds_of, kind.__subclasses__()))
+
+
+ERRORS = [
+    Error("what"),
+    SHORT,
+    ConfigError("all", problems=["a", "b"]),
+    *(kind("what") for kind in (LayoutError, StateError, CheckpointError, DeviceError, DataError, ModelError)),
+    *(kind("what") for kind in (UnseenChangeError, WeightChangedError)),
+    InvariantError(4, "c0.weight H!: it is the last valid copy"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("again", [copy.copy, *(lambda e, p=p: pickle.loads(pickle.dumps(e, p)) for p in range(6))])
+def test_an_error_survives_pickling_with_all_it_tells(error, again):
+    back = again(error)
+    assert type(back) is type(error)
+    assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))
+
+
+def test_every_error_of_the_package_is_among_those():
+    ours = {kind for kind in kinds_of(Error) if kind.__module__.startswith("patrickstar.")}
+    assert ours <= {type(error) for error in ERRORS}
+
+
+def raise_short():
+    raise SHORT
+
+
+def test_a_pool_of_processes_brings_an_error_back():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with pytest.raises(BudgetError, match="short") as raised:
+            pool.submit(raise_short).result()
+    assert (raised.value.tier, raised.value.smallest_bytes) == ("host", 6)
 
 
 @pytest.mark.parametrize(

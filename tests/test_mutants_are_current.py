@@ -46,7 +46,7 @@ def test_no_two_mutants_have_a_name_or_a_replacement_in_common() -> None:
 )
 def test_what_is_no_mutant_is_refused(old: str, new: str, problem: str) -> None:
     with pytest.raises(MutantError, match=problem):
-        Mutant("m", "core/plane.py", old, new, UNITS).applied_to("x = 1\nx = 1\nz = 3\n")
+        Mutant("m", "core/planes.py", old, new, UNITS).applied_to("x = 1\nx = 1\nz = 3\n")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m patrickstar`: the same as the command `patrickstar`."""
+"""Entry of `python -m patrickstar`: the command `patrickstar`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree.
+"""Errors that this package raises on purpose, as a tree.
 
     Error
     ├── BudgetError      something does not fit a tier's budget
@@ -14,13 +14,17 @@ Each message says what happened, the numbers, and what to change.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["BudgetError", "CheckpointError", "ConfigError", "DeviceError", "Error", "LayoutError", "StateError"]
 
 
 class Error(Exception):
     """Base of all errors this package raises on purpose."""
+
+    def __reduce__(self) -> tuple[Callable[..., Error], tuple[object, ...]]:
+        # A pool of processes pickles what its workers raise; made from the message alone, a constructor that wants more would fail there.
+        return _rebuilt, (type(self), self.args, dict(vars(self)))
 
 
 class BudgetError(Error):
@@ -80,6 +84,13 @@ class CheckpointError(Error):
 
 class DeviceError(Error):
     """A device or a disk directory that does not do its work: file, offset and bytes where there are such."""
+
+
+def _rebuilt(kind: type[Error], args: tuple[object, ...], attributes: dict[str, object]) -> Error:
+    """An error as it was pickled or copied, without its constructor."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
 
 
 def some(texts: Sequence[str], *, most: int, separator: str = ", ") -> str:

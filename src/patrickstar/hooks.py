@@ -18,7 +18,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ModuleEvents(Protocol):
-    """What a watched module's calls are told to."""
+    """A listener to the calls of a watched module."""
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """A forward begins; may give other arguments."""

@@ -1,4 +1,4 @@
-"""The private names of torch that we rely on, in one place; `tests/test_torch_private.py` tests what each must do (torch 2.11 to 2.13)."""
+"""Private names of torch that we rely on, in one place; `tests/test_torch_private.py` tests what each must do (torch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -55,33 +55,33 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 
 def backward_makes_graph() -> bool:
-    """Whether the innermost backward call running on this thread was asked for a graph of the gradients (`create_graph=True`)."""
+    """Tells whether the innermost backward call running on this thread was asked for a graph of the gradients (`create_graph=True`)."""
     # Gradients are on in other backwards too, where something is recomputed; only these keep their graph as well.
     return torch.is_grad_enabled() and torch._C._autograd._get_current_graph_task_keep_graph() and backward_id() != -1
 
 
 def inside_backward_node() -> bool:
-    """Whether a backward node is being evaluated on this thread."""
+    """Tells whether a backward node is being evaluated on this thread."""
     return torch._C._current_autograd_node() is not None
 
 
 def computes_bf16() -> bool:
-    """Whether the processor has instructions for products of bf16."""
+    """Tells whether the processor has instructions for products of bf16."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def computes_fp16() -> bool:
-    """Whether the processor has instructions for products of fp16."""
+    """Tells whether the processor has instructions for products of fp16."""
     return bool(torch.cpu._is_amx_fp16_supported())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs the callback when the innermost backward call running now ends. Only inside a backward call."""
+    """Runs a callback when the innermost backward call running now ends. Only inside a backward call."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def writes_by_schema(func: Callable[..., Any]) -> bool:
-    """Whether this is a registered operation of whose arguments some are written, as its schema says."""
+    """Tells whether a function is a registered operation of whose arguments some are written, as its schema says."""
     if isinstance(func, OpOverloadPacket):
         return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     return isinstance(func, OpOverload) and bool(func._schema.is_mutable)

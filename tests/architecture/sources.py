@@ -19,6 +19,50 @@ _MUTABLE_CALLS = {
     *("list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ChainMap", "local"),
     *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "SimpleNamespace"),
 }
+_NO_NOUN_OR_VERB = frozenset(
+    [
+        *(
+            "as",
+            "at",
+            "before",
+            "after",
+            "by",
+            "for",
+            "from",
+            "how",
+            "in",
+            "inside",
+            "into",
+            "like",
+            "not",
+            "of",
+            "on",
+            "our",
+            "over",
+            "per",
+        ),
+        *(
+            "see",
+            "so",
+            "under",
+            "until",
+            "up",
+            "what",
+            "whatever",
+            "when",
+            "where",
+            "wherever",
+            "whether",
+            "which",
+            "who",
+            "whoever",
+            "whom",
+        ),
+        *("whose", "why", "with", "without"),
+        *("he", "it", "its", "she", "such", "that", "their", "them", "there", "these", "they", "this", "those"),
+    ]
+)
+"""First words after which a docstring cannot be read alone, and `The same`."""
 _MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 
@@ -102,6 +146,21 @@ def wrong_all(tree: ast.Module, *, exact: bool) -> list[str]:
     if exact:
         public = {name for name in defined if not name.startswith("_") or name == "__version__"}
         found += [f"{name} is public but not in __all__" for name in sorted(public - set(exported))]
+    return found
+
+
+def docstrings_that_cannot_be_read_alone(tree: ast.Module) -> list[str]:
+    """Docstrings whose first word is neither a noun nor a verb, as far as a list of words tells."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            words = [word.lower() for word in re.findall(r"\w+", first)[:2]]
+            if words[:1] == [] or first.startswith("`"):
+                continue
+            if words[0] in _NO_NOUN_OR_VERB or words == ["the", "same"]:
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                found.append(f"line {line}: {first}")
     return found
 
 

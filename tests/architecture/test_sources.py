@@ -1,6 +1,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.architecture.sources import (
     MAX_LINES,
     PACKAGE,
     PURE,
+    docstrings_that_cannot_be_read_alone,
     foreign_imports,
     hook_registrations,
     mutable_state,
@@ -19,44 +21,100 @@ from tests.architecture.sources import (
 )
 from tests.conftest import SLOW
 
-ALL = pytest.mark.parametrize("path", paths(), ids=name_of)
 TO_BE_DONE = re.compile("|".join(["TODO", "FIXME", "XXX"]))
 
 
+# Files whose docstrings are still to be written so that they can be read alone; nothing is added here.
+DOCSTRINGS_TO_REWRITE: tuple[str, ...] = (
+    "memory/arena.py",
+    "memory/disk.py",
+    "memory/filesystem.py",
+    "memory/lanes.py",
+    "memory/leases.py",
+    "memory/payload.py",
+    "memory/process.py",
+    "memory/store.py",
+    "parameters/assembled.py",
+    "parameters/attributes.py",
+    "parameters/backward_sums.py",
+    "parameters/binding.py",
+    "parameters/bound.py",
+    "parameters/changes.py",
+    "parameters/escapes.py",
+    "parameters/functions.py",
+    "parameters/gradient_access.py",
+    "parameters/lookups.py",
+    "parameters/owner.py",
+    "parameters/parameter.py",
+    "parameters/saved.py",
+    "plan/pilot.py",
+    "plan/recorder.py",
+    "plan/touches.py",
+    "session/assemble.py",
+    "session/forecast.py",
+    "session/parts.py",
+    "step/assembling.py",
+    "step/backwards.py",
+    "step/budgets.py",
+    "step/events.py",
+    "step/executor.py",
+    "step/gradients.py",
+    "step/known_forwards.py",
+    "step/late_planes.py",
+    "step/masters_by_hand.py",
+    "step/metering.py",
+    "step/precision.py",
+    "step/pressure.py",
+    "step/step_traces.py",
+    "step/stretches.py",
+    "step/tables.py",
+    "step/training.py",
+    "step/update.py",
+    "step/values.py",
+    "torch_private.py",
+)
+
+
+@cache
 def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@ALL
-def test_only_hooks_py_registers_module_hooks(path):
-    if name_of(path) != "hooks.py":
-        assert hook_registrations(tree(path)) == []
+def offenders(rule):
+    """All that breaks a rule in any file, with the file's name."""
+    return [f"{name_of(path)}: {found}" for path in paths() for found in rule(path)]
 
 
-@ALL
-def test_no_module_has_state_that_can_change(path):
-    assert mutable_state(tree(path)) == []
+def test_only_hooks_py_registers_module_hooks():
+    assert offenders(lambda path: hook_registrations(tree(path)) if name_of(path) != "hooks.py" else []) == []
 
 
-@ALL
-def test_every_all_is_sorted_and_names_what_is_there(path):
-    assert wrong_all(tree(path), exact=path == PACKAGE / "__init__.py") == []
+def test_no_module_has_state_that_can_change():
+    assert offenders(lambda path: mutable_state(tree(path))) == []
 
 
-@ALL
-def test_files_stay_below_the_length_where_a_second_noun_is_likely(path):
-    n_lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert n_lines <= MAX_LINES, f"{n_lines} lines: ask what the second noun is"
+def test_every_all_is_sorted_and_names_what_is_there():
+    assert offenders(lambda path: wrong_all(tree(path), exact=path == PACKAGE / "__init__.py")) == []
 
 
-@ALL
-def test_nothing_is_left_to_be_done(path):
-    assert TO_BE_DONE.findall(path.read_text(encoding="utf-8")) == []
+def test_files_stay_below_the_length_where_a_second_noun_is_likely():
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths()}
+    assert {name: n_lines for name, n_lines in lengths.items() if n_lines > MAX_LINES} == {}, "what is the second noun?"
 
 
-@pytest.mark.parametrize("path", [path for path in paths() if name_of(path).split("/")[0] in PURE], ids=name_of)
-def test_the_pure_layers_import_the_standard_library_only(path):
-    assert foreign_imports(tree(path)) == []
+def test_a_docstring_begins_with_a_noun_or_a_verb():
+    written = {path for path in paths() if name_of(path) not in DOCSTRINGS_TO_REWRITE}
+    assert offenders(lambda path: docstrings_that_cannot_be_read_alone(tree(path)) if path in written else []) == []
+
+
+def test_nothing_is_left_to_be_done():
+    assert offenders(lambda path: TO_BE_DONE.findall(path.read_text(encoding="utf-8"))) == []
+
+
+def test_the_pure_layers_import_the_standard_library_only():
+    assert set(PURE) <= {name_of(path).partition("/")[0] for path in paths()}
+    is_pure = {path for path in paths() if name_of(path).partition("/")[0] in PURE}
+    assert offenders(lambda path: foreign_imports(tree(path)) if path in is_pure else []) == []
 
 
 def test_no_file_and_no_class_has_the_name_of_another():
@@ -167,6 +225,21 @@ def test_an_inexact_all_is_found(code, wrong):
 def test_an_exact_all_passes():
     code = "from __future__ import annotations\nfrom x import y as a\nimport _b\n__all__ = ['a', 'c']\ndef c(): pass"
     assert wrong_all(ast.parse(code), exact=True) == []
+
+
+@pytest.mark.parametrize(
+    "first", ["What it is.", "Whether it is.", "See `x`.", "The same, in fp32.", "As in torch.", "They are.", "Of x."]
+)
+def test_a_docstring_that_cannot_be_read_alone_is_found(first):
+    for code in ("{}", "class A:\n    {}", "class A:\n    def f(self):\n        {}"):
+        assert len(docstrings_that_cannot_be_read_alone(ast.parse(code.format(f'"""{first}"""')))) == 1
+
+
+@pytest.mark.parametrize(
+    "first", ["Bytes of a slot.", "Tells whether it is.", "The slots.", "`of` a snapshot.", "Raises StateError."]
+)
+def test_a_docstring_that_begins_with_a_noun_or_a_verb_passes(first):
+    assert docstrings_that_cannot_be_read_alone(ast.parse(f'def f():\n    """{first}"""')) == []
 
 
 @pytest.mark.parametrize("code", ["import torch", "from numpy import array", "def f():\n    import torch.nn"])

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.checkpoint.blocks import Blocks
-from patrickstar.checkpoint.files import Files
+from patrickstar.checkpoint.files import Blocks, Files
 from patrickstar.checkpoint.source import Source
 from patrickstar.errors import CheckpointError
 

@@ -1,6 +1,6 @@
 """The parameters of well-known models, as specs: names and shapes only, in registration order."""
 
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import TensorSpec
 
 
 def _specs(shapes):

@@ -3,8 +3,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from patrickstar.core.chunk_size import GRAIN, PADDING_LIMIT, count_chunks, search_chunk_numel, target_numel
-from patrickstar.core.layout import aligned, build_layout
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import TensorSpec, aligned, build_layout
 from patrickstar.errors import LayoutError
 from tests.core.shapes import MODELS
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import FP32, bf16_formats
-from patrickstar.core.layout import Group, build_layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import Group, TensorSpec, build_layout
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.plan.residency import bytes_of_slot, slots_of
 
 PLANES = (WEIGHT, REST, GRAD, EXP_AVG, EXP_AVG_SQ)

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar.core.chunk_size import count_chunks
-from patrickstar.core.layout import ALIGNMENT, Run, Slice, build_layout
-from patrickstar.core.plane import EXP_AVG, GRAD, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import ALIGNMENT, Run, Slice, TensorSpec, build_layout
+from patrickstar.core.planes import EXP_AVG, GRAD, WEIGHT, PlaneRef
 from patrickstar.errors import LayoutError
 
 

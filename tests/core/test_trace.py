@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.core.plane import EXP_AVG, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 W0, W2, G0 = PlaneRef(0, WEIGHT), PlaneRef(2, WEIGHT), PlaneRef(0, GRAD)

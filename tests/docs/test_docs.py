@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -137,3 +138,23 @@ def test_headings_have_the_names_that_links_use() -> None:
 def test_links_in_code_and_into_the_web_are_left_alone() -> None:
     text = '[a](b.md#c) `[x](y)` [w](https://example.org) <img src="p.svg">\n```\n[x](z.md)\n```\n'
     assert list(links(text)) == [(1, "b.md#c"), (1, "p.svg")]
+
+
+def test_the_files_that_a_step_goes_through_are_there() -> None:
+    source = Path(patrickstar.__file__).parent
+    names = re.findall(r"`(\w+(?:/\w+)*\.py)`", (ROOT / "docs/one-step.md").read_text())
+    assert len(names) > 30
+    assert [name for name in names if not (source / name).exists()] == []
+
+
+def test_the_glossary_names_classes_where_they_are_and_everybody_in_a_step() -> None:
+    source = Path(patrickstar.__file__).parent
+    rows = re.findall(r"^\| `(\w+)` \| .* \| `(\S+\.py)` \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    assert [row for row in rows if row[0] not in classes_in(source / row[1])] == []
+    in_step = {name for path in (source / "step").glob("*.py") for name in classes_in(path) if name[0] != "_"}
+    assert in_step - {name for name, _ in rows} == set()
+
+
+def classes_in(path: Path) -> set[str]:
+    text = path.read_text() if path.is_file() else ""
+    return {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.disk import ALIGNMENT, DiskPool, remove_stale_files
 from patrickstar.memory.fileio import FileIO
@@ -422,7 +422,7 @@ def test_a_file_that_cannot_be_removed_is_named(tmp_path, caplog):
 MAKE = """
 import os, signal, sys
 from pathlib import Path
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.disk import DiskPool
 pool = DiskPool(Path({directory!r}), units={{PlaneRef(0, "weight"): 4096, PlaneRef(0, "grad"): 4096}})
 print(len(pool.paths), flush=True)

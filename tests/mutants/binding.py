@@ -12,6 +12,15 @@ BY_HAND = "tests/session/test_hand_changes.py::test_a_change_survives_on_its_own
 
 BINDING: tuple[Mutant, ...] = (
     Mutant(
+        name="a-detached-view-brings-autograd-back",
+        file="parameters/differentiate.py",
+        old='get_gradient_edge(tensor) if hasattr(type(tensor), "managed_by") else tensor',
+        new="get_gradient_edge(tensor) if bound(tensor) is not None else tensor",
+        tests=(
+            "tests/session/test_double_backward.py::test_a_backward_that_differentiates_what_it_has_saved[deferred]",
+        ),
+    ),
+    Mutant(
         name="saved-tensors-are-not-bound-to-slots",
         file="parameters/saved.py",
         old="found = self._find(tensor)",

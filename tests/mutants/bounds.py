@@ -34,7 +34,7 @@ BOUNDS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-refusal-names-a-budget-without-fixed-costs",
-        file="plan/minimum.py",
+        file="plan/fit.py",
         old="fixed_bytes = machine.costs.beside(need.nbytes)",
         new="fixed_bytes = 0",
         tests=(BUDGETS,),

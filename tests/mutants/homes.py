@@ -12,7 +12,7 @@ PLACEMENT = "tests/plan/test_placement.py"
 HOMES: tuple[Mutant, ...] = (
     Mutant(
         name="homes-are-reserved-for-gradients-that-nobody-keeps",
-        file="core/gradient_use.py",
+        file="core/planes.py",
         old="return self is GradientUse.CHUNK",
         new="return self in {GradientUse.CHUNK, GradientUse.UPDATE}",
         tests=(f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-none-bf16]",),

@@ -7,16 +7,17 @@ from tests.mutants.mutant import Mutant
 __all__ = ["PLANNING"]
 
 RESIDENCY = "tests/plan/test_residency.py"
+ROOM_TESTS = "tests/plan/test_room.py"
 MAKE = "tests/plan/test_make.py"
 ROOM = "capacity_slots = (budget_bytes - moment.nonmodel_bytes) // slot_bytes"
 
 PLANNING: tuple[Mutant, ...] = (
     Mutant(
         name="the-last-valid-copy-is-dropped",
-        file="plan/residency.py",
+        file="plan/room.py",
         old="if state.resident[ref] is CLEAN:\n            ends.append",
         new="if True:\n            ends.append",
-        tests=(f"{RESIDENCY}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",),
+        tests=(f"{ROOM_TESTS}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",),
     ),
     Mutant(
         name="dropping-the-last-valid-copy-is-legal",
@@ -34,31 +35,31 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-unit-is-planned-to-be-used-before-its-wait",
-        file="plan/residency.py",
+        file="plan/room.py",
         old="ends.append(Wait(ref, compute))",
         new="pass",
-        tests=(f"{RESIDENCY}::test_a_missing_unit_is_copied_and_waited_for",),
+        tests=(f"{ROOM_TESTS}::test_a_missing_unit_is_copied_and_waited_for",),
     ),
     Mutant(
         name="a-slot-is-given-back-before-its-write-back-has-read-it",
-        file="plan/residency.py",
+        file="plan/room.py",
         old="ends += [Wait(ref, home), Drop(ref, compute, slots)]",
         new="ends += [Drop(ref, compute, slots), Wait(ref, home)]",
-        tests=(f"{RESIDENCY}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",),
+        tests=(f"{ROOM_TESTS}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",),
     ),
     Mutant(
         name="a-unit-at-home-here-is-evicted",
-        file="plan/residency.py",
+        file="plan/room.py",
         old="state.resident.get(ref, HERE) is not HERE and",
         new="ref in state.resident and",
-        tests=(f"{RESIDENCY}::test_an_order_may_offer_what_may_not_go_and_nothing_twice_counts",),
+        tests=(f"{ROOM_TESTS}::test_an_order_may_offer_what_may_not_go_and_nothing_twice_counts",),
     ),
     Mutant(
         name="a-pinned-unit-is-evicted",
-        file="plan/residency.py",
+        file="plan/room.py",
         old="keep.update(dict.fromkeys(pinned))",
         new="pass",
-        tests=(f"{RESIDENCY}::test_needed_and_pinned_units_are_never_victims",),
+        tests=(f"{ROOM_TESTS}::test_needed_and_pinned_units_are_never_victims",),
     ),
     Mutant(
         name="a-write-of-the-trace-does-not-make-dirty",
@@ -83,10 +84,10 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="the-minimum-is-of-the-first-moment-not-the-worst",
-        file="plan/minimum.py",
+        file="plan/fit.py",
         old="if not index or needed * slot_bytes + nonmodel_bytes > worst.nbytes:",
         new="if not index:",
-        tests=("tests/plan/test_minimum.py::test_the_minimum_fits_and_one_byte_less_does_not",),
+        tests=("tests/plan/test_fit.py::test_the_minimum_fits_and_one_byte_less_does_not",),
     ),
     Mutant(
         name="what-is-used-next-is-evicted-first",

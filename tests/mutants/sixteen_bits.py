@@ -83,7 +83,7 @@ SIXTEEN_BITS = (
     ),
     Mutant(
         name="a-clipped-gradient-is-rounded-before-it-is-used",
-        file="optim/widen.py",
+        file="optim/masters.py",
         old="            block.mul_(factor)",
         new="            block.mul_(factor).copy_(block.to(piece.dtype))",
         tests=(f"{SIXTEEN}::test_a_gradient_clipped_twice_is_rounded_once",),

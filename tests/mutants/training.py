@@ -16,6 +16,15 @@ WRITTEN = "Touch(PlaneRef(chunk, plane), True) for plane in planes"
 
 TRAINING: tuple[Mutant, ...] = (
     Mutant(
+        name="a-gradient-that-no-backward-has-used-is-forgotten-at-the-step",
+        file="step/training.py",
+        old="            self._update_rest()\n",
+        new="",
+        tests=(
+            "tests/session/test_gradients.py::test_a_gradient_that_no_backward_has_used_is_used_at_the_step[emulated-assigned]",
+        ),
+    ),
+    Mutant(
         name="a-chunk-is-updated-twice-in-a-step",
         file="step/update.py",
         old="for piece in self._ranges(chunk, order):",
@@ -73,17 +82,17 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="the-rest-of-a-split-master-is-forgotten",
-        file="optim/split.py",
+        file="optim/masters.py",
         old="rest.copy_(bits)  #",
         new="rest.zero_()  #",
-        tests=("tests/optim/test_split.py::test_joining_is_the_inverse_of_splitting[1]",),
+        tests=("tests/optim/test_masters.py::test_joining_is_the_inverse_of_splitting[1]",),
     ),
     Mutant(
         name="ties-of-a-split-master-go-to-even",
-        file="optim/split.py",
+        file="optim/masters.py",
         old="upper = torch.add(bits, _HALF, out=scratch)",
         new="upper = (bits + _HALF - 1 + ((bits >> 16) & 1))",
-        tests=("tests/optim/test_split.py::test_ties_go_away_from_zero",),
+        tests=("tests/optim/test_masters.py::test_ties_go_away_from_zero",),
     ),
     Mutant(
         name="a-change-by-hand-does-not-reach-a-split-master",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.leases import Leases
 
 A, B = PlaneRef(0, "weight"), PlaneRef(1, "weight")

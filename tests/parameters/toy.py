@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from patrickstar.core.layout import Layout, build_layout
-from patrickstar.core.plane import PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.binding import Binding

@@ -9,14 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from patrickstar.core.formats import FP32
-from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.plan.minimum import worst_moment
+from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.plan import CopyState, Snapshot
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
-from patrickstar.plan.snapshot import CopyState, Snapshot
 
 CHUNK_NUMEL = 16
 SLOT_BYTES = CHUNK_NUMEL * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.plan.plan import Plan
 from tests.plan.builders import SLOT_BYTES, Instance

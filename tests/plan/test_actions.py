@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait, parse_action
 from tests.plan.builders import some
 

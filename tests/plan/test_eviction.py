@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError
 from patrickstar.plan.eviction import NEVER, POLICIES, Ranking, Uses, eviction_order, policy_named
+from patrickstar.plan.plan import CopyState
 from patrickstar.plan.residency import mark_written
-from patrickstar.plan.snapshot import CopyState
 from tests.plan.builders import Instance, few, instances, state_of, trace_of, unit, units
 
 TRACE = trace_of("c0.weight", "c1.weight", "c2.weight", "c1.weight", "c0.weight")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.formats import FP32
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Create
 from patrickstar.plan.placement import bytes_below, place, place_gradients

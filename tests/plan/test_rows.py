@@ -12,8 +12,8 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Moment, Rows, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.check import check
+from patrickstar.plan.fit import pinned_at
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import pinned_at
 from patrickstar.plan.residency import InvariantError
 from patrickstar.plan.rows import prepare_rows, state_after
 from patrickstar.plan.simulate import simulate

@@ -7,9 +7,8 @@ from collections.abc import Collection
 import pytest
 
 from patrickstar.core.formats import FP32, SessionFormats, bf16_formats
-from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.layout import Layout, build_layout
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
+from patrickstar.core.planes import GradientUse
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, master_touches, norm_trace, step_trace
 from tests.plan.builders import CHUNK_NUMEL, unit

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.compare import same_bits
-from tests.session.builders import SLOT, Pair, batch, mlp, train_step
+from tests.session.builders import SLOT, TIGHT, WIDTH, Pair, batch, mlp, train_step
 
 MakePair = Callable[..., Pair]
 Step = Callable[..., Tensor]
@@ -194,3 +194,39 @@ def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, tmp
     (known,) = pair.session._parts.stretches._known.values()
     assert known.measured is not None
     assert known.trace is known.offline
+
+
+class DifferentiatesItself(torch.autograd.Function):
+    """Its backward runs the forward again on detached tensors, and asks torch for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        with torch.enable_grad():
+            x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+            return torch.autograd.grad(x @ weight.t(), (x, weight), gradient)
+
+
+class ByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = DifferentiatesItself.apply(x, self.weight)
+        return found
+
+
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+def test_a_backward_that_differentiates_what_it_has_saved(step: str) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(ByHand() for _ in range(6)))
+
+    pair = Pair(build, step=step, precision="fp32", device="emulated", device_memory=TIGHT)
+    pair.train()
+    pair.expect_same()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import patrickstar
 from patrickstar.core.formats import FP32
-from patrickstar.plan.minimum import minimum_bytes
+from patrickstar.plan.fit import minimum_bytes
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.zoo import CASES, Case, micro_seed
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar
 from patrickstar import BudgetError, DeviceError, StateError
-from patrickstar.core.plane import REST, WEIGHT
+from patrickstar.core.planes import REST, WEIGHT
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.testing.faults import FaultyIO
 from tests.parity.compare import same_bits

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import BudgetError, StateError
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.plan.actions import Copy
 from patrickstar.session.forecast import forecast
 from tests.parity.compare import compare_mappings, same_bits

@@ -14,7 +14,20 @@ import patrickstar
 from patrickstar import StateError
 from tests.parity.compare import compare_mappings, same_bits
 from tests.parity.oracle import clip_factor, global_norm
-from tests.session.builders import ROOMY, SLOT, Pair, backward, batch, everything, expect_bits, loss_of, mlp, train_step
+from tests.session.builders import (
+    ROOMY,
+    SLOT,
+    WIDTH,
+    Pair,
+    assert_same,
+    backward,
+    batch,
+    everything,
+    expect_bits,
+    loss_of,
+    mlp,
+    train_step,
+)
 
 MakePair = Callable[..., Pair]
 
@@ -554,6 +567,42 @@ def test_hyper_parameters_are_read_when_step_is_called(make_pair: MakePair) -> N
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.zero_grad()
     pair.expect_same()
+
+
+def leave_gradients(model: nn.Module, _: Any) -> None:
+    F.mse_loss(model(torch.ones(4, WIDTH)), torch.zeros(4, WIDTH)).backward()
+
+
+@pytest.mark.parametrize("given", ["from before", "assigned", "assigned to one", "assigned before a backward"])
+@pytest.mark.parametrize("device", ["emulated", "cpu"])
+def test_a_gradient_that_no_backward_has_used_is_used_at_the_step(given: str, device: str) -> None:
+    tight = {"device": "emulated", "device_memory": 80 * 1024} if device == "emulated" else {"device": "cpu"}
+    before = leave_gradients if given == "from before" else None
+    pair = Pair(step="in_backward", precision="fp32", before=before, **tight)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        if given.startswith("assigned"):
+            for parameter in list(model.parameters())[: 1 if given == "assigned to one" else None]:
+                parameter.grad = torch.ones_like(parameter, memory_format=torch.contiguous_format).detach()
+        if given != "assigned":
+            used = (
+                next(iter(model.children())) if given == "from before" else model
+            )  # the others' gradients are as they were
+            used(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        pair.each(step)
+        assert_same(pair.plain, pair.plain_optimizer, pair.session)
+
+
+def test_a_gradient_that_is_assigned_after_the_update_is_refused_with_in_backward(make_pair: MakePair) -> None:
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+    pair.model(torch.ones(4, WIDTH)).square().mean().backward()
+    weight = next(pair.model.parameters())
+    with pytest.raises(StateError, match="has been used and let go"):
+        weight.grad = torch.ones(weight.shape)
 
 
 def test_a_second_backward_before_the_step_is_refused_with_in_backward(make_pair: MakePair) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan

@@ -16,7 +16,7 @@ from patrickstar import BudgetError
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Copy
-from patrickstar.plan.check import check
+from patrickstar.plan.check import check, show
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
 from tests.parity.compare import same_bits
@@ -145,7 +145,8 @@ def expect_executed_as_simulated(
         if bytes_are_foreseen:
             assert stretch.per_moment == list(simulated.per_moment), stretch.name
         assert simulated.peak[compute.label] <= stretch.plan.machine.budget[compute]
-        assert check(stretch.plan, stretch.trace, session.layout, stretch.plan.machine) == []
+        found = check(stretch.plan, stretch.trace, session.layout, stretch.plan.machine)
+        assert found == [], show(found, stretch.plan, stretch.trace)
 
 
 def train_with_loss(pair: Pair, steps: int) -> None:

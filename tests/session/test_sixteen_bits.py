@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar
 from patrickstar import BudgetError
-from patrickstar.core.plane import REST
+from patrickstar.core.planes import REST
 from tests.parity.compare import compare_mappings, same_bits
 from tests.parity.oracle import Types, clip_factor, global_norm, narrow
 from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options

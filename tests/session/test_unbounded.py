@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar.core.plane import GRAD
+from patrickstar.core.planes import GRAD
 from tests.parity.compare import same_bits
 from tests.session.builders import Pair, assert_same, backward, batch, expect_bits, mlp, train_step, values
 

@@ -1,4 +1,4 @@
-"""What lies in a step's directory, held against what its index says.
+"""Contents of a step's directory, held against what its index says.
 
 What every step's directory satisfies, or is refused:
 
@@ -48,7 +48,7 @@ def read_index(path: Path, disk: Files) -> Index:
 
 
 def check_files(path: Path, index: Index, disk: Files) -> dict[str, Identity]:
-    """Rules (2) and (3); which file each one is, to know it again."""
+    """Checks rules (2) and (3); gives each file's identity, to know the file again."""
     with reading(f"{path}: cannot list the directory"):
         names = set(disk.names(path))
     if missing := sorted(index.files.keys() - names):
@@ -81,6 +81,7 @@ def _check_file(path: Path, record: FileRecord, rows: list[tuple[str, Stored]], 
 
 
 def read_small(path: Path, most: int, disk: Files) -> bytes:
+    """The bytes of a file of at most `most` bytes. CheckpointError where it has more, or cannot be read."""
     with reading(f"{path}: cannot open the file"):
         descriptor, status = disk.open(path)
     try:
@@ -105,4 +106,5 @@ def _fill(disk: Files, descriptor: int, buffer: memoryview, offset: int, path: P
 
 
 def identity(status: os.stat_result) -> Identity:
+    """The numbers by which an opened file is known again: another file at its path, or other contents, have others."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -70,5 +70,6 @@ def remove(path: Path, disk: Files) -> None:
 
 
 def sync_directory(path: Path, disk: Files) -> None:
+    """Makes names in a directory outlast a power cut. DeviceError where that fails."""
     with writing(f"{path}: cannot sync the directory"):
         disk.sync_directory(path)

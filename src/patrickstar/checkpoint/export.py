@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.blocks import BLOCK_BYTES, Blocks
 from patrickstar.checkpoint.directories import (
     TEMPORARY_PREFIX,
     check_space,
@@ -29,7 +28,7 @@ from patrickstar.checkpoint.directories import (
     remove,
     sync_directory,
 )
-from patrickstar.checkpoint.files import Files, writing
+from patrickstar.checkpoint.files import BLOCK_BYTES, Blocks, Files, writing
 from patrickstar.checkpoint.shards import Shard, plan_shards, write_shard
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
@@ -99,7 +98,7 @@ def _index(shards: Sequence[Shard], nbytes: int) -> bytes:
 
 
 def _sync_files(directory: Path, disk: Files) -> None:
-    """The library has written these, and synced none."""
+    """Syncs the files that the library has written, which syncs none."""
     for name in disk.names(directory):
         descriptor, _ = disk.open(directory / name)
         try:

@@ -1,4 +1,4 @@
-"""What users and sessions save beside the tensors of a model, as JSON and safetensors; no pickle in either direction.
+"""Values that users and sessions save beside the tensors of a model, as JSON and safetensors; no pickle in either direction.
 
     taken                                            comes back as
     None, bool, int of any size, float (NaN too),    the same, bit for bit
@@ -47,7 +47,7 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A value as JSON, and the tensors it refers to by name: contiguous, on the CPU, not copied where they were so."""
+    """A value as JSON, and the tensors that the JSON refers to by name: contiguous, on the CPU, not copied where they were so."""
 
     tree: object
     tensors: dict[str, torch.Tensor]
@@ -230,7 +230,7 @@ _CONTAINERS: Mapping[type, Callable[[_Encoder, Any, str], object]] = MappingProx
 
 
 def _numpy_of(value: object) -> ModuleType | None:
-    """NumPy, if the value is one of its arrays or scalars. Not imported to find out: who has one has imported it."""
+    """NumPy, if the value is an array or a scalar of NumPy. Not imported to find out: who has one has imported it."""
     numpy = sys.modules.get("numpy")
     return numpy if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) else None
 

@@ -1,4 +1,4 @@
-"""Every file operation of a checkpoint, one method each: the seam at which tests make disks fail.
+"""Every file operation of a checkpoint, one method each, and the memory that files pass through: the seam at which tests make disks fail.
 
 The operations are the operating system's own: short transfers and errors come through as they are, and those who use
 them continue or report. Nothing here follows a symbolic link: what lies in a checkpoint was written there.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -16,14 +17,17 @@ from pathlib import Path
 
 from patrickstar.errors import CheckpointError, DeviceError, Error
 
-__all__ = ["Files", "reading", "writing"]
+__all__ = ["ALIGNMENT", "BLOCK_BYTES", "Blocks", "Files", "reading", "writing"]
+
+ALIGNMENT = 4096  # of offset, size and memory of a direct transfer
+BLOCK_BYTES = 4 << 20
 
 
 class Files:
     """The operating system's files. Every method may raise `OSError`."""
 
     def status(self, path: Path) -> os.stat_result | None:
-        """What lies at a path, the link itself where it is one; None where nothing does."""
+        """Status of what lies at a path, of the link itself where it is one; None where nothing does."""
         try:
             return path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -34,7 +38,7 @@ class Files:
         return sorted(path.name for path in directory.iterdir())
 
     def free_bytes(self, directory: Path) -> int:
-        """Bytes this user may still write there."""
+        """Bytes this user may still write into a directory's file system."""
         found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
@@ -106,7 +110,7 @@ class Files:
         source.rename(target)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename over what is there, in one step."""
+        """Rename a file over what is at its new name, in one step."""
         source.replace(target)
 
     def remove_file(self, path: Path) -> None:
@@ -138,6 +142,18 @@ class Files:
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         """Bytes read into the buffer, which may be fewer than it has room for; 0 at the file's end."""
         return os.preadv(descriptor, [buffer], offset)
+
+
+class Blocks:
+    """Two blocks of memory, page aligned as direct I/O wants them: one to fill while the other is on its way."""
+
+    def __init__(self, nbytes: int = BLOCK_BYTES) -> None:
+        assert nbytes > 0
+        assert nbytes % ALIGNMENT == 0
+        self.nbytes = nbytes
+        # Private: shared anonymous memory would be counted, and kept, as a file's.
+        whole = memoryview(mmap.mmap(-1, 2 * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.views = (whole[:nbytes], whole[nbytes:])
 
 
 @contextlib.contextmanager

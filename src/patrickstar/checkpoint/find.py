@@ -90,7 +90,7 @@ def _follow_latest(directory: Path, disk: Files) -> Path:
 
 
 def _latest(directory: Path, disk: Files) -> Path:
-    """The directory that `latest` names, there or not."""
+    """The directory that `latest` names, whether it exists or not."""
     name = read_small(directory / LATEST_NAME, 64, disk).decode("ascii", errors="replace").removesuffix("\n")
     if not STEP_NAME.fullmatch(name):
         raise CheckpointError(
@@ -100,7 +100,7 @@ def _latest(directory: Path, disk: Files) -> Path:
 
 
 def _or_aside(path: Path, disk: Files) -> Path:
-    """Where the step is: at its name, or aside where a crash stopped its replacement."""
+    """The directory of a step: at the step's name, or aside where a crash stopped its replacement."""
     aside = path.with_name(f"{OLD_PREFIX}{path.name}")
     with reading(f"{path}: cannot look there"):
         return aside if disk.status(path) is None and disk.status(aside) is not None else path
@@ -136,7 +136,7 @@ def _is_intact(path: Path, disk: Files) -> bool:
 
 
 def _advice(damaged: Path, disk: Files) -> str:
-    """What to load instead of what is damaged: the newest intact checkpoint beside it."""
+    """Advice what to load instead of what is damaged: the newest intact checkpoint beside it."""
     directory = damaged.parent
     found = _newest_intact(directory, disk, but=damaged)
     return (

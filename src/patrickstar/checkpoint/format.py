@@ -77,7 +77,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor: its file, where it lies there, and the checksum of its bytes."""
+    """One tensor: its file, its place in the file, and the checksum of its bytes."""
 
     file: str
     span: Span
@@ -86,7 +86,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint holds.
+    """Everything a checkpoint holds, as its index lists it.
 
     `parameters`: names and shapes of the model it was taken of. `layout`: how its model data was laid out then, for
     information; any layout can load it. `state` and `extra` are trees as `checkpoint.extra` encodes them; their tensors
@@ -104,10 +104,11 @@ class Index:
 
     @property
     def fingerprint(self) -> str:
+        """Digest of the names and shapes of the model's parameters."""
         return fingerprint(self.parameters)
 
     def tensors_by_file(self) -> dict[str, list[tuple[str, Stored]]]:
-        """Per file, what lies in it: (name, where), in the order of their bytes."""
+        """Tensors by file: (name, where), in the order of their bytes."""
         return _by_file([*self.tensors.items(), *self.extra_tensors.items()])
 
 
@@ -162,7 +163,7 @@ def seal(data: bytes) -> bytes:
 
 
 def decode_index(data: bytes, *, where: str) -> Index:
-    """The index that these bytes spell; see the rules at the top of this file.
+    """The index that some bytes spell, by the rules at the top of this file.
 
     Raises:
         CheckpointError: naming `where` and the key.

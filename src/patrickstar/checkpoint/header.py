@@ -39,7 +39,7 @@ _DATA_ALIGNMENT = 64  # so that a reader that maps the file finds the first tens
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one tensor's bytes lie in its file; `offset` counts from the start of the file."""
+    """Place of one tensor's bytes in its file; `offset` counts from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ def header_length(start: bytes, *, file_nbytes: int, where: str) -> int:
 
 
 def decode_header(text: bytes | bytearray, *, file_nbytes: int, where: str) -> dict[str, Span]:
-    """Where each tensor lies, in the order in which they lie, from the header's JSON (rules 2 and 3)."""
+    """The place of each tensor, in the order in which tensors lie, from the header's JSON (rules 2 and 3)."""
     if text[:1] != b"{":
         raise CheckpointError(f"{where}: the header is no JSON object: not a safetensors file")
     entries = parse_object(text, where=f"{where}: header")

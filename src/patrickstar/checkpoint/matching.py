@@ -1,4 +1,4 @@
-"""Which tensor of some files goes where in a model. Looks at names, shapes and types only; reads no tensor but to compare tied ones.
+"""Matching of the tensors of some files with those of a model. Looks at names, shapes and types only; reads no tensor but to compare tied ones.
 
 What is taken over satisfies, or nothing is:
 
@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a tensor is made of: the tensor `parts[0]` of the files as it is, or with `patterns` a conversion to `key` of all parts.
+    """The source of a tensor: the tensor `parts[0]` of the files as it is, or with `patterns` a conversion to `key` of all parts.
 
     `made`: the key of what the conversion gives that is wanted here.
     """
@@ -72,7 +72,7 @@ class Match:
 
 
 def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match:
-    """What goes where.
+    """The origin of every tensor of a model in some files.
 
     Raises:
         CheckpointError: one of the rules above does not hold; the message names tensors, shapes and types. Nothing fits at all.
@@ -113,7 +113,7 @@ _Found = dict[str, _Given]
 
 
 def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -> tuple[_Found, list[str]]:
-    """By key of the model: what gives it, the shape and the type of that. And the names nothing takes."""
+    """Origin, shape and type by key of the model, and the names in the files that nothing takes."""
     found: _Found = {}
     unexpected: list[str] = []
     groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -134,7 +134,7 @@ def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -
 
 
 def _sketch(files: WeightFiles, key: str, parts: Sequence[tuple[str, str]], naming: Naming) -> dict[str, Tensor]:
-    """What a conversion gives, without bytes."""
+    """The result of a conversion, without bytes."""
     spans = {name: files.spans[name] for name, _ in parts}
     bare = {name: torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta") for name, span in spans.items()}
     try:
@@ -165,7 +165,7 @@ def _misfit(key: str, origin: Origin, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def _expect_same(files: WeightFiles, naming: Naming, one: Origin, other: Origin) -> None:
-    """Rule (3), in the precision that weights are taken over in."""
+    """Checks rule (3), in the precision that weights are taken over in."""
     whole = bool(one.patterns or other.patterns)
 
     def pieces(origin: Origin) -> Iterable[Tensor]:

@@ -1,4 +1,4 @@
-"""Under which names a model's own library keeps its tensors in files: for models of transformers, as that library has it.
+"""Names under which a model's own library keeps its tensors in files: for models of transformers, as that library has it.
 
 Three things stand between the names in a file and those of a model. The prefix of the base model may be in one and not in
 the other. Older files, and files that are kept in an original's format, have other names. And what is one tensor in the
@@ -37,14 +37,14 @@ class Naming(Protocol):
         """Tensors by key, from (name, pattern, tensor)."""
 
     def expects_missing(self, key: str) -> bool:
-        """Whether nobody need be told that no file has it."""
+        """Tells whether nobody need be told that no file has this key."""
 
     def expects_unexpected(self, name: str) -> bool:
-        """Whether nobody need be told that the model has no use for it."""
+        """Tells whether nobody need be told that the model has no use for this name of a file."""
 
 
 class PlainNaming:
-    """Of models that belong to no library."""
+    """Names of models that belong to no library."""
 
     def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:  # noqa: ARG002
         for name in names:
@@ -61,7 +61,7 @@ class PlainNaming:
 
 
 class LibraryNaming:
-    """Of models of transformers."""
+    """Names of models of transformers."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -124,7 +124,7 @@ def naming_of(model: nn.Module) -> Naming:
 
 
 def own_keys(model: nn.Module, tensors: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Which of its keys each tensor has in files: of tied ones the key that the library ties the others to. Not there: what it leaves out."""
+    """The key that each tensor has in files: of tied ones the key that the library ties the others to. Not there: what the library leaves out."""
     ours = _is_of_transformers(model)
     tied = getattr(model, "all_tied_weights_keys", None) or {} if ours else {}
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if ours else set()
@@ -158,7 +158,7 @@ def describe(model: Any, dtype: torch.dtype, directory: Path) -> None:
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """Not imported to find out: who has such a model has imported it."""
+    """Tells whether a model is one of transformers, which is not imported to find out: who has such a model has imported it."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 

@@ -57,6 +57,7 @@ class StepReader:
 
     @property
     def step(self) -> int:
+        """Number of the step that the checkpoint is of."""
         return self._index.step
 
     @property
@@ -66,12 +67,12 @@ class StepReader:
 
     @property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the parameters of the model it was taken of."""
+        """Names and shapes of the parameters of the model that the checkpoint was taken of."""
         return MappingProxyType(dict(self._index.parameters))
 
     @property
     def layout(self) -> Mapping[str, int | str]:
-        """What was noted about the layout when it was written."""
+        """The notes about the layout when the checkpoint was written."""
         return MappingProxyType(dict(self._index.layout))
 
     @property
@@ -81,21 +82,21 @@ class StepReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its safetensors files."""
+        """Bytes of all safetensors files of the checkpoint."""
         return sum(record.nbytes for record in self._index.files.values())
 
     @property
     def state(self) -> object:
-        """What the session saved beside the tensors; read on first use."""
+        """The state that the session saved beside the tensors; read on first use."""
         return self._tree(self._state, self._index.state, "state")
 
     @property
     def extra(self) -> object:
-        """What the user saved, as plain values (`extra.py`); read on first use."""
+        """The extra that the user saved, as plain values (`extra.py`); read on first use."""
         return self._tree(self._extra, self._index.extra, "extra")
 
     def require_model(self, parameters: Mapping[str, Sequence[int]]) -> None:
-        """Return if this checkpoint is of a model with these parameters, names and shapes.
+        """Return if this checkpoint is of a model with the given parameters, names and shapes.
 
         Raises:
             CheckpointError: of another one; says what differs.
@@ -205,7 +206,7 @@ class StepReader:
         return tensor
 
     def _verify_file(self, file: str, rows: list[tuple[str, Stored]], lane: Executor) -> None:
-        """Walk the file once; its tensors lie back to back."""
+        """Walk a file once, whose tensors lie back to back."""
         start, end = self._index.files[file].header_nbytes, self._index.files[file].nbytes
         stream = self._source(file).stream(start, end - start, lane=lane)
         view, at = memoryview(b""), 0

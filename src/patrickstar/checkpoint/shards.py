@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.blocks import Blocks
-from patrickstar.checkpoint.files import Files
+from patrickstar.checkpoint.files import Blocks, Files
 from patrickstar.checkpoint.format import FileRecord, Stored, checksum_of, new_checksum
 from patrickstar.checkpoint.header import ITEMSIZE, encode_header
 from patrickstar.checkpoint.tensors import TensorEntry, bytes_of

@@ -15,16 +15,15 @@ from concurrent.futures import Executor
 from itertools import pairwise
 from pathlib import Path
 
-from patrickstar.checkpoint.blocks import ALIGNMENT, BLOCK_BYTES, Blocks
 from patrickstar.checkpoint.contents import Identity, identity
-from patrickstar.checkpoint.files import Files, reading
+from patrickstar.checkpoint.files import ALIGNMENT, BLOCK_BYTES, Blocks, Files, reading
 from patrickstar.errors import CheckpointError
 
 __all__ = ["OneSource", "Source"]
 
 
 class Source:
-    """A file by its descriptor, which it closes."""
+    """A file by its descriptor, which the source closes."""
 
     def __init__(self, path: Path, descriptor: int, *, files: Files, blocks: Blocks) -> None:
         self.path = path
@@ -73,7 +72,7 @@ class Source:
         return list(pairwise(cuts)) if nbytes else []
 
     def _load(self, block: memoryview, start: int, stop: int) -> memoryview:
-        """The file's bytes from start to stop, read into the block from the aligned offset before them."""
+        """The file's bytes from start to stop, read into the block from the aligned offset before start."""
         assert self._descriptor is not None
         first = start - start % ALIGNMENT
         room = min(stop - first + -stop % ALIGNMENT, len(block))
@@ -113,7 +112,7 @@ class OneSource:
         weakref.finalize(self, _close_all, self._open)
 
     def at(self, path: Path, wanted: Identity) -> Source:
-        """The file, opened if it is not.
+        """The source of a file, opened if it is not yet.
 
         Raises:
             CheckpointError: it cannot be opened, or is not the one that was looked at before.

@@ -28,7 +28,6 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.blocks import BLOCK_BYTES, Blocks
 from patrickstar.checkpoint.contents import OLD_PREFIX
 from patrickstar.checkpoint.directories import (
     TEMPORARY_PREFIX,
@@ -39,7 +38,7 @@ from patrickstar.checkpoint.directories import (
     sync_directory,
 )
 from patrickstar.checkpoint.extra import encode_tree
-from patrickstar.checkpoint.files import Files, writing
+from patrickstar.checkpoint.files import BLOCK_BYTES, Blocks, Files, writing
 from patrickstar.checkpoint.find import LATEST_NAME, step_directories
 from patrickstar.checkpoint.format import INDEX_NAME, FileRecord, Index, Stored, encode_index
 from patrickstar.checkpoint.reader import StepReader
@@ -160,7 +159,7 @@ def write_step(
 
 
 def _sweep(directory: Path, disk: Files) -> None:
-    """Remove what a crash left behind, and put back what it left aside."""
+    """Remove what a crash left behind, and put back what the crash left aside."""
     with writing(f"{directory}: cannot remove what an interrupted checkpoint left"):
         for name in disk.names(directory):
             path = directory / name

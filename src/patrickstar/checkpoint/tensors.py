@@ -1,4 +1,4 @@
-"""Tensors as files see them: their types by the format's names, and their memory as bytes."""
+"""Tensors as files see them: types by the format's names, and memory as bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DTYPE_CODES = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a checkpoint, before its bytes are known.
+    """One tensor of a checkpoint, before the tensor's bytes are known.
 
     `stem` is the family of files it goes to: tensors of the stem "weights" lie in `weights-00001-of-00003.safetensors`
     and so on, and nothing else lies there.
@@ -66,7 +66,7 @@ class TensorEntry:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are bytes in memory: dense, strided, not quantised, fake or on meta."""
+    """Tells whether the tensor's elements are bytes in memory: dense, strided, not quantised, fake or on meta."""
     ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return ordinary and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 

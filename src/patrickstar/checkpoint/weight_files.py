@@ -43,7 +43,7 @@ _LATEST = "latest"
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A file whose header has been read, and which one it is, to know it again."""
+    """A file whose header has been read, with the file's identity, to know it again."""
 
     path: Path
     identity: Identity
@@ -57,7 +57,7 @@ class WeightFiles:
     """
 
     def __init__(self, path: Path, *, files: Files | None = None) -> None:
-        """Raises CheckpointError: there are none, or they are not what their headers and their index say."""
+        """Opens the files. Raises CheckpointError: there are no files, or they are not what their headers and their index say."""
         self.path = path
         self._disk = files or Files()
         self.spans: dict[str, Span] = {}
@@ -138,7 +138,7 @@ class WeightFiles:
 
 
 def _find(path: Path, disk: Files) -> tuple[Mapping[str, str], list[Path]]:
-    """What an index says (nothing where there is none), and the files."""
+    """The entries of an index (nothing where there is none), and the files."""
     with reading(f"{path}: cannot look there"):
         status = disk.status(_real(path))
         if status is None:

@@ -7,14 +7,13 @@ import errno
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from patrickstar.checkpoint.blocks import ALIGNMENT, Blocks
-from patrickstar.checkpoint.files import Files, writing
+from patrickstar.checkpoint.files import ALIGNMENT, Blocks, Files, writing
 
 __all__ = ["FileWriter", "write_file"]
 
 
 class FileWriter:
-    """A new file; `append` what it shall hold, then `finish`. Whatever goes wrong, `abort` leaves no descriptor behind.
+    """A new file; `append` what the file shall hold, then `finish`. Whatever goes wrong, `abort` leaves no descriptor behind.
 
     Direct I/O where the file system can: through the page cache, the copies and their write-back took most of a core,
     and pushed out pages that others need. The lane has one thread, so at most one block is on its way.
@@ -34,7 +33,7 @@ class FileWriter:
             self._descriptor: int | None = files.create(path, direct=True)
 
     def append(self, data: memoryview) -> None:
-        """Add bytes at the end. They may be changed afterwards: they have been copied."""
+        """Add bytes at the end, copied: the caller may change them afterwards."""
         at = 0
         while at < len(data):
             taken = min(self._blocks.nbytes - self._filled, len(data) - at)

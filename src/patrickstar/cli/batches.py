@@ -51,7 +51,7 @@ class Batches:
         self._order = torch.empty(0, dtype=torch.int64)
 
     def next(self) -> Batch:
-        """The next batch; an epoch may end inside it."""
+        """The next batch, in which an epoch may end."""
         rows = [self._row(self.position + index) for index in range(self.batch_size)]
         self.position += self.batch_size
         return as_batch(self._tokens[torch.tensor(rows)])
@@ -80,7 +80,7 @@ class Batches:
 
 
 def position_in(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
-    """Where a state stands, if it is of the same data in the same order.
+    """The position of a state, if it is of the same data in the same order.
 
     Raises:
         CheckpointError: it is not; the message says in what.
@@ -95,13 +95,13 @@ def position_in(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
 
 
 def as_batch(rows: torch.Tensor) -> Batch:
-    """What the model takes for windows of tokens, [batch, seq]."""
+    """A batch as causal models take it, of windows of tokens, [batch, seq]."""
     ids = rows.to(torch.int64)
     return {"input_ids": ids, "labels": ids}
 
 
 def validation_batches(tokens: Tokens, *, batch_size: int, seq_len: int, most: int) -> list[Batch]:
-    """At most `most` batches of held-out windows, spread evenly over the held-out text; always the same ones.
+    """Batches of held-out windows, at most `most`, spread evenly over the held-out text; always the same ones.
 
     Raises:
         DataError: less than one window of text.

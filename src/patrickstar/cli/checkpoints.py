@@ -20,7 +20,7 @@ class CheckpointFolder:
         self.keep = keep
 
     def steps(self) -> list[Path]:
-        """The checkpoints there are, those written last first."""
+        """The run's checkpoints, those written last first."""
         # The package of checkpoints loads torch, and this file is imported for `train --help`.
         from patrickstar.checkpoint.files import Files
         from patrickstar.checkpoint.find import step_directories

@@ -34,7 +34,7 @@ NORM_BLOCK: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Where every source of random numbers stands that a model may draw from."""
+    """States of all sources of random numbers that a model may draw from."""
 
     torch: torch.Tensor
     python: Any
@@ -42,9 +42,11 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
+        """The states as they are now."""
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002 - the global one is meant
 
     def restore(self) -> None:
+        """Puts every source of random numbers back where it stood."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002 - the global one is meant
@@ -52,7 +54,7 @@ class RandomState:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between a managed run and the plain one."""
+    """Differences between a managed run and the plain one."""
 
     losses: tuple[int, ...]
     """Steps whose losses differ, from 1."""
@@ -105,7 +107,7 @@ class PlainRun:
         precision: PlainPrecision | None = None,
         optimizer: OptimizerSettings | None = None,
     ) -> None:
-        """Steps of `optimizer`; None: of AdamW as `train` has it, at `lr`. `precision`: of 16 bits; None: fp32."""
+        """Prepares steps of `optimizer`; None: of AdamW as `train` has it, at `lr`. `precision`: of 16 bits; None: fp32."""
         self.model = model
         self.batches = batches
         self.optimizer = optimizer or OptimizerSettings(
@@ -122,7 +124,7 @@ class PlainRun:
         self._done = 0
 
     def step(self) -> float:
-        """One step; gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
+        """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
         masters, scale = self._masters, self._scale
         if masters is None:
             loss = accumulate_gradients(self.model, self.batches, self.accumulate)
@@ -158,7 +160,7 @@ class PlainRun:
 
     @property
     def scaling(self) -> Scaling | None:
-        """How losses have been scaled so far."""
+        """Scaling of the losses so far."""
         return None if self._scale is None else self._scale.scaling
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
@@ -206,6 +208,7 @@ def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 over type, shape and bytes of a tensor, in hexadecimal digits."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel in a terminal, a plain line now and then elsewhere, a table at the end."""
+"""Display of a run for a person: a live panel in a terminal, a plain line now and then elsewhere, a table at the end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TrainingView:
         self._recent.append(record.seconds)
 
     def line_due(self) -> bool:
-        """Whether a plain line should be printed now: the first and the last step, and now and then between."""
+        """Tells whether a plain line should be printed now: the first and the last step, and now and then between."""
         if len(self.losses) > 1 and self.done < self.steps and self._clock() - self._shown_at < PLAIN_EVERY_S:
             return False
         self._shown_at = self._clock()
@@ -72,7 +72,7 @@ class TrainingView:
         return (self.steps - self.done) * sum(self._recent) / len(self._recent) if self._recent else None
 
     def line(self) -> str:
-        """All in one line."""
+        """The view in one line."""
         parts = [f"step {self.done}/{self.steps}"]
         if self._latest is not None:
             parts += [f"loss {self._latest.loss:.4f}", f"{self._latest.tokens_per_second:.0f} tokens/s"]
@@ -107,7 +107,7 @@ class TrainingView:
 
 
 class Display:
-    """Says things to a person, in a way that fits where they look."""
+    """Says things to a person, in a way that fits where the person looks."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -119,7 +119,7 @@ class Display:
 
     @contextmanager
     def stage(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Long work of known length before and after training; call what it gives with how much more is done."""
+        """A context for long work of known length before and after training; call what it gives with how much more is done."""
         if not self.live:
             started = told = time.monotonic()
             done = 0
@@ -142,7 +142,7 @@ class Display:
 
     @contextmanager
     def training(self, view: TrainingView) -> Iterator[Callable[[], None]]:
-        """Shows the view while it changes; call what it gives after every step."""
+        """A context that shows the view while the view changes; call what it gives after every step."""
         if not self.live:
             yield lambda: self.note(view.line()) if view.line_due() else None
             return
@@ -150,7 +150,7 @@ class Display:
             yield panel.refresh
 
     def summary(self, summary: Summary, *, budgets: Budgets) -> None:
-        """What the run came to: memory and traffic, predicted beside measured."""
+        """A table of what the run came to: memory and traffic, predicted beside measured."""
         table = Table(title="predicted and measured", title_justify="left", title_style="bold")
         table.add_column("")
         for column in ("predicted", "measured", "budget"):

@@ -144,7 +144,7 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _disk(directory: Path) -> Iterator[Finding]:
-    """Whether the directory can be a disk tier, and whether its file system moves bytes past the page cache."""
+    """Tells whether the directory can be a disk tier, and whether its file system moves bytes past the page cache."""
     where = directory if directory.is_dir() else directory.parent
     if not where.is_dir():
         yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}")

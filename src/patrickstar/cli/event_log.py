@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step as it was: the mean loss of its micro-batches, and what it took."""
+    """One step as it was: the mean loss of the step's micro-batches, and what the step took."""
 
     step: int
     loss: float
@@ -26,7 +26,7 @@ class StepRecord:
     rss: int
 
     def row(self) -> dict[str, Any]:
-        """As logged. `loss_hex` has every bit of the loss, and `nan` and `inf`, for which JSON has no number."""
+        """The step as logged. `loss_hex` has every bit of the loss, and `nan` and `inf`, for which JSON has no number."""
         return {
             "event": "step",
             "step": self.step,
@@ -42,7 +42,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What was said before the first step: peak by tier; of one step, bytes by link and (later) seconds."""
+    """The prediction made before the first step: peak by tier; of one step, bytes by link and (later) seconds."""
 
     peak: Mapping[str, int]
     moved: Mapping[str, int]
@@ -111,6 +111,7 @@ class EventLog:
             self._file.close()
 
     def write(self, row: Row) -> None:
+        """Appends a row and flushes it."""
         if self._file is not None:
             if self._begins_anew:
                 self._file.truncate(0)
@@ -120,7 +121,7 @@ class EventLog:
 
 
 def _cut_short(path: Path) -> bool:
-    """Whether the last line was never finished: its run was killed while writing."""
+    """Tells whether the last line was never finished: its run was killed while writing."""
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             return False

@@ -1,4 +1,4 @@
-"""What can be asked for on the command line: types that name the nearest spelling, and the options verbs share."""
+"""Flags of the command line: types that name the nearest spelling, and the options verbs share."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Positive(click.ParamType):
 
 
 def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all flags of a verb, the memory options, as `patrickstar.manage` calls them."""
+    """The memory options among all flags of a verb, as `patrickstar.manage` calls them."""
     names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
     return {name: given[name] for name in names}
 
@@ -135,7 +135,7 @@ model_option = click.option(
 
 
 def batch_options(*, batch_size: int, seq_len: int) -> Callable[[Verb], Verb]:
-    """How much goes through the model at a time."""
+    """Options for how much goes through the model at a time."""
     return _together(
         [
             click.option(

@@ -13,7 +13,7 @@ Row = tuple[str, ...]
 
 @click.command()
 def models() -> None:
-    """What --model knows by name."""
+    """List what --model knows by name."""
     rows: list[Row] = [("name", "family", "layers", "hidden", "heads", "vocabulary", "positions", "parameters")]
     for name, shape in MODELS.items():
         numbers = (shape.layers, shape.hidden, shape.heads, shape.vocab, shape.positions)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How far to go, and what to do on the way."""
+    """A run's length, and what to do on the way."""
 
     steps: int
     accumulate: int
@@ -35,7 +35,7 @@ class Course:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run is, and what it has seen."""
+    """A run's place, and what the run has seen."""
 
     step: int = 0
     first_loss: float | None = None
@@ -142,7 +142,7 @@ class TrainingRun:
         )
 
     def _held(self, record: StepRecord) -> Mapping[str, int]:
-        """What each tier holds now: the process itself shows it for the host, the session's peaks for the others."""
+        """Bytes that each tier holds now: the process itself shows the host's, the session's peaks those of the others."""
         return {**record.peak, "host": self.growth.now()}
 
     def _save(self) -> None:

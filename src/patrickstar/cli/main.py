@@ -1,4 +1,4 @@
-"""`patrickstar`: its verbs, its exit status, and how it says that something went wrong.
+"""The command `patrickstar`: verbs, exit status, and how errors are told.
 
 0    done
 1    an error found on the way: a file's content, a device, a fault of ours

@@ -1,4 +1,4 @@
-"""Where a model comes from: a name, a configuration file, a directory with weights. Hugging Face's code builds it."""
+"""Sources of models: a name, a configuration file, a directory with weights. Hugging Face's code builds the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelSource:
 
     @classmethod
     def find(cls, name: str) -> ModelSource:
-        """What `--model NAME|DIR|FILE.json` means; a directory or file of that name goes before a known name.
+        """The source that `--model NAME|DIR|FILE.json` means; a directory or file of that name goes before a known name.
 
         Raises:
             ConfigError: nothing of that name, or not a model's configuration.

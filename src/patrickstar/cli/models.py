@@ -21,7 +21,7 @@ DEFAULT: Final = "gpt2-120m"
 
 
 class Shape(Protocol):
-    """One architecture with its numbers, and what they come to."""
+    """One architecture with its numbers, and what these come to."""
 
     @property
     def family(self) -> str: ...
@@ -219,7 +219,7 @@ MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of that name.
+    """The shape that has a given name.
 
     Raises:
         ConfigError: there is none; names the nearest.

@@ -68,7 +68,7 @@ class PlainMasters:
                     module._buffers[name] = buffer.to(torch.float32 if id(buffer) in whole else precision.compute)
 
     def gather(self) -> None:
-        """After a backward: its gradients are added to the sums."""
+        """Adds the gradients of a backward that is over to the sums."""
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 kept = parameter.grad if name in self._whole else parameter.grad.to(self._precision.gradient)
@@ -80,7 +80,7 @@ class PlainMasters:
                 parameter.grad = None
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The sums by name, in the order of parameters; they begin anew."""
+        """The sums by name, in the order of parameters; summing begins anew."""
         sums, self._gradients = self._gradients, {}
         return {name: sums[name] for name in self._masters if name in sums}
 
@@ -88,7 +88,7 @@ class PlainMasters:
         return self._masters[name]
 
     def write_back(self) -> None:
-        """The weights are their masters, rounded."""
+        """Rounds the masters into the weights."""
         for name, parameter in self._model.named_parameters():
             if name not in self._whole:
                 parameter.data.copy_(narrow(self._masters[name], self._precision.kept))

@@ -18,7 +18,7 @@ __all__ = ["PlainScale", "Scaling"]
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How losses have been scaled. `scale`: the one at the end. `skipped`: steps whose gradients overflowed."""
+    """Scaling of losses. `scale`: the one at the end. `skipped`: steps whose gradients overflowed."""
 
     scale: float
     skipped: int
@@ -44,11 +44,11 @@ class PlainScale:
         self._patience = given.hysteresis
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """In fp32, whatever the loss is of."""
+        """The loss times the scale in fp32, whatever the loss is of."""
         return loss * torch.tensor(self.scale, dtype=torch.float32)
 
     def unscale_(self, gradients: Iterable[Tensor]) -> bool:
-        """Divides fp32 gradients by the scale, which ends the step for it; gives whether any had overflowed."""
+        """Divides fp32 gradients by the scale, which ends the scale's step; gives whether any gradient had overflowed."""
         overflow, reciprocal = False, torch.tensor(1 / self.scale, dtype=torch.float32)
         for gradient in gradients:
             overflow = overflow or not bool(torch.isfinite(gradient).all())

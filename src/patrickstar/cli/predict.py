@@ -1,4 +1,4 @@
-"""What a step will need, known before it runs: the forecast of a causal language model on one batch."""
+"""The needs of a step, known before it runs: the forecast of a causal language model on one batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def predict(model: nn.Module, *, batch_size: int, seq_len: int, clip: bool, arguments: MemoryOptions) -> Forecast:
-    """The forecast of a step on batches of that shape; the model may be on the meta device."""
+    """The forecast of a step on batches of a shape; the model may be on the meta device."""
     import torch
 
     from patrickstar.cli.batches import as_batch
@@ -56,7 +56,7 @@ def predicted(forecast: Forecast) -> Predicted:
 
 
 def start_row(forecast: Forecast) -> dict[str, Any]:
-    """What the log's first row says of it."""
+    """Entries of the log's first row about a forecast."""
     layout = forecast.layout
     plan = {
         "fits": forecast.fits,

@@ -37,5 +37,5 @@ def under_tcmalloc(*, device: str | None, host_memory: int | str | None) -> None
 
 
 def _host_computes(device: str | None) -> bool:
-    """Whether training will run on the CPU; known here without importing torch."""
+    """Tells whether training will run on the CPU; known here without importing torch."""
     return device == "cpu" or (device is None and not Path("/proc/driver/nvidia/version").exists())

@@ -1,4 +1,4 @@
-"""How far this process grows while it trains: what `host_memory` promises to bound."""
+"""Growth of this process while it trains: what `host_memory` promises to bound."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ResidentGrowth:
         return resident_bytes()
 
     def now(self) -> int:
-        """How far it has grown now."""
+        """Bytes that the process has grown by now."""
         return max(0, resident_bytes() - self._base)
 
     def peak(self) -> int:
-        """How far it has grown at most."""
+        """Bytes that the process has grown by at most."""
         return max(self.in_manage, peak_resident_bytes() - self._base)

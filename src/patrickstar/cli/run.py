@@ -38,8 +38,7 @@ from patrickstar.config.engine.settings import OptimizerSettings
 from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
-from patrickstar.optim.configured import build_optimizer
-from patrickstar.optim.scheduler import Scheduler
+from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.step.precision import default_precision, find_precision
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the command line asked for, checked."""
+    """A request of the command line, checked."""
 
     source: ModelSource
     data: Sequence[str]
@@ -70,13 +69,13 @@ class Request:
 
     @property
     def rates(self) -> Rates:
-        """Those of the config, where it has a scheduler."""
+        """The rates of the config's scheduler, where it has one, else of the flags."""
         of_config = None if self.configuration is None else self.configuration.schedule
         return self.schedule if of_config is None else of_config
 
     @property
     def optimizer(self) -> OptimizerSettings | None:
-        """That of the config; None: AdamW as `train` has it, at `lr`."""
+        """The optimizer's settings in the config; None: AdamW as `train` has it, at `lr`."""
         return None if self.configuration is None else self.configuration.optimizer
 
 
@@ -112,7 +111,7 @@ def run(request: Request, signals: StopSignals) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Managed:
-    """What a plain run is compared with."""
+    """A managed run that a plain one is compared with."""
 
     losses: Sequence[float]
     final: Mapping[str, str]
@@ -211,7 +210,7 @@ def _compare(request: Request, data: Data, display: Display, managed: _Managed) 
 
 
 def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision | None:
-    """That of the run; None: fp32."""
+    """The 16-bit precision of the run; None: fp32."""
     precision, options = arguments.precision or default_precision(), arguments.options
     if precision == "fp32":
         return None
@@ -226,7 +225,7 @@ def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: 
 
 
 def _scaling(training: TrainingRun) -> Scaling | None:
-    """How its losses were scaled, in this process's steps."""
+    """Scaling of the run's losses, in this process's steps."""
     scaler = training.session.scaler
     if not scaler.is_enabled():
         return None
@@ -249,7 +248,7 @@ def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> f
 
 
 def _config(request: Request, data: Data) -> dict[str, Any]:
-    """What the log says was asked for."""
+    """Entries of the log about what was asked for."""
     arguments = request.arguments
     configuration = request.configuration
     return {

@@ -20,6 +20,7 @@ class WarmupSchedule:
     steps: int
 
     def factor(self, step: int) -> float:
+        """The factor on the peak rate: rises to 1 at the end of the warmup, then stays, or falls as (1 + cos) / 2 to `LOWEST`."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "constant" or self.steps <= self.warmup:

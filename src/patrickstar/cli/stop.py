@@ -50,7 +50,7 @@ class StopSignals:
 
     @contextmanager
     def deferring(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Inside, the first signal only sets `requested` and says so; whoever runs the steps looks there after each."""
+        """A context inside which the first signal only sets `requested` and says so; whoever runs the steps looks there after each."""
         self._deferred = say
         try:
             yield

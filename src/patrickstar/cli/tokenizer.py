@@ -1,4 +1,4 @@
-"""From text to tokens: bytes where they are enough for the model's vocabulary, else a BPE trained on the corpus.
+"""Tokenizers of text: bytes where they are enough for the model's vocabulary, else a BPE trained on the corpus.
 
 A trained tokenizer is kept in the user's cache directory, named by all that it depends on. The cache is a convenience:
 where it cannot be read or written, the tokenizer is trained again, with the same outcome.
@@ -80,7 +80,7 @@ class LibraryTokenizer:
 
 
 def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) -> Tokenizer:
-    """The tokenizer for a model of that vocabulary: its `own` one, bytes, the cached one, or a newly trained one.
+    """The tokenizer for a model of a vocabulary: the model's `own` one, bytes, the cached one, or a newly trained one.
 
     Raises:
         ConfigError: a vocabulary smaller than the 256 bytes that any text may need; no `tokenizers` installed.
@@ -166,7 +166,7 @@ def _read_cached(file: Path | None, vocab_size: int) -> Any | None:
 
 
 def _write_cached(file: Path | None, tokenizer: Any) -> None:
-    """Written aside and renamed, so that nobody ever reads half a file."""
+    """Writes a tokenizer aside and renames it, so that nobody ever reads half a file."""
     if file is None:
         return
     aside: str | None = None

@@ -151,7 +151,7 @@ def train(invocation: Invocation, **given: Any) -> int:
 
 
 def _configure(given: dict[str, Any]) -> Configuration | None:
-    """What `--config` says, with the flags that stand on the command line in the place of its keys."""
+    """The request of `--config`, with the flags that stand on the command line in the place of its keys."""
     if given["config"] is None:
         return None
     context = click.get_current_context()

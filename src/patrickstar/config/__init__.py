@@ -1,1 +1,1 @@
-"""What users may ask for: frozen option groups, each checked as a whole when it is made."""
+"""Options that users may give: frozen groups, each checked as a whole when it is made."""

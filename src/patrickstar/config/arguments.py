@@ -87,7 +87,7 @@ class MemoryOptions:
         refuse([*problems, *self._conflicts()], of="manage")
 
     def _conflicts(self) -> list[str]:
-        """What is wrong with arguments that are each well."""
+        """Problems of arguments that are each well."""
         problems = []
         if self.device == "cpu" and self.device_memory is not None:
             problems.append(

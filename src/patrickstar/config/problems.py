@@ -1,4 +1,4 @@
-"""What is wrong with an option group: phrases that are collected, and told all at once."""
+"""Problems of an option group: phrases that are collected, and told all at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:
-    """What to tell about an argument nobody knows: the nearest spelling, and all there are."""
+    """A message about an argument nobody knows: the nearest spelling, and all there are."""
     known = sorted(known)
     near = nearest(OTHER_NAMES.get(name, name), known)
     return (
@@ -24,7 +24,7 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
 
 
 def later(name: str, value: object, *, default: object) -> list[str]:
-    """The problem of an option that this version knows only by name: anything but its default."""
+    """The problem of an option that this version knows only by name: any value but the option's default."""
     if type(value) is type(default) and value == default:
         return []
     return [f"{name}={value!r} arrives in a later version; leave it at {default!r}"]

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Final
 
-from patrickstar.core.layout import aligned
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.layout import TensorSpec, aligned
 from patrickstar.errors import LayoutError
 
 GRAIN: Final = 2048  # elements: a slot is whole pages of 4096 bytes in 16 bit too
@@ -31,7 +30,7 @@ _EFFORT: Final = 1 << 19
 
 
 def search_chunk_numel(specs: Sequence[TensorSpec]) -> int:
-    """Elements of a chunk for these tensors: a multiple of 2048.
+    """Elements of a chunk for tensors of these specs: a multiple of 2048.
 
     Padding is below 2 % for a model of a million elements or more, wherever some size gives that: tensors of a few
     elements each waste more on alignment alone.
@@ -77,7 +76,7 @@ def target_numel(numel: int) -> int:
 
 
 def count_chunks(spaces: Sequence[int], *, chunk_numel: int) -> int:
-    """How many chunks `build_layout` makes of tensors that take these spaces, without making it."""
+    """Number of chunks that `build_layout` makes of tensors that take these spaces, without making a layout."""
     n_chunks, room = 1, chunk_numel
     fresh = True  # the chunk at hand is still empty: a tensor that it cannot hold makes a run of it
     for space in spaces:

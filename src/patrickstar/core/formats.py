@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 
 __all__ = ["FP32", "Formats", "PlaneFormat", "SessionFormats", "bf16_formats", "fp16_formats"]
 
@@ -26,7 +26,7 @@ _FP32: Final = PlaneFormat("float32", 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """Which planes chunks have, and of which type each is.
+    """The planes that chunks have, and the type of each.
 
     Attributes:
         planes: of chunks in general. whole: of those whose tensors stay fp32 whole (`Layout.is_whole`).
@@ -52,11 +52,11 @@ class Formats:
         object.__setattr__(self, "_frozen_whole", MappingProxyType({WEIGHT: self.whole[WEIGHT]}))
 
     def thaw(self, chunks: Iterable[int]) -> Formats:
-        """The formats with these chunks trained."""
+        """The formats with the given chunks trained."""
         return replace(self, thawed=self.thawed.union(chunks))
 
     def widen(self, chunk: int) -> Formats:
-        """The formats with this chunk's gradients in fp32."""
+        """The formats with one chunk's gradients in fp32."""
         return replace(self, widened=self.widened.union([chunk]))
 
     @property
@@ -78,15 +78,15 @@ class Formats:
         return self.at(ref.chunk, layout)[ref.plane]
 
     def is_split(self, chunk: int, layout: Layout) -> bool:
-        """Whether a chunk's masters are split in two halves."""
+        """Tells whether a chunk's masters are split in two halves."""
         return REST in self.at(chunk, layout)
 
     def is_trained(self, chunk: int, layout: Layout) -> bool:
-        """Whether a chunk has the planes that training needs."""
+        """Tells whether a chunk has the planes that training needs."""
         return EXP_AVG in self.at(chunk, layout)
 
     def units(self, layout: Layout, planes: Iterable[str]) -> Iterator[PlaneRef]:
-        """The units of these planes, as far as their chunks have them."""
+        """The units of some planes, as far as the units' chunks have these planes."""
         for ref in layout.units(planes):
             if ref.plane in self.at(ref.chunk, layout):
                 yield ref

@@ -1,4 +1,4 @@
-"""Which tensor lies where in which chunk: deterministic, and equal on all ranks.
+"""The layout of tensors in chunks: deterministic, and equal on all ranks.
 
 A chunk is a fixed number of elements. Tensors follow each other in registration order (next-fit). A tensor that no
 chunk can hold starts a run of adjacent chunks, and later tensors may continue in the tail of the run's last chunk.
@@ -11,17 +11,47 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from patrickstar.core.plane import WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.errors import LayoutError
 
 # 64 bytes of fp32: whole vectors for every kernel, so that no tensor but a last one has a tail (design, section 4).
 ALIGNMENT: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A parameter's name, shape, whether it is trained, and whether it stays fp32 whole. Parameters that are tied appear once.
+
+    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer. `table`: whether it is
+    looked up in by rows where it rests, and so shares no chunk with what is fetched.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    whole: bool = False
+    tile_numel: int | None = None
+    table: bool = False
+
+    def kind(self) -> tuple[bool, bool, bool]:
+        """Three flags of a tensor, (stays fp32 whole, is frozen, is a table): tensors of one kind share chunks."""
+        return self.whole, not self.trainable, self.table
+
+    @property
+    def numel(self) -> int:
+        """Elements: 1 for a scalar, 0 where a dim is 0."""
+        return math.prod(self.shape)
+
+    def tiles(self) -> list[int]:
+        """Elements of each of the tensor's tiles, in order: of the whole tensor, where it has none."""
+        tile = self.tile_numel or self.numel
+        return [min(tile, self.numel - start) for start in range(0, self.numel, tile)] if self.numel else [0]
 
 
 class Tile(NamedTuple):
@@ -35,7 +65,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where a tensor lies: `chunk` is the head of its run, `offset` counts elements from the start of the run.
+    """Place of a tensor: `chunk` is the head of its run, `offset` counts elements from the start of the run.
 
     `tiles`: where the tiles lie of a tensor that has several. `chunk` and `offset` are then the first one's.
     """
@@ -83,7 +113,7 @@ class Group(NamedTuple):
     table: bool = False
 
     def kind(self) -> tuple[bool, bool, bool]:
-        """As `TensorSpec.kind`."""
+        """The flags of the group's tensors, in the order of `TensorSpec.kind`."""
         return self.whole, self.frozen, self.table
 
     def __str__(self) -> str:
@@ -128,7 +158,7 @@ class Layout:
 
     @property
     def alignment(self) -> int:
-        """Every slice begins at a multiple of this many elements."""
+        """Elements of which every slice's start is a multiple."""
         return ALIGNMENT
 
     @property
@@ -137,15 +167,15 @@ class Layout:
         return len(self._run_of)
 
     def is_whole(self, chunk: int) -> bool:
-        """Whether a chunk's tensors stay fp32 whole."""
+        """Tells whether a chunk's tensors stay fp32 whole."""
         return self._group_of[chunk].whole
 
     def is_frozen(self, chunk: int) -> bool:
-        """Whether a chunk's tensors were not trained when the layout was made."""
+        """Tells whether a chunk's tensors were not trained when the layout was made."""
         return self._group_of[chunk].frozen
 
     def is_table(self, chunk: int) -> bool:
-        """Whether a chunk's tensors are looked up in by rows."""
+        """Tells whether a chunk's tensors are looked up in by rows."""
         return self._group_of[chunk].table
 
     @property
@@ -169,7 +199,7 @@ class Layout:
         return tuple(f"{label}[{index}]" for index in range(len(tiles))) or (label,)
 
     def tiles(self, label: str) -> tuple[Tile, ...]:
-        """Where a tensor's tiles lie: one, where it has none."""
+        """Places of a tensor's tiles: one, where the tensor has none."""
         if label in self._labels:
             return (self._labels[label][1],)
         place = self.slices[label]
@@ -210,11 +240,11 @@ class Layout:
         return tuple(parts)
 
     def tensors_in(self, chunk: int) -> tuple[Piece, ...]:
-        """What lies in this one chunk, by rising `start`: (name, start, stop, tensor_start)."""
+        """Pieces of tensors in this one chunk, by rising `start`: (name, start, stop, tensor_start)."""
         return self._pieces[chunk]
 
     def units(self, planes: Iterable[str]) -> Iterator[PlaneRef]:
-        """Every unit of these planes: by chunk, then in the order of `planes`; of a weight, the heads of runs only."""
+        """Every unit of `planes`: by chunk, then in the order of `planes`; of a weight, the heads of runs only."""
         planes = tuple(planes)
         for chunk, run in enumerate(self._run_of):
             for plane in planes:
@@ -250,7 +280,7 @@ def aligned(numel: int) -> int:
 
 
 def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
-    """The layout of these tensors, in their order, in chunks of `chunk_numel` elements.
+    """The layout of tensors, in the order of `specs`, in chunks of `chunk_numel` elements.
 
     A tensor without elements takes no space; its slice is the start of the run it is registered in.
 

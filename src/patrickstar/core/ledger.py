@@ -1,4 +1,4 @@
-"""Bytes by tier and by link, as actions and moments are told to it: one book for the simulator and the executor.
+"""Bytes by tier and by link, as actions and moments bring them: one book for the simulator and the executor.
 
 Nobody counts memory by hand around a copy. Whoever carries out an action tells the ledger once, and what the ledger
 says must agree with what the pools hold; tests compare the two.
@@ -72,18 +72,18 @@ class Ledger:
         self._chunks[tier] -= nbytes
 
     def move(self, src: Tier, dst: Tier, nbytes: int) -> None:
-        """Bytes cross a link. Neither end changes what it holds: a copy leaves its source, and its target was added."""
+        """Enters bytes that cross a link. Neither end changes what it holds: a copy leaves its source, and its target was added."""
         assert nbytes >= 0, f"{nbytes} bytes cross {link(src, dst)}"
         self._moved[link(src, dst)] += nbytes
 
     def nonmodel(self, tier: Tier, nbytes: int) -> None:
-        """From now on everything on the tier that is no chunk comes to `nbytes`."""
+        """Enters that from now on everything on the tier that is no chunk comes to `nbytes`."""
         assert nbytes >= 0, f"{nbytes} non-model bytes on the {tier.label}"
         self._nonmodel[tier] = nbytes
         self._note(tier)
 
     def begin_moment(self, nonmodel_bytes: Mapping[Tier, int] | None = None) -> None:
-        """What follows belongs to the next moment, whose peak starts from what is held now.
+        """Begins the next moment, whose peak starts from what is held now.
 
         Args:
             nonmodel_bytes: what `nonmodel` would be told, where it changes as the moment begins: what was there only
@@ -98,7 +98,7 @@ class Ledger:
             self._note(tier)
 
     def snapshot(self) -> LedgerSnapshot:
-        """What the ledger says now; later entries do not change it."""
+        """A copy of the ledger as it is now, which later entries do not change."""
         return LedgerSnapshot(
             chunk_bytes=dict(self._chunks),
             nonmodel_bytes=dict(self._nonmodel),

@@ -1,4 +1,4 @@
-"""Which of an arena's slots are in use, and which hold pages: bookkeeping that has never seen a byte.
+"""Slots of an arena that are in use, and those that hold pages: bookkeeping that has never seen a byte.
 
 (1) A slot is in use, warm (free, its pages are committed) or cold (free, without pages).
 (2) `in_use` and `warm` are the counts of such slots; `committed` is their sum, what the process really holds.
@@ -51,11 +51,11 @@ class SlotMap:
         return self._in_use + len(self._warm)
 
     def is_in_use(self, slot: int) -> bool:
-        """Whether a slot is taken."""
+        """Tells whether a slot is taken."""
         return self._state[slot] == _USED
 
     def can_take(self, n: int = 1) -> bool:
-        """Whether there are `n` adjacent free slots."""
+        """Tells whether there are `n` adjacent free slots."""
         return self._in_use < self.virtual_slots if n == 1 else self._best_run(n) >= 0
 
     def take(self, n: int = 1) -> int:

@@ -8,7 +8,7 @@ __all__ = ["contiguous_strides", "dense_strides"]
 
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """These strides where the elements lie without gaps or overlaps, else those of a contiguous tensor.
+    """The given strides where elements lie without gaps or overlaps, else those of a contiguous tensor.
 
     So what is channels last is walked in its own order: an update is element by element, and the order changes no bits.
     """
@@ -22,7 +22,7 @@ def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a tensor whose last dim is the innermost."""
+    """Strides of a tensor whose last dim is the innermost."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

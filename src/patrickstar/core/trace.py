@@ -1,4 +1,4 @@
-"""What one training step touches, moment by moment: the input of every plan.
+"""Traces of what one training step touches, moment by moment: the input of every plan.
 
 A trace prints one line a moment, and parses back:
 
@@ -20,11 +20,11 @@ from enum import Enum
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 
 
 class Phase(str, Enum):
-    """What a moment is part of."""
+    """The part of a step that a moment belongs to."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -52,7 +52,7 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of these units, `nbytes` of them. Prints as `rows 4096 c0.weight c1.weight`, `rows* 4096 c0.grad` where they are added to.
+    """Rows of some units, `nbytes` in all. Prints as `rows 4096 c0.weight c1.weight`, `rows* 4096 c0.grad` where rows are added to.
 
     The units rest on the host while a device computes: it must have their last contents, and where rows are added nobody else may.
     """
@@ -66,7 +66,7 @@ class Rows:
 
     @classmethod
     def parse(cls, words: list[str]) -> Rows:
-        """The rows that print as these words."""
+        """The rows that print as `words`."""
         kind, nbytes, *refs = words
         return cls(tuple(map(PlaneRef.parse, refs)), int(nbytes), writes=kind == "rows*")
 
@@ -155,7 +155,7 @@ class Trace:
         return sorted({touch.ref for moment in self.moments for touch in moment.touches if touch.ref.plane == plane})
 
     def name(self, index: int) -> str:
-        """How messages name a moment: `17 backward layers.7.mlp.w1`."""
+        """A moment's name in messages: `17 backward layers.7.mlp.w1`."""
         return f"{index} {self.moments[index].name}"
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class Trace:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def differences(self, other: Trace) -> list[str]:
-        """What `other` has differently, a line per moment, naming it; empty for equal traces."""
+        """Differences of `other`, a line per moment, naming it; empty for equal traces."""
         lines = [
             f"moment {self.name(index)}: {', '.join(_changes(mine, theirs))}"
             for index, (mine, theirs) in enumerate(zip(self.moments, other.moments, strict=False))
@@ -191,7 +191,7 @@ class Trace:
 
 
 def _changes(mine: Moment, theirs: Moment) -> list[str]:
-    """One phrase per field that differs: sets by what is gone and what is new, the rest by both values."""
+    """Phrases, one per field that differs: sets by what is gone and what is new, the rest by both values."""
     phrases = []
     for field in fields(Moment):
         ours, other = getattr(mine, field.name), getattr(theirs, field.name)

@@ -28,13 +28,15 @@ _ALLOWED = (
 
 
 class Records(Protocol):
-    """The recorder, as far as its classes know it."""
+    """The recorder, as far as the classes of its parameters know it."""
 
     def label(self, tensor: Tensor) -> str:
-        """How messages call a parameter."""
+        """The name of a parameter in messages."""
 
 
 def parameter_class(recorder: Records) -> type[Any]:
+    """A class for the parameters of one recorder, which lets nobody read what is not there."""
+
     class DeferredParameter(nn.Parameter):
         """A parameter whose values are made when it is managed."""
 
@@ -57,8 +59,10 @@ def parameter_class(recorder: Records) -> type[Any]:
 
 
 def alias_class(recorder: Records) -> type[Any]:
+    """A class for views of the parameters of one recorder."""
+
     class DeferredAlias(Tensor):
-        """A view of such a parameter, its `.data`, `detach()`."""
+        """A view of a deferred parameter, its `.data`, `detach()`."""
 
         deferred_by = recorder
 

@@ -56,7 +56,7 @@ def deferred_init() -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """Whether this thread is inside of a `deferred_init()`."""
+    """Tells whether this thread is inside of a `deferred_init()`."""
     return any(isinstance(mode, _Operations) for mode in _get_current_dispatch_mode_stack())
 
 

@@ -1,4 +1,4 @@
-"""What one of torch's operations does with the tensors that it is given, as far as recording it goes."""
+"""Effects of torch's operations on the tensors that they are given, as far as recording goes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _COPIES = frozenset({"clone", "_to_copy"})
 
 
 class OperationSignature:
-    """What an operation does to the tensors that it is given, by its schema and its name.
+    """An operation's effects on the tensors that it is given, by its schema and its name.
 
     Attributes:
         is_view: gives tensors over the storages that it is given, and writes to none. draws: random numbers.
@@ -84,7 +84,7 @@ class OperationSignature:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it has elements in a storage in memory."""
+    """Tells whether a tensor has elements in a storage in memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -94,5 +94,5 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie without gaps or overlaps."""
+    """Tells whether a tensor's elements lie without gaps or overlaps."""
     return dense_strides(tensor.shape, tensor.stride()) == tensor.stride()

@@ -1,4 +1,4 @@
-"""How a tensor's values came about: the operations that made and changed its storage, to be carried out again.
+"""Recipes of tensors' values: the operations that made and changed a storage, to be carried out again.
 
 Note [Recipes]
     Operations are recorded by *storage*, since initialisers write through views (`weight[padding_idx].zero_()`, `weight.data`). Each call
@@ -97,7 +97,7 @@ class Call:
     parameters: frozenset[Cell] = frozenset()
 
     def operands(self) -> Iterable[Operand]:
-        """Its arguments that are recorded storages."""
+        """The arguments of the call that are recorded storages."""
         return (leaf for leaf in self.leaves if isinstance(leaf, Operand))
 
 
@@ -117,7 +117,7 @@ def room(nbytes: int) -> torch.UntypedStorage:
 
 
 def can_replay_in(cell: Cell, dtype: torch.dtype) -> bool:
-    """Whether every call that a storage needs only writes to it, as this type: then it can be made where it is to lie."""
+    """Tells whether every call that a storage needs only writes to it, as this type: then it can be made where it is to lie."""
     return all(
         not call.makes and all(operand.cell is cell and operand.dtype is dtype for operand in call.operands())
         for call in _needed(cell)
@@ -125,7 +125,7 @@ def can_replay_in(cell: Cell, dtype: torch.dtype) -> bool:
 
 
 def replay_in(cell: Cell, place: Tensor) -> None:
-    """As `replay`, in a 1-D tensor of the storage's size. Only where `can_replay_in`."""
+    """Carries out the calls of a storage, as `replay` does, in a 1-D tensor of the storage's size. Only where `can_replay_in`."""
     before = torch.get_rng_state()
     try:
         for call in _needed(cell):

@@ -47,7 +47,7 @@ Known = Mapping[int, Cell]
 
 
 class DeferredRecorder:
-    """What happens to tensors from the beginning to the end of one `deferred_init()`, and afterwards the values of its parameters."""
+    """A recorder of what happens to tensors during one `deferred_init()`, and afterwards the source of its parameters' values."""
 
     def __init__(self) -> None:
         self._parameter_class, self._alias_class = parameter_class(self), alias_class(self)
@@ -88,17 +88,17 @@ class DeferredRecorder:
             return self._storages.cell(tensor)
 
     def has_no_memory(self, tensor: Tensor) -> bool:
-        """Whether this is a parameter whose values are recorded, or an alias of one."""
+        """Tells whether a tensor is a parameter whose values are recorded, or an alias of one."""
         cell = self.cell(tensor)
         return cell is not None and cell.deferred
 
     def label(self, tensor: Tensor) -> str:
-        """How messages call a parameter."""
+        """The name of a parameter in messages."""
         cell = self.cell(tensor)
         return (cell.label if cell is not None else "") or _COPY
 
     def dress(self, result: Any) -> Any:
-        """Aliases of parameters get a class that lets nobody read them after the context."""
+        """Gives aliases of parameters a class that lets nobody read them after the context."""
         if type(result) is Tensor:
             if self.has_no_memory(result):
                 result.__class__ = self._alias_class
@@ -109,7 +109,7 @@ class DeferredRecorder:
         return result
 
     def close(self) -> None:
-        """The context has been left: parameters get their class, and what they do not need is forgotten."""
+        """Ends the recording: parameters get their class, and what they do not need is forgotten."""
         for seen in self._seen:
             tensor = seen()
             if tensor is not None and isinstance(tensor, nn.Parameter) and self.has_no_memory(tensor):
@@ -128,14 +128,14 @@ class DeferredRecorder:
             return over(replay(cell), operand(parameter, cell, None))
 
     def can_make_in(self, parameter: Tensor, dtype: torch.dtype) -> bool:
-        """Whether a parameter's values can be made in memory of this type that is theirs, without any other."""
+        """Tells whether a parameter's values can be made in memory of this type that is theirs, without any other."""
         cell = self.cell(parameter)
         with _apart():
             whole = cell is not None and parameter.nbytes == cell.nbytes > 0 and is_dense(parameter)
             return whole and cell is not None and can_replay_in(cell, dtype)
 
     def make_in(self, parameter: Tensor, place: Tensor) -> None:
-        """Makes them there: a 1-D tensor in the order in which the parameter lies in memory."""
+        """Makes a parameter's values in a given 1-D tensor, in the order in which the parameter lies in memory."""
         with torch.inference_mode(False), _apart():
             cell = self._storages.cell(parameter)
             assert cell is not None, "a parameter without a record"
@@ -208,7 +208,7 @@ class DeferredRecorder:
     def _write(
         self, signature: OperationSignature, call: Call, leaves: list[Any], known: Known, changed: Any, *, whole: bool
     ) -> None:
-        """An operation that changes a parameter in place: written down, and carried out only where something depends on that."""
+        """Writes down an operation that changes a parameter in place, and carries it out only where something depends on that."""
         cell, *others = changed
         label, name = cell.label or _COPY, signature.name
         if others:
@@ -236,14 +236,14 @@ class DeferredRecorder:
         return self._storages.without_memory(cell, result)
 
     def _values(self, cell: Cell) -> torch.UntypedStorage:
-        """What a parameter has in it, for an operation that reads it."""
+        """The values of a parameter so far, for an operation that reads them."""
         if self._hand is None or self._hand[0] is not cell:
             self._hand = None
             self._hand = (cell, replay(cell))
         return self._hand[1]
 
     def _gone(self, nbytes: int) -> None:
-        """Memory has been freed; the allocator is asked from time to time to give it back."""
+        """Notes that memory has been freed; the allocator is asked from time to time to give it back."""
         self._freed_bytes += nbytes
         if self._freed_bytes >= _RELEASE_BYTES:
             release_free_memory()
@@ -268,7 +268,7 @@ class DeferredRecorder:
 
 
 def _covers(written: list[Tensor], known: Known) -> bool:
-    """Whether writing to a tensor leaves nothing of its storage as it was, and no other argument has that storage."""
+    """Tells whether writing to a tensor leaves nothing of its storage as it was, and no other argument has that storage."""
     if len(written) != 1 or id(written[0]) not in known:
         return False
     cell = known[id(written[0])]
@@ -289,7 +289,7 @@ def _run(call: Call, leaves: list[Any], known: Known, storages: Mapping[int, tor
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Our own operations on tensors: seen by no mode."""
+    """A context for our own operations on tensors: seen by no mode."""
     # Not `inference_mode(False)` as well: below autograd, that would put autograd back on top.
     with Unseen(), _disable_current_modes(), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""What cannot be recorded while modules are built, and what is said then."""
+"""Refusals of what cannot be recorded while modules are built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def expect_own(label: str, call: Call, own: Cell, how: str) -> None:
 
 
 def outside(tensor: Tensor) -> str:
-    """What it is that cannot be kept."""
+    """A phrase for values that cannot be kept."""
     if is_plain(tensor) and tensor.untyped_storage().resizable():
         return f"{format_bytes(tensor.nbytes)} of values made elsewhere; up to {format_bytes(CONSTANT_BYTES)} are kept"
     return ELSEWHERE

@@ -1,4 +1,4 @@
-"""The storages that are recorded while modules are built, and those without memory."""
+"""Storages that are recorded while modules are built, and those without memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST_LOOK = 1024
 
 
 class Storages:
-    """Which record belongs to which storage."""
+    """Records of storages, found by storage."""
 
     def __init__(self) -> None:
         # A weak reference to a storage keeps its address from being given to another.
@@ -34,7 +34,7 @@ class Storages:
         return None if known is None else known[1]
 
     def add(self, storage: torch.UntypedStorage, cell: Cell) -> None:
-        """This storage has this record. Several may have the same."""
+        """Notes the record of a storage. Several storages may have one record."""
         if len(self._cells) >= self._look_again:
             self._cells = {key: known for key, known in self._cells.items() if not known[0].expired()}
             self._look_again = _FIRST_LOOK + 2 * len(self._cells)

@@ -21,14 +21,14 @@ _log = logging.getLogger("patrickstar")
 
 
 class LoadedKeys(NamedTuple):
-    """What `load_state_dict` left out."""
+    """Keys that `load_state_dict` left out."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class Engine(nn.Module):
-    """What `initialize_engine` gives: the model, called as it was, with `backward` and `step`.
+    """The engine that `initialize_engine` gives: the model, called as it was, with `backward` and `step`.
 
     Attributes:
         module: the model. session: what manages it, a `patrickstar.Session`, with stats, plan and export. optimizer: what `step` steps.
@@ -58,7 +58,7 @@ class Engine(nn.Module):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """That of the config, or None; the optimizer's step advances it."""
+        """The config's scheduler of rates, or None; the optimizer's step advances it."""
         return self.optimizer.lr_scheduler
 
     @property
@@ -91,7 +91,7 @@ class Engine(nn.Module):
         self.optimizer.zero_grad(set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last one of its step."""
+        """Tells whether the present micro-batch is the last one of its step."""
         return self.optimizer.at_boundary
 
     def gradient_accumulation_steps(self) -> int:

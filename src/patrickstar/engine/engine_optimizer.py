@@ -47,12 +47,12 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The session's list, not a copy."""
+        """The session's list of groups, not a copy."""
         return self._managed.param_groups
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """See `ManagedOptimizer.state`."""
+        """The state of Adam by parameter, as `ManagedOptimizer.state` has it."""
         return self._managed.state
 
     @property
@@ -62,7 +62,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the next `step()` ends a step."""
+        """Tells whether the next `step()` ends a step."""
         return self._micro_steps + 1 >= self._accumulate
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -95,7 +95,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch at a boundary; nothing between two, where gradients add up."""
+        """Forgets gradients at a boundary, as in torch; nothing between two, where gradients add up."""
         if self._micro_steps == 0:
             self._managed.zero_grad(set_to_none)
 
@@ -104,7 +104,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._managed.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """In the format of torch's class."""
+        """The state of the optimizer in the format of torch's class."""
         return self._managed.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

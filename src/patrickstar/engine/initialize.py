@@ -19,8 +19,7 @@ from patrickstar.deferred.deferred_init import deferred_init
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.engine_optimizer import EngineOptimizer
 from patrickstar.errors import ConfigError, LayoutError
-from patrickstar.optim.configured import build_optimizer
-from patrickstar.optim.scheduler import Scheduler
+from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.session.manage import manage
 
 __all__ = ["initialize_engine", "memory_for"]

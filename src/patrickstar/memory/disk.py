@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import default_disk_bytes, free_bytes, kept_in_memory, prepare_directory

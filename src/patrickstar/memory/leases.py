@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 
 __all__ = ["AssembledKey", "CopyKey", "Key", "Leases", "Located", "WeightKey"]
 

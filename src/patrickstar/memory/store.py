@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool

@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 from patrickstar.core.strides import dense_strides
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.optim.choose import choose_kernel
-from patrickstar.optim.flat import flat_or_copy, put_back
 from patrickstar.optim.hyper import Hyper, refuse_unsupported
 from patrickstar.optim.kernel import Kernel
 
@@ -159,3 +158,23 @@ def _check(parameter: torch.Tensor) -> None:
             f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} on {parameter.device}: patrickstar's "
             "optimizers update torch.float32 parameters on the CPU; use torch's class for others"
         )
+
+
+def flat_or_copy(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """One-dimensional, in the memory order that `stride` describes: a view where the tensor lies so, else a copy."""
+    laid = tensor.detach()
+    if not _same_order(laid, stride):
+        laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(laid)
+    return laid.as_strided((laid.numel(),), (1,), laid.storage_offset())
+
+
+def put_back(flat: torch.Tensor, tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
+    """Writes what `flat_or_copy` gave back into its tensor, where it was a copy."""
+    if not _same_order(tensor, stride):
+        tensor.detach().copy_(flat.as_strided(tensor.shape, stride))
+
+
+def _same_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    # The stride of a dim of size 1 says nothing about where elements lie.
+    dims = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return all(size == 1 or mine == wanted for size, mine, wanted in dims)

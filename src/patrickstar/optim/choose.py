@@ -1,4 +1,4 @@
-"""Which kernel this machine gets."""
+"""Choice of the optimizer kernel for this machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def choose_kernel(requested: str | None = None) -> Kernel:
 
 @torch.no_grad()
 def keeps_the_definition(kernel: Kernel) -> bool:
-    """Whether a kernel's update of a small sample has exactly the definition's bits. Takes about a millisecond."""
+    """Tells whether a kernel's update of a small sample has exactly the definition's bits. Takes about a millisecond."""
     # An odd number of vectors, so that a kernel that hands its threads parts of vectors is found out.
     numel = 67 * VECTOR_NUMEL
     generator = torch.Generator(device="cpu").manual_seed(1)

@@ -22,7 +22,7 @@ class Operations(Protocol):
         ...
 
     def lerp_(self, exp_avg: torch.Tensor, grad: torch.Tensor, blend: float) -> None:
-        """exp_avg goes the share `blend` of the way to grad, from the nearer end (Note [Lerp] in `kernel.py`)."""
+        """Moves exp_avg the share `blend` of the way to grad, from the nearer end (Note [Lerp] in `kernel.py`)."""
         ...
 
     def decay_square_(self, exp_avg_sq: torch.Tensor, grad: torch.Tensor, keep: float, add: float) -> None:
@@ -44,7 +44,7 @@ class Native:
 
 
 class Emulated:
-    """The same from separately rounded operations only, on any machine; several times slower."""
+    """Fused multiply-adds from separately rounded operations only, on any machine; several times slower."""
 
     def plus_scaled(self, grad: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
         return exact_fma(weight, scale, grad)

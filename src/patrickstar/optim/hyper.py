@@ -20,7 +20,7 @@ UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """What a `param_group` says about the update of its parameters, as Python numbers."""
+    """Hyper-parameters of a `param_group`, as Python numbers."""
 
     lr: float
     beta1: float
@@ -49,7 +49,7 @@ class Hyper:
         )
 
     def check(self) -> None:
-        """Raises ConfigError where torch's constructor would refuse the values.
+        """Checks the values. Raises ConfigError where torch's constructor would refuse them.
 
         Called when an optimizer or a group comes in, not at each step: a scheduler that overshoots zero by a rounding
         error runs on in torch, and so it does here.

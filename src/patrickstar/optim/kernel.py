@@ -1,4 +1,4 @@
-"""What an optimizer kernel is: one Adam or AdamW update over flat runs of elements.
+"""Optimizer kernels: one Adam or AdamW update over flat runs of elements.
 
 The bits of the update are defined once, for every kernel and every oracle. With f(x) rounding a double to fp32 and
 fma(a, b, c) = a * b + c rounded once:
@@ -57,7 +57,7 @@ class Kernel(Protocol):
 
 
 def check_planes(*planes: torch.Tensor, step: int) -> None:
-    """Catches a caller's mistake before raw memory is touched: torch's fused kernel trusts what it is given."""
+    """Catches a caller's mistake before raw memory is touched, for torch's fused kernel trusts its arguments."""
     weight = planes[0]
     for plane in planes:
         assert plane.dim() == 1, f"a plane must be flat, not {tuple(plane.shape)}"

@@ -18,7 +18,7 @@ GRAD_SCALER_ARGUMENTS = frozenset({"grad_scaler", "grad_scale", "found_inf"})
 
 
 class StepTarget(Protocol):
-    """Who does the work: the session."""
+    """The session as the optimizer sees it: who does the work."""
 
     def step_groups(self) -> None:
         """Updates what has a gradient, with the hyper-parameters that `ManagedOptimizer.hypers()` gives now."""
@@ -37,7 +37,7 @@ class StepTarget(Protocol):
         ...
 
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the states (`state.unpack`, which has passed) over; the groups are not its business."""
+        """Takes over states that `state.unpack` has passed; the groups are the optimizer's business."""
         ...
 
 
@@ -88,7 +88,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The original's list, not a copy."""
+        """The original optimizer's list of groups, not a copy."""
         return self._original.param_groups
 
     @property  # type: ignore[override]
@@ -117,7 +117,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         return read_groups(self.param_groups, self._names)
 
     def step(self, closure: Callable[[], float] | None = None, **scaling: object) -> float | None:  # type: ignore[override]
-        """One step: closure and update, between the step hooks of both optimizers.
+        """Runs one step: closure and update, between the step hooks of both optimizers.
 
         What a gradient scaler passes along is ignored, as by an optimizer that does not scale by itself.
 
@@ -160,7 +160,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch, for the parameters in the groups."""
+        """Forgets the gradients of the parameters in the groups, as in torch."""
         self._require_attached("zero_grad()")
         self._target.zero_grad(set_to_none)
 

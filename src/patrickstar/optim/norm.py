@@ -40,12 +40,12 @@ class GlobalNorm:
                 self._sum_block()
 
     def end_tensor(self) -> None:
-        """The current tensor is complete: the next piece starts another one, with a block of its own."""
+        """Ends the current tensor: the next piece starts another one, with a block of its own."""
         if self._filled:
             self._sum_block()
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
-        """A whole tensor at once, in the order of its indices."""
+        """Adds a whole tensor at once, in the order of its indices."""
         self.add(tensor.detach().reshape(-1))
         self.end_tensor()
 
@@ -61,7 +61,7 @@ class GlobalNorm:
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
-    """What every gradient is multiplied with: max_norm / (norm + 1e-6), at most 1, in fp32; NaN for a NaN norm.
+    """Factor of every gradient: max_norm / (norm + 1e-6), at most 1, in fp32; NaN for a NaN norm.
 
     Source: `torch.nn.utils.clip_grad_norm_`, which multiplies also where the factor is 1.
     """

@@ -10,7 +10,7 @@ __all__ = ["ScaleRule"]
 
 
 class ScaleRule:
-    """A loss scale, and what changes it.
+    """A loss scale that follows overflows.
 
     Source: DeepSpeed's `DynamicLossScaler.update_scale`. It grows by `factor` after every `window` updates without overflow in a row. An overflow
     uses up one of `hysteresis`; from the last one on each overflow divides by `factor`, down to `minimum`. All of them are there again after
@@ -29,12 +29,12 @@ class ScaleRule:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether another overflow could not be answered by a smaller scale."""
+        """Tells whether another overflow could not be answered by a smaller scale."""
         options = self.options
         return options.dynamic and self.hysteresis_left == 1 and self.scale <= options.minimum
 
     def update(self, *, overflowed: bool) -> None:
-        """A step has ended, with gradients that had overflowed or had not."""
+        """Ends a step with gradients that had overflowed or had not."""
         options = self.options
         if overflowed:
             self.good_steps = 0
@@ -55,7 +55,7 @@ class ScaleRule:
             self.scale *= options.factor
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes on from here: the keys of torch's GradScaler, and `hysteresis_left`."""
+        """The state that scaling goes on from: the keys of torch's GradScaler, and `hysteresis_left`."""
         options = self.options
         return {
             "scale": self.scale,
@@ -67,7 +67,7 @@ class ScaleRule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from such a state; one of torch's GradScaler has no `hysteresis_left`, and all of it is there."""
+        """Goes on from a state of this class or of torch's GradScaler, which has no `hysteresis_left`: all of that is then left."""
         self.scale = float(state["scale"])
         self.good_steps = int(state["_growth_tracker"])
         self.hysteresis_left = min(int(state.get("hysteresis_left", self.options.hysteresis)), self.options.hysteresis)

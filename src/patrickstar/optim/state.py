@@ -1,4 +1,4 @@
-"""What Adam remembers of a tensor, and torch's format for writing that down.
+"""State that Adam keeps of a tensor, and torch's format for writing that down.
 
 torch numbers the parameters of an optimizer group by group and writes
 
@@ -39,7 +39,7 @@ class State:
 
     @classmethod
     def from_torch(cls, entry: Mapping[str, Any], shape: Sequence[int], *, name: str) -> State:
-        """Reads such an entry; the moments are the same tensors, not copies.
+        """Reads an entry of torch's `optimizer.state`; the moments are the same tensors, not copies.
 
         Raises:
             CheckpointError: a field is missing, is of another shape, or the count is none.

@@ -69,7 +69,7 @@ def read_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> d
 
 
 def read_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, State]:
-    """What the optimizer remembers, by name, without the parameters it never updated.
+    """State of the optimizer by name, without the parameters it never updated.
 
     The moments are the optimizer's own tensors: their memory is free once they are copied *and* its `state` is cleared.
 

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from patrickstar.core.plane import GRAD
+from patrickstar.core.planes import GRAD
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GradientUse, PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors

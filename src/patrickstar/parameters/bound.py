@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.strides import contiguous_strides, dense_strides
 from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import WeightKey

@@ -38,8 +38,9 @@ def differentiate(
         undress(output)
 
     def edges(inputs: Any) -> Any:
+        # Managed parameters, and views of slots that a custom Function has detached: all that would bring torch back.
         with Plain():
-            return [get_gradient_edge(tensor) if bound(tensor) is not None else tensor for tensor in inputs]
+            return [get_gradient_edge(tensor) if hasattr(type(tensor), "managed_by") else tensor for tensor in inputs]
 
     if func is torch.autograd.backward:
         inputs = kwargs["inputs"]

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.plane import GRAD
+from patrickstar.core.planes import GRAD, GradientUse
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title
@@ -122,6 +121,8 @@ class GradientAccess:
             raise StateError(
                 f"{bound.name}.grad was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
             )
+        if value is not None:
+            self._owner.has_gradient(bound.name)  # or it has been used and let go, and this one would come too late
         bound.tensor().grad = value
         # What a view of the old gradient shows is ordinary memory once that is let go.
         self._owner.drop_gradient(bound.name)

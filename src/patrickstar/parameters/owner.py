@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import AssembledKey, WeightKey
 from patrickstar.parameters.assembled import AssembledOwner

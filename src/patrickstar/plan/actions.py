@@ -1,4 +1,4 @@
-"""What a plan may ask for. Each action is one line of text that parses back.
+"""Actions that a plan may ask for. Each is one line of text that parses back.
 
     c12.weight H>D x4    Copy: a transfer is issued; the unit takes four slots
     c12.weight D?        Wait: the transfer to this tier must be over now
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What every plan satisfies. `check()` returns violations; it never repairs.
+"""Invariants of every plan. `check()` returns violations; it never repairs.
 
 (1) A unit touched or held at a moment is resident on the compute tier then, arrived, with its last contents.
     Otherwise an operation reads bytes still in flight, or older than what was written.
@@ -28,16 +28,18 @@ version of a unit, copies carry versions, and a tier is valid where it holds the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from types import MappingProxyType
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Rows, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.plan import Plan
-from patrickstar.plan.snapshot import Condition, Snapshot
+from patrickstar.plan.plan import Condition, Plan, Snapshot
+
+_PLACE = re.compile(r"\(\d\) moment (\d+) ")
 
 
 def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[str]:
@@ -60,6 +62,27 @@ def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[st
     replay.where = "the end"
     replay.end(plan.end, freed={ref for _, ref in plan.frees})
     return replay.violations
+
+
+def show(violations: Iterable[str], plan: Plan, trace: Trace) -> str:
+    """Violations for people: each with the moments around it, and the actions before each, the place marked.
+
+    (1) moment 1 forward p1: c1.weight is used but is not on the host
+           0 forward p0 0 c0.weight  <-  c0.weight K>H, c0.weight H?
+      >    1 forward p1 0 c1.weight  <-
+           2 forward p2 0 c2.weight  <-  c1.weight H!, c2.weight K>H, c2.weight H?
+    """
+    lines = []
+    for violation in violations:
+        lines.append(violation)
+        place = _PLACE.match(violation)
+        if place is None:
+            continue
+        here = int(place[1])
+        for index in range(max(0, here - 1), min(here + 2, len(trace), len(plan.moments))):
+            mark, actions = ">" if index == here else " ", ", ".join(map(str, plan.moments[index]))
+            lines.append(f"  {mark} {index:4} {trace.moments[index]}  <-  {actions}".rstrip())
+    return "\n".join(lines)
 
 
 class _Replay:
@@ -191,7 +214,7 @@ class _Replay:
         self._write(ref, action.tier)
 
     def happen(self, moment: Moment, pinned: Collection[PlaneRef]) -> None:
-        """The moment itself: what it uses must be there, what it writes is newer than every other copy."""
+        """Replays a moment itself: what it uses must be there, what it writes is newer than every other copy."""
         compute = self.start.compute
         for ref in sorted(pinned):
             if (ref, compute) in self.flights:
@@ -228,7 +251,7 @@ class _Replay:
         self.held[ref, tier] = self.newest[ref]
 
     def free(self, ref: PlaneRef) -> None:
-        """Nobody wants the unit's contents any more."""
+        """Replays that nobody wants the unit's contents any more."""
         if any(at == ref for at, _ in self.flights):
             self.violated(5, f"{ref} is freed while it is on its way")
         self.newest[ref] = 0
@@ -236,7 +259,7 @@ class _Replay:
             self.held.pop((ref, tier), None)
 
     def end(self, end: Snapshot, *, freed: Collection[PlaneRef]) -> None:
-        """After the last moment: everything arrived, nothing lost, and all of it written down."""
+        """Checks the state after the last moment: everything arrived, nothing lost, and all of it written down."""
         start = self.start
         for ref, tier in sorted(self.flights):
             self.violated(5, f"the transfer of {ref} to the {tier.label} was never waited for")
@@ -288,5 +311,5 @@ _DEPTH = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
 
 
 def _between(tier: Tier, compute: Tier, home: Tier) -> bool:
-    """Whether a tier lies on the way between the one that computes and a home below it."""
+    """Tells whether a tier lies on the way between the one that computes and a home below it."""
     return _DEPTH[compute] <= _DEPTH[tier] <= _DEPTH[home]

@@ -1,4 +1,4 @@
-"""In which order units leave the compute tier. A policy orders candidates; it moves nothing.
+"""Orders in which units leave the compute tier. A policy orders candidates; it moves nothing.
 
 A policy says how much a copy is worth keeping, as a number: the copy of least worth goes first. Ties go clean before
 dirty, since a clean copy leaves without a transfer, and then by id, so that every rank decides alike.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.plan.residency import DIRTY, HERE, Residency
@@ -29,13 +29,13 @@ Worth = Callable[[PlaneRef, int], int]
 
 
 class Uses:
-    """When units are touched: in a trace, and in the one that follows it, over and over.
+    """Times at which units are touched: in a trace, and in the one that follows it, over and over.
 
     Moments of the trace count from 0. Those before it are negative, those after its end go on from its length.
     """
 
     def __init__(self, trace: Trace, following: Trace | None = None) -> None:
-        """`following`: what comes after the trace, and then the trace again; None: the trace itself."""
+        """Reads both traces. `following`: what comes after the trace, and then the trace again; None: the trace itself."""
         follower = trace if following is None else following
         self.n_moments = len(trace)
         self.n_following = len(follower)
@@ -121,7 +121,7 @@ class Ranking:
         return ref in self._keys
 
     def used(self, ref: PlaneRef, now: int) -> None:
-        """The unit is resident and used at moment `now`, whose writes are marked already."""
+        """Notes that a unit is resident and used at moment `now`, whose writes are marked already."""
         copy = self._state.resident[ref]
         if copy is HERE:
             return
@@ -132,7 +132,7 @@ class Ranking:
         self._keys[ref] = new
 
     def gone(self, ref: PlaneRef) -> None:
-        """The unit is no longer resident."""
+        """Notes that a unit is no longer resident."""
         key = self._keys.pop(ref, None)
         if key is not None:
             del self._sorted[bisect_left(self._sorted, key)]

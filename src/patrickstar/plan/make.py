@@ -1,4 +1,4 @@
-"""From a trace to a plan. At each moment: make room, carry it out on the state, note what the moment did.
+"""Making a plan from a trace. At each moment: make room, carry that out on the state, note what the moment did.
 
     for each moment:  make_room ──> actions ──> apply ──> mark_written, mark_free
                           ^
@@ -13,14 +13,15 @@ from collections.abc import Iterable
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
-from patrickstar.plan.minimum import expect_room, pinned_at, worst_moment
+from patrickstar.plan.fit import expect_room, pinned_at, worst_moment
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
-from patrickstar.plan.residency import Order, Residency, apply, make_room, mark_free, mark_written
+from patrickstar.plan.residency import Residency, apply, mark_free, mark_written
+from patrickstar.plan.room import Order, make_room
 from patrickstar.plan.rows import prepare_rows, state_after
 
 
@@ -77,7 +78,7 @@ def make_plan(
 
 
 def _before(state: Residency, moment: Moment, *, capacity_slots: int, order: Order) -> list[Action]:
-    """What must happen before the moment."""
+    """Actions that must happen before the moment."""
     pinned = pinned_at(moment)
     actions: list[Action] = []
     if state.void or state.slots_used > capacity_slots or not all(ref in state.resident for ref in pinned):

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from patrickstar.core.fixed_costs import FixedCosts
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import NoRoom, Residency, make_room
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.room import NoRoom, make_room
 from patrickstar.plan.rows import prepare_rows, state_after
 from patrickstar.units import format_bytes
 

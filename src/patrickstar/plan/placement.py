@@ -1,4 +1,4 @@
-"""Which tier each unit rests on: its home. Decided from sizes alone: once, before the first plan, and for units that come later, when they come.
+"""Homes: the tier that each unit rests on. Decided from sizes alone: once, before the first plan, and for units that come later, when they come.
 
 Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does
 not, everything rests one tier below and the compute tier keeps cached copies, so that eviction may choose freely at
@@ -17,9 +17,9 @@ from typing import Final
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
-from patrickstar.plan.refusal import refuse_homes
+from patrickstar.plan.fit import refuse_homes
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 
 _TO_DISK: Final = (EXP_AVG_SQ, EXP_AVG, REST, GRAD, WEIGHT)
@@ -35,7 +35,7 @@ def place(
     disk: bool = True,
     nonmodel_bytes: int = 0,
 ) -> dict[PlaneRef, Tier]:
-    """The home of every unit of these planes.
+    """The home of every unit of `planes`.
 
     Args:
         disk: whether the disk tier may be used; it is not where the machine has none.
@@ -167,7 +167,7 @@ def place_more(
     slot_bytes: int,
     disk: bool,
 ) -> dict[PlaneRef, Tier]:
-    """The homes of units that a session gets later than the rest, or that become larger: these keep theirs, unless only the disk has room.
+    """The homes of units that a session gets later than the rest, or that become larger: those keep their homes, unless only the disk has room.
 
     Args:
         home: of all units so far. slots: of all of them, the new ones included. disk: whether there is a disk to rest on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
 
 __all__ = ["TraceRecorder"]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import LINKS, Machine, Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop
 from patrickstar.plan.eviction import NEVER, Uses
@@ -45,14 +45,14 @@ def render(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, follow
 
 
 def render_moment(plan: Plan, trace: Trace, index: int, *, following: Trace | None = None) -> list[str]:
-    """What happens before one moment, a phrase per unit: `drop c3.weight (clean; next use at moment 93)`."""
+    """Actions before one moment, a phrase per unit: `drop c3.weight (clean; next use at moment 93)`."""
     void = plan.freed_after().get(index - 1, []) if index else sorted(plan.start.free & plan.start.resident.keys())
     uses = Uses(trace, following)
     return list(_told(plan.moments[index], plan=plan, moment=trace.moments[index], uses=uses, now=index, void=void))
 
 
 def render_diff(plan: Plan, other: Plan, trace: Trace) -> str:
-    """What `other` does differently from `plan`, moment by moment, under each moment's name; or that nothing is."""
+    """Differences of `other` from `plan`, moment by moment, under each moment's name; or a line that there are none."""
     lines: list[str] = []
     for line in plan.diff(other):
         sign, what, rest = line.split(" ", 2)
@@ -116,7 +116,7 @@ def _leaves(path: Iterable[Action], compute: Tier) -> bool:
 
 
 def _reason(ref: PlaneRef, policy: str, uses: Uses, now: int) -> str:
-    """Why the unit was chosen: what its policy looked at. A victim is not used at this moment."""
+    """The reason why the unit was chosen: what its policy looked at. A victim is not used at this moment."""
     if policy == "lru":
         last = uses.until(ref, now)
         if last == -NEVER:

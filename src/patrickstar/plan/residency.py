@@ -1,4 +1,4 @@
-"""Which units are on the compute tier, and the one rule by which that changes. No bytes are moved here.
+"""Residency of units on the compute tier, and the one rule by which that changes. No bytes are moved here.
 
             Create                    written
     FREE ────────────> DIRTY <─────────────────────── CLEAN
@@ -16,49 +16,40 @@
 | HERE        | valid        | (is here)  | only `mark_free`; a unit whose home is the compute tier is not evicted |
 | VOID        | slots, no contents | no bytes | `mark_free` leaves this; `Drop`: FREE                             |
 
-`make_room` decides and changes nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state
-what a moment did. A unit whose home is the disk, where a device computes, is staged on the host, one unit at a time.
+`make_room` of `plan/room.py` decides and changes nothing; `apply` is the only transition; `mark_written` and `mark_free`
+tell the state what a moment did. A unit whose home is the disk, where a device computes, is staged on the host, one unit at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.snapshot import CopyState, Snapshot
+from patrickstar.plan.plan import CopyState, Snapshot
 
 HERE, CLEAN, DIRTY = CopyState.HERE, CopyState.CLEAN, CopyState.DIRTY
-
-Order = Callable[[Iterable[PlaneRef]], Iterable[PlaneRef]]
-"""Orders candidates for eviction, best first. It may offer others as well: those are passed over."""
 
 
 class InvariantError(AssertionError):
     """An action that would break a numbered invariant of `plan/check.py`: a mistake of ours, not of the user."""
 
     def __init__(self, number: int, text: str) -> None:
-        super().__init__(f"({number}) {text}")
+        super().__init__(number, text)  # both, so that it pickles
         self.number = number
 
-
-class NoRoom(Exception):  # noqa: N818 - not an error yet: planner and pilot turn it into a BudgetError with names
-    """What a moment needs at once, and may not lose, takes more slots than there are."""
-
-    def __init__(self, needed_slots: int, capacity_slots: int) -> None:
-        super().__init__(f"{needed_slots} slots are needed at once, and there is room for {max(capacity_slots, 0)}")
-        self.needed_slots = needed_slots
-        self.capacity_slots = capacity_slots
+    def __str__(self) -> str:
+        return "({}) {}".format(*self.args)
 
 
 @dataclass(slots=True)
 class Residency:
-    """Where every unit is now.
+    """The place of every unit now.
 
     Attributes:
         compute, slot_bytes: never change. home, slots: change only by `grow`, for all copies.
@@ -91,7 +82,7 @@ class Residency:
         formats: Formats,
         free: Collection[PlaneRef] = (),
     ) -> Residency:
-        """Every unit of `home` lies there and nowhere else; those in `free` have no contents yet."""
+        """The state in which every unit lies at home and nowhere else; units in `free` have no contents yet."""
         slot_bytes = bytes_of_slot(layout, formats)
         slots = {ref: slots_of(ref, layout, formats) for ref in home}
         state = cls(compute, slot_bytes, dict(home), slots, free=set(free))
@@ -125,12 +116,12 @@ class Residency:
         )
 
     def snapshot(self) -> Snapshot:
-        """This state, frozen. Only between moments: nothing may be in flight or staged."""
+        """A frozen copy of the state. Only between moments: nothing may be in flight or staged."""
         self.expect_settled()
         return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.resident, frozenset(self.free))
 
     def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
-        """Units come in, or get another size: without contents, and at home there."""
+        """Adds units, or gives them another size: without contents, and at home on the given tiers."""
         self.home.update(homes)
         self.slots.update((ref, slots[ref]) for ref in homes)
         self.free.update(homes)
@@ -144,7 +135,7 @@ class Residency:
             raise InvariantError(9, f"{min(self.staged)} is still staged on the host")
 
     def stages(self, ref: PlaneRef) -> bool:
-        """Whether the unit reaches the compute tier only through the host."""
+        """Tells whether the unit reaches the compute tier only through the host."""
         return self.compute is Tier.DEVICE and self.home[ref] is Tier.DISK
 
     def unit_bytes(self, ref: PlaneRef) -> int:
@@ -162,95 +153,8 @@ def slots_of(ref: PlaneRef, layout: Layout, formats: Formats) -> int:
     return layout.slots(ref) * (formats.of(ref, layout).itemsize // formats.narrowest)
 
 
-def make_room(
-    state: Residency,
-    *,
-    needed: Iterable[PlaneRef],
-    pinned: Collection[PlaneRef] = (),
-    capacity_slots: int,
-    order: Order,
-) -> list[Action]:
-    """What makes every unit of `needed` resident in at most `capacity_slots` slots; changes nothing itself.
-
-    Victims are taken in `order` from what is neither needed, pinned, nor at home here, also where nothing is missing
-    but less room is left than is in use. Clean ones are dropped, dirty ones copied home first. Transfers of a kind are
-    all issued before the first is waited for, so that they can overlap, and slots are given back before others are
-    taken. Void units give theirs back first of all.
-
-    Raises:
-        NoRoom: what is needed, pinned or at home here takes more slots than that.
-    """
-    state.expect_settled()
-    resident, slots = state.resident, state.slots
-    keep = dict.fromkeys(needed)
-    missing = sorted(ref for ref in keep if ref not in resident or ref in state.void)
-    keep.update(dict.fromkeys(pinned))
-    voids = sorted(ref for ref in state.void if ref not in keep or ref in missing)
-    in_use = state.slots_used - sum(slots[ref] for ref in voids) + sum(slots[ref] for ref in missing)
-    victims = _choose(state, keep=keep, in_use=in_use, capacity_slots=capacity_slots, order=order)
-    actions: list[Action] = [Drop(ref, state.compute, slots[ref]) for ref in voids]
-    return actions + _evictions(state, victims) + _arrivals(state, missing)
-
-
-def _choose(
-    state: Residency, *, keep: Collection[PlaneRef], in_use: int, capacity_slots: int, order: Order
-) -> list[PlaneRef]:
-    """The victims, in order, whose slots bring `in_use` down to the capacity."""
-    if in_use <= capacity_slots:
-        return []
-
-    def may_go(ref: PlaneRef) -> bool:
-        return ref not in keep and state.resident.get(ref, HERE) is not HERE and ref not in state.void
-
-    victims: dict[PlaneRef, None] = {}
-    for ref in order(filter(may_go, state.resident)):
-        if may_go(ref) and ref not in victims:
-            victims[ref] = None
-            in_use -= state.slots[ref]
-            if in_use <= capacity_slots:
-                break
-    else:
-        raise NoRoom(in_use, capacity_slots)
-    # A large unit that came last may have made smaller ones' going needless: the best of those stay.
-    for ref in reversed(list(victims)):
-        if in_use + state.slots[ref] <= capacity_slots:
-            in_use += state.slots[ref]
-            del victims[ref]
-    return list(victims)
-
-
-def _evictions(state: Residency, victims: list[PlaneRef]) -> list[Action]:
-    compute, issues, ends = state.compute, list[Action](), list[Action]()
-    for ref in victims:
-        home, slots = state.home[ref], state.slots[ref]
-        if state.resident[ref] is CLEAN:
-            ends.append(Drop(ref, compute, slots))
-        elif state.stages(ref):
-            ends += [Copy(ref, compute, Tier.HOST, slots), Wait(ref, Tier.HOST), Drop(ref, compute, slots)]
-            ends += [Copy(ref, Tier.HOST, home, slots), Wait(ref, home), Drop(ref, Tier.HOST, slots)]
-        else:
-            issues.append(Copy(ref, compute, home, slots))
-            ends += [Wait(ref, home), Drop(ref, compute, slots)]
-    return issues + ends
-
-
-def _arrivals(state: Residency, missing: list[PlaneRef]) -> list[Action]:
-    compute, issues, ends = state.compute, list[Action](), list[Action]()
-    for ref in missing:
-        home, slots = state.home[ref], state.slots[ref]
-        if ref in state.free:
-            issues.append(Create(ref, compute, slots))
-        elif state.stages(ref):
-            ends += [Copy(ref, home, Tier.HOST, slots), Wait(ref, Tier.HOST)]
-            ends += [Copy(ref, Tier.HOST, compute, slots), Wait(ref, compute), Drop(ref, Tier.HOST, slots)]
-        else:
-            issues.append(Copy(ref, home, compute, slots))
-            ends.append(Wait(ref, compute))
-    return issues + ends
-
-
 def mark_written(state: Residency, ref: PlaneRef) -> None:
-    """A moment has written the unit: from now on its home is stale.
+    """Marks a unit as written by a moment: from now on the unit's home is stale.
 
     Raises:
         InvariantError: it is not resident (1), or a transfer still reads it (5).
@@ -265,7 +169,7 @@ def mark_written(state: Residency, ref: PlaneRef) -> None:
 
 
 def mark_free(state: Residency, ref: PlaneRef) -> None:
-    """Nobody wants the unit's contents any more; slots it has are void until they are dropped.
+    """Marks a unit as without contents that anybody wants; slots that the unit has are void until they are dropped.
 
     Raises:
         InvariantError: a transfer of it is in flight (5).
@@ -280,7 +184,7 @@ def mark_free(state: Residency, ref: PlaneRef) -> None:
 
 
 def release(state: Residency, ref: PlaneRef) -> list[Action]:
-    """`mark_free`, and what gives the unit's slots back at once, to be applied."""
+    """Marks a unit free, and gives the actions that give its slots back at once, to be applied."""
     mark_free(state, ref)
     return [Drop(ref, state.compute, state.slots[ref])] if ref in state.void else []
 
@@ -326,14 +230,14 @@ def _copy(state: Residency, action: Copy) -> None:
 
 
 def _is_leg(src: Tier, dst: Tier, compute: Tier, home: Tier) -> bool:
-    """Whether a copy from `src` to `dst` is on the way between the compute tier and a home below it."""
+    """Tells whether a copy from `src` to `dst` is on the way between the compute tier and a home below it."""
     if compute is Tier.DEVICE and home is Tier.DISK:
         return (src is Tier.HOST) != (dst is Tier.HOST)  # these two meet only through the host
     return home is not compute and ((src is compute and dst is home) or (src is home and dst is compute))
 
 
 def _valid_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
-    """Whether a tier holds the unit's last contents, arrived."""
+    """Tells whether a tier holds the unit's last contents, arrived."""
     if ref in state.free:
         return False
     if tier is state.compute:

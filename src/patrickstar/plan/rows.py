@@ -1,4 +1,4 @@
-"""What must happen before rows of units are read or added to where the units rest (`Rows` of `core/trace.py`)."""
+"""Actions before rows of units are read or added to where the units rest (`Rows` of `core/trace.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["link_of", "prepare_rows", "state_after"]
 
 
 def prepare_rows(state: Residency, rows: Rows) -> list[Action]:
-    """Copies home what is newer on the compute tier, and takes it from there where rows are added. Units without contents get zeros at home.
+    """Copies home units that are newer on the compute tier, and drops them from there where rows are added. Units without contents get zeros at home.
 
     Raises:
         InvariantError: a unit does not rest on the host below a device (9), or is read without contents (1).
@@ -38,7 +38,7 @@ def prepare_rows(state: Residency, rows: Rows) -> list[Action]:
 
 
 def state_after(state: Residency, actions: Iterable[Action]) -> Residency:
-    """What these actions will make of a state, which stays as it is."""
+    """A copy of a state after these actions; the state stays as it is."""
     after = state.copy()
     for action in actions:
         apply(after, action)
@@ -46,5 +46,5 @@ def state_after(state: Residency, actions: Iterable[Action]) -> Residency:
 
 
 def link_of(rows: Rows) -> tuple[Tier, Tier]:
-    """From where to where the rows go."""
+    """The tiers from which and to which the rows go."""
     return (Tier.DEVICE, Tier.HOST) if rows.writes else (Tier.HOST, Tier.DEVICE)

@@ -1,4 +1,4 @@
-"""What a plan holds and moves, without a byte: the ledger that the executor's must equal.
+"""Simulation of what a plan holds and moves, without a byte: the ledger that the executor's must equal.
 
 Does not model time, nor transfers that overlap what follows them: every copy takes its slots from its issue on.
 """
@@ -21,7 +21,7 @@ from patrickstar.plan.rows import link_of
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What carrying out a plan comes to, in bytes.
+    """Sums of carrying out a plan, in bytes.
 
     Attributes:
         peak: by tier ("device", "host", "disk"; 0 where it is not used), the most held at once. Homes below the

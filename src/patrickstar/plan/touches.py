@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from patrickstar.core.formats import Formats, SessionFormats
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Part
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""What `manage` puts together, and what is done with it beside the step."""
+"""The session that `manage` puts together, and what is done with it beside the step."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.user_optimizer import read_state
@@ -38,7 +38,7 @@ class ValueSource(Protocol):
     def keep(self) -> bool: ...
 
     def read(self, name: str) -> Tensor:
-        """The value of one of them, new at each call."""
+        """The value of one parameter, new at each call."""
 
 
 def take_over(
@@ -94,7 +94,7 @@ def take_over(
 
 
 def _kept(named: Mapping[str, nn.Parameter], given: Collection[str], *, all_given: bool) -> dict[str, Tensor]:
-    """What fp32 cannot hold exactly, and what is not moved: kept until nothing can fail any more."""
+    """Tensors that fp32 cannot hold exactly, or that are not moved: kept until nothing can fail any more."""
     return {
         name: parameter.data
         for name, parameter in named.items()

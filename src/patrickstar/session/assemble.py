@@ -13,11 +13,10 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.core.formats import SessionFormats
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.hooks import watch_root
 from patrickstar.memory.arena import Arena

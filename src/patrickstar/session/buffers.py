@@ -1,4 +1,4 @@
-"""What of a module's own tables is changed: persistent buffers are cast and given their types back, parameters put on meta."""
+"""Changes of a module's own tables: persistent buffers are cast and given their types back, parameters put on meta."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cast_buffers(model: nn.Module, precision: Precision) -> dict[str, torch.dtyp
 
 
 def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Puts these very tensors in the place of the model's buffers of their names."""
+    """Puts the given tensors themselves in the place of the model's buffers of their names."""
     for path, module, name, _ in _places(model):
         module._buffers[name] = buffers[path]
 

@@ -1,4 +1,4 @@
-"""What a model must be to be managed. Looks, and changes nothing."""
+"""Checks of what a model must be to be managed. Look, and change nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_memory(named: Mapping[str, nn.Parameter]) -> None:
-    """Two parameters over the same bytes would be taken apart: what is written to one would no longer reach the other."""
+    """Refuses two parameters over the same bytes, which would be taken apart: what is written to one would no longer reach the other."""
     # Of parameters with gaps between their elements, others may lie in the gaps: they are not looked at.
     spans = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)

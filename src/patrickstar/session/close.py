@@ -1,4 +1,4 @@
-"""The end of a session: the model is an ordinary one again."""
+"""The end of a session, after which the model is an ordinary one again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from patrickstar.core.plane import WEIGHT, PlaneRef
+from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import return_state
 from patrickstar.parameters.bound import BoundParameter
@@ -51,7 +51,7 @@ class Closing:
             )
 
     def run(self) -> None:
-        """All that is left to do. DeviceError where weights cannot be read: another call goes on from there."""
+        """Does all that is left to do. DeviceError where weights cannot be read: another call goes on from there."""
         while self._stages:
             self._stages[0]()
             del self._stages[0]
@@ -76,7 +76,7 @@ class Closing:
         self._parts.stretches.end()
 
     def _return_gradients(self) -> None:
-        """Gradients that nobody has used stay, where they fit as whole tensors beside the weights."""
+        """Leaves gradients that nobody has used, where they fit as whole tensors beside the weights."""
         training, stretch = self._parts.training, self._parts.executor.pilot.stretch
         if not self._keeps or training is None or training.in_backward:
             return
@@ -93,7 +93,7 @@ class Closing:
             self._gradients[name] = gradient.to(self._parts.parameter_dtypes[name])
 
     def _return_optimizer_state(self) -> None:
-        """The optimizer that was passed in goes on from here, where its state fits as whole tensors beside the weights."""
+        """Gives the optimizer that was passed in its state, where that fits as whole tensors beside the weights."""
         parts, training = self._parts, self._parts.training
         if not self._keeps or training is None or self._optimizer is None or not training.steps:
             return
@@ -129,7 +129,7 @@ class Closing:
 
     @property
     def _last_of(self) -> dict[PlaneRef, str]:
-        """The last parameter in each weight unit, in registration order: with it the unit has been read whole."""
+        """The last parameter in each weight unit, in registration order, with which the unit has been read whole."""
         return {ref: bound.name for bound in self._parts.binding for ref in bound.refs}
 
     def _weights_fit(self) -> bool:

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.core.formats import Formats, SessionFormats
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
 from patrickstar.plan import residency
+from patrickstar.plan.fit import minimum_bytes, worst_moment
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import minimum_bytes, worst_moment
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency

@@ -12,7 +12,7 @@ from patrickstar.checkpoint.matching import Wanted, match
 from patrickstar.checkpoint.naming import naming_of
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.core.machine import Tier
-from patrickstar.core.plane import WEIGHT
+from patrickstar.core.planes import WEIGHT
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import some
 from patrickstar.parameters.bound import names_by_id
@@ -28,13 +28,13 @@ _SHOWN = 5
 
 
 class Loading:
-    """The weights of a model that files have: a source of values for `take_over`.
+    """Weights of a model from files: a source of values for `take_over`.
 
     `names`: parameters whose values the files have. `keep`: as `ValueSource` has it.
     """
 
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], path: Path) -> None:
-        """Opens the files, holds them against the model, and tells what either lacks. Nothing of the model is changed.
+        """Opens the files, holds them against the model, and tells what is missing on either side. Nothing of the model is changed.
 
         Raises:
             CheckpointError: they are damaged, or of another model.
@@ -64,7 +64,7 @@ class Loading:
         return self._origins[name].read(self._files, self._naming)
 
     def prepare(self, named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> None:
-        """What can be done before anything changes.
+        """Does what can be done before anything changes.
 
         Raises:
             CheckpointError: something cannot be read.
@@ -104,7 +104,7 @@ def tensors_of(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
 
 
 def _fit_twice(named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> bool:
-    """Whether the model can keep its own values until the files' are in their place: chunks rest on the disk, or the budget has room for both."""
+    """Tells whether the model can keep its own values until the files' have come: chunks rest on the disk, or the budget has room for both."""
     if all(tier is Tier.DISK for ref, tier in state.home.items() if ref.plane == WEIGHT):
         return True
     own, _ = present_and_absent_bytes(named.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import BudgetError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State, pack, unpack
@@ -47,7 +47,7 @@ class OptimizerState:
         self._groups = groups
 
     def whole(self, *, room_bytes: int | None) -> dict[str, Any]:
-        """The state dict. `room_bytes`: what it may take; None: no bound.
+        """The state dict. `room_bytes`: bytes that the dict may take; None: no bound.
 
         Raises:
             BudgetError: it takes more.

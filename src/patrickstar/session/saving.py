@@ -16,7 +16,7 @@ from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import CheckpointError
 from patrickstar.optim.state import restore_groups
 from patrickstar.parameters.binding import Binding

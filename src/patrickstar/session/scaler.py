@@ -52,7 +52,7 @@ class LossScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale; `step` does it where this was not called.
+        """Divides the gradients by the scale, as `step` does where `unscale_` was not called.
 
         Raises:
             StateError: they are divided already, or the optimizer is not the session's.
@@ -65,7 +65,7 @@ class LossScaler(torch.amp.GradScaler):
         self._unscaled = True
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step()`, unless gradients have overflowed: then nothing is updated, not even a count of steps.
+        """Calls `optimizer.step()`, unless gradients have overflowed: then nothing is updated, not even a count of steps.
 
         Raises:
             StateError: `update()` was not called after the last one, or the optimizer is not the session's.
@@ -81,7 +81,7 @@ class LossScaler(torch.amp.GradScaler):
         return None if self._first_overflow is not None else optimizer.step()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Ends a step: the scale grows or backs off as its rule says, or is set.
+        """Ends a step: the scale grows or backs off as the rule says, or is set.
 
         Raises:
             StateError: neither `step` nor `unscale_` came before; or gradients overflow at the smallest scale there may be.
@@ -113,7 +113,7 @@ class LossScaler(torch.amp.GradScaler):
         return self._rule.scale
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with `hysteresis_left`; part of every checkpoint."""
+        """The scaler's state as torch's, with `hysteresis_left`; part of every checkpoint."""
         return self._rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

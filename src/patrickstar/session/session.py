@@ -31,7 +31,7 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Made by `patrickstar.manage`. Use as a context manager, or call `close()`.
+    """A model and an optimizer under management, made by `patrickstar.manage`. Use as a context manager, or call `close()`.
 
     `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.
     """
@@ -84,14 +84,14 @@ class Session:
 
     @property
     def trace(self) -> Trace | None:
-        """The trace that plan was made from."""
+        """The trace that `plan` was made from."""
         stretch = self._parts.stretches.training
         return None if stretch is None else stretch.trace
 
     # numbers
 
     def stats(self) -> Stats:
-        """What has happened so far."""
+        """Numbers of what has happened so far."""
         self._expect_open()
         parts = self._parts
         parts.executor.settle()
@@ -358,7 +358,7 @@ class Session:
             raise StateError(f"{self!r} is closed: the model has ordinary parameters; manage it again")
 
     def _begin_access(self) -> None:
-        """State is about to be read or written: what is pending is done, and a stretch that is complete is over."""
+        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""
         self._expect_open()
         self._parts.events.forget_abandoned_backward()
         self._parts.executor.settle()

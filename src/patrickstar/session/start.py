@@ -1,4 +1,4 @@
-"""Where everything lies and rests before the first step."""
+"""Layout and homes before the first step: where everything lies and rests."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import Formats
-from patrickstar.core.gradient_use import GradientUse
-from patrickstar.core.layout import Layout, build_layout
+from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.spec import TensorSpec
+from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.errors import BudgetError
-from patrickstar.plan.minimum import expect_room, worst_moment
+from patrickstar.errors import BudgetError, LayoutError
+from patrickstar.parameters.bound import names_by_id
+from patrickstar.parameters.tiles import NOT_ONE_TENSOR
+from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
 from patrickstar.plan.placement import place, place_gradients
-from patrickstar.plan.refusal import name_gradients
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import step_trace
-from patrickstar.session.tiling import find_tables, find_tiles
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.precision import Precision, lies_in
 
-__all__ = ["add_gradients", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
+__all__ = ["add_gradients", "find_tables", "find_tiles", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
 
 
 _GRAIN_16_BITS = 2048
@@ -40,7 +38,7 @@ def layout_of(
     *,
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
 ) -> Layout:
-    """Where each parameter lies. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
+    """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
     tiles = find_tiles(model, named, memory.options.tile_rows)
     tables = find_tables(model, named) if memory.options.embedding_rows else frozenset()
     specs = [
@@ -68,13 +66,61 @@ def _in_tiles(spec: TensorSpec, chunk_numel: int) -> TensorSpec:
     return replace(spec, tile_numel=max(1, chunk_numel // row) * row)
 
 
+def find_tables(model: nn.Module, named: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """The weights of embeddings that no linear shares, by name.
+
+    Raises:
+        LayoutError: one has hooks, which a gradient of rows would not call.
+    """
+    names = names_by_id(named)
+    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
+        if weight is None or id(weight) in linears or weight.shape[0] < 2 or not weight.numel():
+            continue
+        _expect_no_hooks(names[id(weight)], weight, "would be used by rows")
+        tables.add(names[id(weight)])
+    return frozenset(tables)
+
+
+def _expect_no_hooks(name: str, weight: nn.Parameter, use: str) -> None:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise LayoutError(f"{name} has hooks, and {use}: {NOT_ONE_TENSOR}")
+
+
+def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | None) -> dict[str, int]:
+    """Elements of a tile, by name, of the weights of linears and embeddings that have more rows than this; None: no weight has tiles.
+
+    The output of `nn.MultiheadAttention` has none: torch uses its weight inside of one operation for the whole attention.
+
+    Raises:
+        LayoutError: such a weight has hooks, which a gradient that comes in tiles would not call.
+    """
+    if rows is None:
+        return {}
+    names = names_by_id(named)
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    not_called = {part for attention in attentions for part in attention.modules()}
+    tiles = {}
+    for module in model.modules():
+        has_some = isinstance(module, nn.Linear | nn.Embedding) and module not in not_called
+        weight = module._parameters.get("weight") if has_some else None
+        if weight is None or weight.shape[0] <= rows or not weight.numel():
+            continue
+        name = names[id(weight)]
+        _expect_no_hooks(name, weight, f"would be used in tiles of {rows} rows")
+        tiles[name] = rows * (weight.numel() // weight.shape[0])
+    return tiles
+
+
 def gathers_rows(machine: Machine) -> bool:
-    """Whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host."""
+    """Tells whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host."""
     return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget
 
 
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
-    """Where gradients go: with nothing to move them out of the way for, they stay where PyTorch puts them."""
+    """The use of gradients: with nothing to move them out of the way for, they stay where PyTorch puts them."""
     if memory.step == "in_backward":
         return GradientUse.UPDATE
     # 16-bit gradients of several backwards add up in fp32, which autograd does not do; and those of tiles have no parameter of the user's.
@@ -83,7 +129,7 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
 
 
 def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:
-    """Every unit at its home, without contents yet. Gradients that are used as they arrive have none: see Note [Homes of gradients].
+    """The state with every unit at home, without contents yet. Gradients that are used as they arrive have no home: see Note [Homes of gradients].
 
     Raises:
         BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
@@ -107,7 +153,7 @@ def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Ma
 
 
 def _homes(layout: Layout, machine: Machine, planes: tuple[str, ...], *, formats: Formats) -> dict[PlaneRef, Tier]:
-    """Where each unit rests: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
+    """The home of each unit: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
 
     What fits stays on the compute tier all the same, as cached copies that never have to move.
     """

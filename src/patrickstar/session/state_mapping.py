@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import STEP, title
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class StateMapping(MutableMapping[Tensor, Any]):
-    """As torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty.
+    """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty.
 
     Args:
         parameters: those of the optimizer's groups, in order. steps: updates so far, by name.
@@ -105,7 +105,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         return entry
 
     def clear(self) -> None:
-        """As before the first step."""
+        """Forgets all state, as before the first step."""
         for parameter in self:
             del self[parameter]
 
@@ -118,7 +118,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
     # what entries ask for
 
     def has(self, name: str) -> bool:
-        """Whether there is a state of a parameter."""
+        """Tells whether there is a state of a parameter."""
         self._expect_open()
         return name in self._steps
 
@@ -130,7 +130,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         return self._binding.assembled.tensor(AssembledKey(name, plane), shape_only)
 
     def check(self, name: str, plane: str, value: Any) -> Tensor | None:
-        """The value as it may be written; None where it is what is there. StateError where it cannot be."""
+        """The value as it may be written; None where it is what is there already. StateError where it cannot be written."""
         key = AssembledKey(name, plane)
         if self._binding.assembled.is_of(value, key):
             return None
@@ -176,7 +176,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
 
 
 class ParameterState(MutableMapping[str, Any]):
-    """What the optimizer keeps of one parameter: `step`, `exp_avg`, `exp_avg_sq`; nothing before its first update."""
+    """The optimizer's state of one parameter: `step`, `exp_avg`, `exp_avg_sq`; nothing before its first update."""
 
     def __new__(cls, *values: Any, **of: Any) -> Any:
         # Code that maps a function over containers makes another one of the same type from the results: those are ordinary tensors.

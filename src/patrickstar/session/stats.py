@@ -1,4 +1,4 @@
-"""What a session has done so far, as numbers."""
+"""Statistics of what a session has done so far."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
-from patrickstar.core.plane import GRAD
+from patrickstar.core.planes import GRAD
 from patrickstar.memory.store import ChunkStore
 from patrickstar.step.stretches import Stretches
 

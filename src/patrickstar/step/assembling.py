@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.leases import AssembledKey

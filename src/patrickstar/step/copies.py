@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Part
-from patrickstar.core.plane import REST, PlaneRef
+from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import Error
-from patrickstar.optim.split import split
-from patrickstar.optim.widen import BLOCK_NUMEL, blocks
+from patrickstar.optim.masters import BLOCK_NUMEL, blocks, split
 from patrickstar.parameters.binding import Binding
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.errors import BudgetError
 from patrickstar.memory.store import ChunkStore

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.optim.widen import BLOCK_NUMEL, scaled_blocks
+from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.lookups import RowGradients

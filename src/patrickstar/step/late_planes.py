@@ -12,14 +12,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from patrickstar.core.formats import Formats, SessionFormats
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.plane import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.plan.minimum import Need, expect_room
+from patrickstar.plan.fit import Need, expect_room, name_gradients
 from patrickstar.plan.placement import place_gradients, place_more
-from patrickstar.plan.refusal import name_gradients
 from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Part
-from patrickstar.core.plane import REST, PlaneRef
+from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.errors import Error
-from patrickstar.optim.widen import BLOCK_NUMEL
+from patrickstar.optim.masters import BLOCK_NUMEL
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor

@@ -17,10 +17,10 @@ from torch import nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine
-from patrickstar.core.plane import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
+from patrickstar.plan.fit import Need, expect_room, worst_moment
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.minimum import Need, expect_room, worst_moment
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder

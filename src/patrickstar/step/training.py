@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.formats import SessionFormats
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
+from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError, some
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
@@ -160,16 +160,25 @@ class Training:
 
     def _update_postponed(self) -> None:
         names, self._postponed = self._postponed, set()
-        if names:
-            for name in names:
-                self.steps[name] = self.steps.get(name, 0) + 1
-            order = PendingStep(
-                {name: self._backward_hypers[name] for name in names}, {name: self.steps[name] for name in names}
-            )
-            self._updated |= names
-            self._carry_out(order, False)
-            for name in names:
-                self._gradients.drop(name)
+        self._update(names, self._backward_hypers)
+
+    def _update_rest(self) -> None:
+        """Parameters whose gradient no backward has used are updated from it: one from before `manage`, or assigned as `p.grad`."""
+        hypers = self._hypers()
+        left = self._gradients.names | {name for name, _ in self._binding.gradients.owned()}
+        self._update({name for name in left - self._updated if name in hypers}, hypers)
+
+    def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+        """Parameters are updated now, from gradients that are kept, which are let go then, or are the user's own."""
+        if not names:
+            return
+        for name in names:
+            self.steps[name] = self.steps.get(name, 0) + 1
+        order = PendingStep({name: hypers[name] for name in names}, {name: self.steps[name] for name in names})
+        self._updated.update(names)
+        self._carry_out(order, False)
+        for name in names:
+            self._gradients.drop(name)
 
     def begin_forward(self) -> None:
         """A forward begins. StateError where parameters are of no one step."""
@@ -286,6 +295,7 @@ class Training:
         self.expect_whole()
         if self.in_backward:
             self._update_postponed()
+            self._update_rest()
             self._updated.clear()
             self.backwards.forget()
             self._stretches.step_ended()

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, aligned
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.masters import SplitKernel, WideningKernel, scaled_blocks
 from patrickstar.optim.norm import GlobalNorm
-from patrickstar.optim.split import SplitKernel
-from patrickstar.optim.widen import WideningKernel, scaled_blocks
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts, update_parts, updated_chunks
 from patrickstar.step.executor import Executor

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout, Part
-from patrickstar.core.plane import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.deferred.recording import DeferredRecorder
 from patrickstar.errors import ConfigError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.optim.split import join, split
-from patrickstar.optim.widen import blocks
+from patrickstar.optim.masters import blocks, join, split
 from patrickstar.parameters.assembled import STEP
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter

@@ -14,7 +14,7 @@ __all__ = ["Fails", "FaultyIO", "Short"]
 
 @dataclass(frozen=True, slots=True)
 class Fails:
-    """The `nth` use of a call, counted from 1, and the `times - 1` after it, raise `OSError` with that number.
+    """A fault: the `nth` use of a call, counted from 1, and the `times - 1` after it, raise `OSError` with an error number.
 
     `Fails("pwritev", errno.ENOSPC, nth=3)`; with `errno.EINTR` it is an interrupted call.
     """
@@ -27,7 +27,7 @@ class Fails:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The `nth` transfer, and the `times - 1` after it, move at most `nbytes`; with 0 nothing, as at a file's end."""
+    """A fault: the `nth` transfer, and the `times - 1` after it, move at most `nbytes`; with 0 nothing, as at a file's end."""
 
     call: str
     nbytes: int

@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
         return self._live
 
     def restart_peak(self) -> int:
-        """The peak so far; from now on the peak is of what follows."""
+        """The peak in bytes so far; begins another peak, of what follows."""
         peak = max(self.peak, self.live)
         self.peak = self.live
         return peak
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
         return True
 
     def retire(self) -> None:
-        """The mode counts no more, and is left as soon as it is the innermost one of this thread.
+        """Ends counting; the mode is left as soon as it is the innermost one of this thread.
 
         Modes can be left only innermost first, and two sessions' steps may overlap in any order.
         """
@@ -104,7 +104,7 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def leave_retired() -> None:
-        """Leaves those that can be left now. From inside a backward none can: the engine puts the stack back as it was."""
+        """Leaves retired modes that can be left now. From inside a backward none can: the engine puts the stack back as it was."""
         while backward_id() == -1:
             modes = _get_current_dispatch_mode_stack()
             if not modes or not (isinstance(modes[-1], LiveBytes) and modes[-1]._retired):
@@ -113,6 +113,6 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def is_shared() -> bool:
-        """Whether several meters count on this thread: then each counts what is made for the others too."""
+        """Tells whether several meters count on this thread: then each counts what is made for the others too."""
         counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes) and mode.counts]
         return len(counting) > 1

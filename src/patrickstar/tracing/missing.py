@@ -14,7 +14,7 @@ __all__ = ["MissingOperations"]
 
 
 class MissingOperations(TorchDispatchMode):
-    """Answers for them, in a trial run on fake tensors."""
+    """Answers for operations that fake tensors cannot do, in a trial run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with Plain():
@@ -29,7 +29,7 @@ class MissingOperations(TorchDispatchMode):
 
 
 def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """[M, K] x [G, K, N], [G, M, K] x [K, N], [G, M, K] x [G, K, N], or [M, K] x [K, N] with K in G groups."""
+    """A product [M, K] x [G, K, N], [G, M, K] x [K, N], [G, M, K] x [G, K, N], or [M, K] x [K, N] with K in G groups."""
     rows, columns = left.shape[-2], right.shape[-1]
     if left.ndim == right.ndim:
         groups = left.shape[0] if left.ndim == 3 or offsets is None else offsets.shape[0]

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from patrickstar.core.gradient_use import GradientUse
 from patrickstar.core.layout import Layout
-from patrickstar.core.plane import PlaneRef
+from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Rows, Touch, Trace
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases, WeightKey
@@ -31,7 +30,7 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.lookups import RowGradients, WaitingRows
-from patrickstar.plan.minimum import minimum_bytes
+from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
@@ -47,12 +46,12 @@ _EXTREMES = (0.0, 1.0)
 
 
 class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)
-    """Why a step cannot be traced without running it."""
+    """The reason why a step cannot be traced without running it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a forward, with its backward, is expected to do.
+    """A forward with its backward, as it is expected to run.
 
     `by_chance`: whether it branches on numbers that it draws. Then the trace is that of the branches which need the largest budget, and a step
     that takes others departs from it.
@@ -63,7 +62,7 @@ class Foreseen:
 
 
 class _Twin:
-    """Owns no bytes: writes down what a step asks for."""
+    """A session that owns no bytes: writes down what a step asks for."""
 
     def __init__(self, touches: Touches, dtypes: Mapping[str, torch.dtype]) -> None:
         self._touches = touches
@@ -259,7 +258,7 @@ class OfflineTracer:
     def trace(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Trace:
-        """The trace alone of what `foresee` gives. CannotTrace as there."""
+        """The trace alone of what `foresee` gives. CannotTrace as `foresee`."""
         return self.foresee(model, named, args, kwargs).trace
 
     def _try_extreme(
@@ -271,7 +270,7 @@ class OfflineTracer:
         *,
         quantile: float,
     ) -> Trace | None:
-        """The same with draws that are as small, or as large, as they can be; None where the model does not work with such draws.
+        """The trace with draws that are as small, or as large, as they can be; None where the model does not work with such draws.
 
         Raises:
             CannotTrace: with such draws it does not end, so that nothing bounds what it needs.
@@ -293,7 +292,7 @@ class OfflineTracer:
         *,
         quantile: float,
     ) -> Foreseen:
-        """One run of the twin, in which every draw is that quantile of its distribution."""
+        """One run of the twin, in which every draw is the given quantile of its distribution."""
         fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
             stack.enter_context(_quiet_torch())
@@ -344,7 +343,7 @@ class OfflineTracer:
 def _twin_of(
     model: nn.Module, named: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], mode: FakeTensorMode
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """A copy of the model whose parameters are fake. Other tensors are copied as they are: they are small, and their values may matter."""
+    """A copy of the model whose parameters are fake. Other tensors are copied as they are, being small and of values that may matter."""
     with mode:
         twins = {
             name: nn.Parameter(
@@ -421,7 +420,7 @@ def _backward(output: Any, *, scales: bool) -> None:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """What fake tensors cannot do is said once, by us; torch's own logger would print a traceback for each."""
+    """A context without torch's own logger: what fake tensors cannot do is said once, by us, not with a traceback for each."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -432,7 +431,7 @@ def _quiet_torch() -> Iterator[None]:
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Python's, NumPy's and torch's random states are afterwards as they were."""
+    """A context after which Python's, NumPy's and torch's random states are as they were."""
     python, torch_state = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None

@@ -1,4 +1,4 @@
-"""What tells one kind of forward from another: two forwards of one signature are expected to do the same, moment by moment."""
+"""Signatures tell one kind of forward from another: two forwards of one signature are expected to do the same, moment by moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Signature:
     sizes: tuple[int, ...]
 
     def dominates(self, other: Signature) -> bool:
-        """Whether the other differs in sizes alone, and none is larger: it does the same in no more memory."""
+        """Tells whether another forward differs in sizes alone, and none is larger: it does the same in no more memory."""
         return self.kind == other.kind and all(
             ours >= theirs for ours, theirs in zip(self.sizes, other.sizes, strict=True)
         )
@@ -63,7 +63,7 @@ def _key(value: Any, sizes: list[int]) -> Hashable:
 
 
 def can_be_traced(value: Any) -> bool:
-    """Whether inputs hold nothing but tensors, containers and plain values: an unknown object could be changed by a trial run."""
+    """Tells whether inputs hold nothing but tensors, containers and plain values: an unknown object could be changed by a trial run."""
     if isinstance(value, Mapping):
         return all(can_be_traced(item) for item in value.values())
     if isinstance(value, list | tuple):
@@ -72,7 +72,7 @@ def can_be_traced(value: Any) -> bool:
 
 
 def asks_for_gradients(value: Any) -> bool:
-    """Whether a tensor of the inputs wants a gradient."""
+    """Tells whether a tensor of the inputs wants a gradient."""
     if isinstance(value, Mapping):
         return any(asks_for_gradients(item) for item in value.values())
     if isinstance(value, list | tuple):

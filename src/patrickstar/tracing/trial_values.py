@@ -45,12 +45,12 @@ _UNDEFINED = frozenset(
 
 
 class Endless(Exception):  # noqa: N818  (a reason why there is no trace)
-    """The forward may be drawing until it likes the outcome, which in a trial run is always the same."""
+    """A forward that may be drawing until it likes the outcome, which in a trial run is always the same."""
 
 
 @dataclass(slots=True)
 class _Content:
-    """What a fake storage would hold.
+    """Contents that a fake storage would have.
 
     Attributes:
         elements: all of it, 1-D. drawn: whether it depends on draws. storage: the fake one, with which it goes.
@@ -84,7 +84,7 @@ class KnownValues(TorchDispatchMode):
         self._contents: dict[int, _Content] = {}
 
     def know(self, fake: Tensor, real: Tensor) -> None:
-        """An input has these values; they are copied. Of one that lies in a large storage, none are known."""
+        """Takes note of an input's values, copied. Of an input that lies in a large storage, no values are known."""
         if real.is_meta or real.layout is not torch.strided:
             return
         numel, odd_bytes = divmod(real.untyped_storage().nbytes(), real.itemsize)
@@ -180,14 +180,14 @@ class KnownValues(TorchDispatchMode):
     # contents
 
     def _content(self, tensor: Tensor) -> _Content | None:
-        """What is known of a tensor's storage, as elements of the tensor's type."""
+        """Known contents of a tensor's storage, as elements of the tensor's type."""
         if not self._contents or tensor.layout is not torch.strided or tensor.is_complex():  # a conjugate is a view
             return None
         content = self._contents.get(tensor.untyped_storage()._cdata)
         return content if content is not None and content.elements.dtype is tensor.dtype else None
 
     def _fill(self, tensor: Tensor, values: Tensor | float, *, drawn: bool) -> bool:
-        """A tensor has these values. False: it is too large, or a part of something without values, and nobody knows."""
+        """Gives a tensor values. False: the tensor is too large, or a part of something without values, and its values stay unknown."""
         content = self._content(tensor)
         with Undispatched():
             if content is not None:

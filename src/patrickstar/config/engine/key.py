@@ -1,4 +1,4 @@
-"""A row of the table: one key, what it may be, and what becomes of it here."""
+"""A row of the table: one key, what its value may be, and what becomes of the key here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Key", "Verdict", "foreign", "honoured", "idle_keys", "no_effect", "r
 
 
 class Verdict(Enum):
-    """What becomes of a key."""
+    """Treatment of a key."""
 
     HONOURED = "honoured"
     NO_EFFECT = "no effect"
@@ -42,11 +42,11 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of the key's path."""
         return self.path.rpartition(".")[2]
 
     def refuses(self, value: object) -> bool:
-        """Whether this value, which is of the kind, is refused."""
+        """Tells whether a value, which is of the kind, is refused."""
         return self.verdict is Verdict.REFUSED and not any(same_value(value, other) for other in self.harmless)
 
 
@@ -61,7 +61,7 @@ def no_effect(within: str, why: str, *, loud: bool = False, **kinds: Kind) -> tu
 
 
 def idle_keys(within: str, why: str, kinds: Mapping[str, Kind], *, loud: bool = False) -> tuple[Key, ...]:
-    """The same, of names that may be no Python names."""
+    """Rows without effect, as `idle` gives them, of names that may be no Python names."""
     prefix = f"{within}." if within else ""
     return tuple(
         Key(path=prefix + name, kind=kind, verdict=Verdict.NO_EFFECT, why=why, loud=loud)

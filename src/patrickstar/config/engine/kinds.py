@@ -1,4 +1,4 @@
-"""What a value of a config may be: in words, as a test, and as the Python value that it stands for."""
+"""Kinds of values of a config: in words, as a test, and as the Python value that a value stands for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a value may be.
+    """A kind of value.
 
     Attributes:
         words: to follow "expected". takes: whether it is one. convert: the value it stands for, of one that is taken.
@@ -49,7 +49,7 @@ class Kind:
     elsewhere: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def problem(self, value: object) -> str:
-        """What is wrong with a value; "" where nothing is."""
+        """The problem of a value; "" where there is none."""
         if self.takes(value):
             return ""
         if isinstance(value, str) and value.lower() in self.elsewhere:
@@ -97,7 +97,7 @@ def word(*choices: str, any_case: bool = False) -> Kind:
 
 
 def or_null(kind: Kind) -> Kind:
-    """The same, or null."""
+    """A kind whose values may be null as well."""
     return Kind(
         f"{kind.words}, or null",
         lambda value: value is None or kind.takes(value),
@@ -108,7 +108,7 @@ def or_null(kind: Kind) -> Kind:
 
 
 def same_value(value: object, other: object) -> bool:
-    """Whether two values of JSON are the same: 1 is 1.0, but not true."""
+    """Tells whether two values of JSON are the same: 1 is 1.0, but not true."""
     if value is not None and not isinstance(value, str | Real):
         return False  # an array, say, which is equal to many things
     return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -1,4 +1,4 @@
-"""Of a config that was looked up: precision, loss scale, and the arguments of `manage`."""
+"""Memory settings of a config that was looked up: precision, loss scale, and the arguments of `manage`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CPU_SHARE: Final = "client.mem_tracer.overall_cpu_mem_ratio"
 
 
 def memory_of(found: Scan, *, accumulate: int, notes: list[Note]) -> MemoryOptions | None:
-    """The arguments of `manage`; None where they have problems, which are noted."""
+    """The arguments of `manage`; None where these have problems, which are noted."""
     given = {path.removeprefix(_OWN): value for path, value in found.values.items() if path.startswith(_OWN)}
     given["precision"] = _precision(found)
     _add_disk(found, given, notes)
@@ -57,7 +57,7 @@ def percent(share: float) -> str:
 
 
 def _precision(found: Scan) -> str | None:
-    """What `manage` is asked for: the patrickstar section, else fp16, bf16, or fp32 where neither is on."""
+    """The precision that `manage` is asked for: the patrickstar section's, else fp16, bf16, or fp32 where neither is on."""
     switches = [f"{name}.enabled" for name in ("fp16", "bf16", "bfloat16")]
     on = [path for path in switches if found.values.get(path) is True]
     asked = None if not on else "fp16" if on[0] == "fp16.enabled" else "bf16"

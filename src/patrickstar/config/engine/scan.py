@@ -17,7 +17,7 @@ _SHOWN = 72  # characters of a value in a message
 
 @dataclass(slots=True)
 class Scan:
-    """What a config says.
+    """A config's keys and values, held against the table.
 
     Attributes:
         values: of keys that are honoured, by path, converted. problems: by path: what to tell about each.
@@ -100,7 +100,7 @@ def _scan_auto(key: Key, shown: str, found: Scan) -> None:
 
 
 def _unknown(name: object, row: str) -> str:
-    """What to tell about a key that is not in the table."""
+    """A message about a key that is not in the table."""
     if not isinstance(name, str):
         return "keys are text"
     names = CHILDREN[row]

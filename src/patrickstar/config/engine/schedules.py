@@ -23,10 +23,10 @@ Betas = tuple[float, float]
 
 
 class Rates(Protocol):
-    """Whatever gives a learning rate over a run."""
+    """A giver of a learning rate over a run."""
 
     def lr(self, done: int, base: float) -> float:
-        """The rate after `done` steps; `base`: the optimizer's own."""
+        """The rate after `done` steps; `base`: the optimizer's own rate."""
         ...
 
     def betas(self, done: int) -> Betas | None:
@@ -43,11 +43,11 @@ class Schedule:
 
     @property
     def follows_optimizer(self) -> bool:
-        """Whether the rates depend on the optimizer's own."""
+        """Tells whether the rates depend on the optimizer's own."""
         return False
 
     def lr(self, done: int, base: float) -> float:
-        """The rate after `done` steps; `base`: the optimizer's own."""
+        """The rate after `done` steps; `base`: the optimizer's own rate."""
         raise NotImplementedError
 
     def betas(self, done: int) -> Betas | None:  # noqa: ARG002 - most leave them alone
@@ -73,7 +73,7 @@ class LRRangeTest(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneCycle(Schedule):
-    """Up and down once, while the first beta goes down and up; then a decay. Source of the idea: arXiv:1803.09820."""
+    """A rate that goes up and down once, while the first beta goes down and up; then a decay. Source of the idea: arXiv:1803.09820."""
 
     cycle_min_lr: float
     cycle_max_lr: float
@@ -109,7 +109,7 @@ class OneCycle(Schedule):
         return self.cycle_min_lr / (1 + self.decay_lr_rate * self._decayed(done))
 
     def betas(self, done: int) -> Betas | None:
-        """See `Schedule.betas`.
+        """The first and second beta after `done` steps; None: as the optimizer has them.
 
         Raises:
             ConfigError: the first beta, which grows after the cycle, has come to 1.
@@ -136,7 +136,7 @@ class OneCycle(Schedule):
         return (done - self._cycle) / self.decay_step_size
 
     def _height(self, done: int) -> float:
-        """How far up the cycle a step is: 0 at its ends, 1 at its top."""
+        """Height of a step on the cycle: 0 at the cycle's ends, 1 at its top."""
         whole, first = self._cycle, float(self.cycle_first_step_size)
         top = first / whole
         cycle = math.floor(1 + done / whole)
@@ -154,7 +154,7 @@ class OneCycle(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Warmup(Schedule):
-    """What three schedules have in common: a rise, by the logarithm of the step or evenly."""
+    """The part that three schedules have in common: a rise, by the logarithm of the step or evenly."""
 
     warmup_num_steps: int = 1000
     warmup_type: str = "log"

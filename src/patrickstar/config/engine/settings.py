@@ -1,4 +1,4 @@
-"""What a config comes to: frozen, checked, in our words."""
+"""Settings that a config comes to: frozen, checked, in our words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["EngineSettings", "Note", "OptimizerSettings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """Adam, and how it is to update."""
+    """Adam's settings: how the update is done."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -25,14 +25,14 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a user should know of a config that is taken: told once."""
+    """A note that a user should have of a config that is taken: told once."""
 
     text: str
     loud: bool = False
 
     @property
     def level(self) -> int:
-        """Of `logging`."""
+        """The level of `logging` that the note is told at."""
         return logging.WARNING if self.loud else logging.INFO
 
 

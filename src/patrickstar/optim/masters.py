@@ -1,7 +1,9 @@
-"""The split master: an fp32 value as a bf16 weight and what is left over, 16 bits each.
+"""fp32 masters of 16-bit training: their updates from 16-bit gradients, block by block, and the split master.
 
-The weight is the master rounded to the nearest bf16, ties away from zero. What is left over, as bit patterns, is then a signed 16-bit integer,
-and the sum of the two is the master again, bit for bit:
+Nothing as large as a chunk is ever made: a block is widened at once, updated by a kernel for fp32, and narrowed again.
+
+The split master is an fp32 value as a bf16 weight and what is left over, 16 bits each. The weight is the master rounded to the nearest bf16,
+ties away from zero. What is left over, as bit patterns, is then a signed 16-bit integer, and the sum of the two is the master again, bit for bit:
 
     bits(master) = (bits(weight) << 16) + rest,   -32768 <= rest <= 32767
 
@@ -11,17 +13,76 @@ the largest bf16 rounds to infinity, as rounding does, and is a finite master ag
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.widen import BLOCK_NUMEL, blocks
 
-__all__ = ["SplitKernel", "join", "split"]
+__all__ = ["BLOCK_NUMEL", "SplitKernel", "WideningKernel", "blocks", "join", "scaled_blocks", "split"]
+
+BLOCK_NUMEL = 1 << 16
+"""Elements that are widened at once: scratch that stays in a core's cache."""
 
 _HALF = 0x8000
 _NAN = 0x7FC00000
+
+
+def blocks(numel: int, *, of: int = BLOCK_NUMEL) -> Iterator[slice]:
+    """Slices of so many elements at a time, the last one shorter."""
+    for start in range(0, numel, of):
+        yield slice(start, min(start + of, numel))
+
+
+def scaled_blocks(piece: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """A 1-D piece in fp32, multiplied with the factors in their order (0-dim fp32), block by block; the piece itself where it is that already."""
+    if not factors:
+        yield piece
+        return
+    for span in blocks(piece.numel()):
+        block = piece[span].to(torch.float32, copy=True)
+        for factor in factors:
+            block.mul_(factor)
+        yield block
+
+
+class WideningKernel:
+    """An update of fp32 masters from gradients of another type, by a kernel for fp32: the very same arithmetic, block by block.
+
+    Args:
+        kernel: updates the blocks.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._gradient = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
+
+    @torch.no_grad()
+    def update(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        step: int,
+        hyper: Hyper,
+        factors: Sequence[Tensor] = (),
+    ) -> None:
+        """Updates weight, exp_avg and exp_avg_sq in place; the gradient stays as it is.
+
+        Args:
+            weight, exp_avg, exp_avg_sq: fp32. grad: of any floating type, widened before anything else. All flat, contiguous, of one length.
+            step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
+        """
+        for block in blocks(weight.numel()):
+            gradient = self._gradient[: block.stop - block.start]
+            gradient.copy_(grad[block])
+            for factor in factors:
+                gradient.mul_(factor)
+            self._kernel.update(weight[block], gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
 
 
 def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | None = None) -> None:

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.data import prepare_data
+from patrickstar.cli.data import RandomBatches, RandomData, prepare_data
 from patrickstar.cli.display import Display
-from patrickstar.cli.random_data import RandomBatches, RandomData
 from patrickstar.errors import CheckpointError, ConfigError
 from tests.cli.test_batches import TOKENS
 
@@ -93,8 +92,8 @@ def test_the_word_goes_with_nothing_else(given):
 
 
 def test_a_run_reads_no_text_and_makes_no_tokenizer(runs, capsys, monkeypatch):
-    monkeypatch.setattr("patrickstar.cli.text_data.read_corpus", None)
-    monkeypatch.setattr("patrickstar.cli.text_data.make_tokenizer", None)
+    monkeypatch.setattr("patrickstar.cli.data.read_corpus", None)
+    monkeypatch.setattr("patrickstar.cli.data.make_tokenizer", None)
     assert runs.train_random("--compare-plain") == 0
     assert "plain PyTorch gives the same bits" in capsys.readouterr().out
     start, *_, summary = runs.rows()

@@ -6,8 +6,7 @@ from torch import nn
 
 from patrickstar.config.engine.schedules import OneCycle, WarmupCosineLR, WarmupLR
 from patrickstar.config.engine.settings import OptimizerSettings
-from patrickstar.optim.configured import build_optimizer
-from patrickstar.optim.scheduler import Scheduler
+from patrickstar.optim.configured import Scheduler, build_optimizer
 
 CYCLE = OneCycle(cycle_min_lr=1.0, cycle_max_lr=3.0, cycle_first_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.75)
 

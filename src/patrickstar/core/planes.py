@@ -1,8 +1,11 @@
-"""Planes: the kinds of data a chunk has, and the name of one plane of one chunk."""
+"""Planes: the kinds of data a chunk has, the name of one plane of one chunk, and the planes that a use of gradients needs."""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final, NamedTuple
+
+__all__ = ["EXP_AVG", "EXP_AVG_SQ", "GRAD", "REST", "WEIGHT", "GradientUse", "PlaneRef"]
 
 WEIGHT: Final = "weight"  # what the model computes with
 REST: Final = "rest"  # what completes a 16-bit weight to its fp32 master
@@ -35,3 +38,24 @@ class PlaneRef(NamedTuple):
         if chunk[:1] != "c" or not (chunk[1:].isascii() and chunk[1:].isdigit()) or not dot or not plane.isidentifier():
             raise ValueError(f'{text!r} is not a plane of a chunk, such as "c12.weight"')
         return cls(int(chunk[1:]), plane)
+
+
+class GradientUse(Enum):
+    """The use of a gradient when it arrives."""
+
+    CHUNK = "into its chunk's grad plane, until the step"
+    UPDATE = "into the update of its parameter, at once"
+    TENSOR = "nowhere: it stays the tensor that autograd made, as in PyTorch, until the step"
+    NONE = "nowhere: nothing is trained"
+
+    @property
+    def rest(self) -> bool:
+        """Tells whether every gradient lies in its chunk until the step, and so has a home from the start."""
+        return self is GradientUse.CHUNK
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The planes of chunks that are trained which rest somewhere, as far as their formats have them; where nothing is trained, weights."""
+        if self is GradientUse.NONE:
+            return (WEIGHT,)
+        return (WEIGHT, REST, *((GRAD,) if self.rest else ()), EXP_AVG, EXP_AVG_SQ)

@@ -1,0 +1,256 @@
+"""Fit of a trace: the smallest budget of the compute tier that is enough, the moment that needs it, and refusals of less.
+
+What a moment touches, what is held from earlier ones, and what is at home on the compute tier must be there at once,
+beside the moment's non-model bytes; everything else can be moved out of the way. So the worst moment decides, and
+`make_plan` refuses exactly the budgets below it.
+
+A refusal says what does not fit where, in numbers that add up, and what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from patrickstar.core.formats import Formats
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.trace import Moment, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan.plan import CopyState, frees_by_moment
+from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
+from patrickstar.units import GIB, KIB, MIB
+
+_UNITS = ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+_NAMED = 3  # of names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Slots and bytes that one moment must hold at once on the compute tier. `moment`: as `Trace.name` prints it."""
+
+    moment: str
+    slots: int
+    slot_bytes: int
+    nonmodel_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The budget in bytes that is just enough for the need."""
+        return self.slots * self.slot_bytes + self.nonmodel_bytes
+
+
+def minimum_bytes(*traces: Trace, layout: Layout, formats: Formats) -> int:
+    """The smallest budget of the compute tier in bytes with which all traces fit, when every unit's home is below that tier."""
+    pinned = {ref for trace in traces for moment in trace.moments for ref in pinned_at(moment)}
+    slots = {ref: slots_of(ref, layout, formats) for ref in pinned}
+    slot_bytes = bytes_of_slot(layout, formats)
+    needs = (
+        _worst(trace, slots=slots, slot_bytes=slot_bytes, at_home=(), resident=set(), frees=()) for trace in traces
+    )
+    return max((need.nbytes for need in needs), default=0)
+
+
+def worst_moment(trace: Trace, *, start: Residency, frees: Iterable[tuple[int, PlaneRef]] = ()) -> Need:
+    """The moment that needs the largest budget; the earliest of equals.
+
+    Args:
+        start: where units are before the trace; what is at home on the compute tier stays there.
+        frees: as for `make_plan`.
+    """
+    at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
+    resident = {ref for ref, copy in start.resident.items() if copy is CopyState.HERE and ref not in start.void}
+    return _worst(
+        trace, slots=start.slots, slot_bytes=start.slot_bytes, at_home=at_home, resident=resident, frees=frees
+    )
+
+
+def expect_room(need: Need, machine: Machine) -> None:
+    """Raises BudgetError where the compute tier has less than `need`, which is the largest there is."""
+    budget_bytes = machine.budget[machine.compute]
+    if need.nbytes > budget_bytes:
+        fixed_bytes = machine.costs.beside(need.nbytes)
+        raise refuse_moment(
+            tier=machine.compute,
+            moment=need.moment,
+            slot_bytes=need.slot_bytes,
+            slots=need.slots,
+            nonmodel_bytes=need.nonmodel_bytes,
+            fixed_bytes=fixed_bytes,
+            budget_bytes=machine.given(machine.compute),
+            smallest_bytes=need.nbytes + fixed_bytes,
+        )
+
+
+def _worst(
+    trace: Trace,
+    *,
+    slots: Mapping[PlaneRef, int],
+    slot_bytes: int,
+    at_home: Collection[PlaneRef],
+    resident: set[PlaneRef],
+    frees: Iterable[tuple[int, PlaneRef]],
+) -> Need:
+    worst = Need("", 0, slot_bytes, 0)
+    counts = _slots_needed(trace, slots=slots, at_home=at_home, resident=resident, frees=frees)
+    for index, needed in enumerate(counts):
+        nonmodel_bytes = trace.moments[index].nonmodel_bytes
+        if not index or needed * slot_bytes + nonmodel_bytes > worst.nbytes:
+            worst = Need(trace.name(index), needed, slot_bytes, nonmodel_bytes)
+    return worst
+
+
+def pinned_at(moment: Moment) -> list[PlaneRef]:
+    """The units that must be resident at a moment and may not leave: touched, or held from earlier moments."""
+    pinned = [touch.ref for touch in moment.touches]
+    return [*pinned, *(ref for ref in moment.held if ref not in pinned)] if moment.held else pinned
+
+
+def _slots_needed(
+    trace: Trace,
+    *,
+    slots: Mapping[PlaneRef, int],
+    at_home: Collection[PlaneRef],
+    resident: set[PlaneRef],
+    frees: Iterable[tuple[int, PlaneRef]],
+) -> Iterator[int]:
+    """Slots that each moment must hold at once. `resident`: what is at home on the compute tier, with contents."""
+    freed_after = frees_by_moment(frees)
+    at_rest = sum(slots[ref] for ref in resident)
+    for index, moment in enumerate(trace.moments):
+        passing = 0
+        for ref in pinned_at(moment):
+            if ref not in at_home:
+                passing += slots[ref]
+            elif ref not in resident:
+                resident.add(ref)
+                at_rest += slots[ref]
+        yield at_rest + passing
+        for ref in freed_after.get(index, ()):
+            if ref in resident:
+                resident.discard(ref)
+                at_rest -= slots[ref]
+
+
+def refuse_moment(
+    *,
+    tier: Tier,
+    moment: str,
+    slot_bytes: int,
+    slots: int,
+    nonmodel_bytes: int,
+    budget_bytes: int,
+    smallest_bytes: int,
+    fixed_bytes: int = 0,
+) -> BudgetError:
+    """An error for a moment that needs more of the compute tier than its budget.
+
+    Args:
+        moment: as `Trace.name` prints it, `"118 backward layers.7.mlp.w1"`.
+        slots: what the moment must hold at once; smallest_bytes: the smallest budget for the whole trace, 0: unknown.
+        fixed_bytes: what a budget for that much holds beside chunks and activations.
+    """
+    chunks = slots * slot_bytes
+    parts = [chunks, nonmodel_bytes, fixed_bytes]
+    needed = sum(parts)
+    size = _Sizes(needed)
+    # What is printed as needed is a sum of sizes rounded up: where that very need is the smallest budget, it reads the same.
+    smallest = size.total(parts) if smallest_bytes == needed else size.up(smallest_bytes)
+    fits = [f"{tier.label}_memory >= {smallest}"] if smallest_bytes else []
+    if chunks + fixed_bytes < budget_bytes:
+        fits.append(
+            f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or recompute"
+        )
+    message = (
+        f"{tier.label} memory is {size.short(parts, budget_bytes)} short at moment {moment}\n"
+        f"  needed {size.total(parts)} = chunk slots {size.up(chunks)} ({slots} of "
+        f"{_Sizes(slot_bytes).up(slot_bytes)}) + activations {size.up(nonmodel_bytes)}{_fixed(size, fixed_bytes)};  "
+        f"budget {size.down(budget_bytes)}"
+    )
+    return BudgetError(
+        message + (f"\n  fits with: {'  |  '.join(fits)}" if fits else ""),
+        tier=tier.label,
+        moment=moment,
+        needed_bytes=needed,
+        available_bytes=budget_bytes,
+        smallest_bytes=smallest_bytes,
+        fixed_bytes=fixed_bytes,
+    )
+
+
+def refuse_homes(
+    *,
+    tier: Tier,
+    parts: dict[str, int],
+    budget_bytes: int,
+    smallest_bytes: int,
+    instead: str = "",
+    why: str = "",
+    fixed_bytes: int = 0,
+) -> BudgetError:
+    """An error for what rests on a tier and takes more than the tier's budget.
+
+    Args:
+        parts: what rests there, and its bytes; instead: another change that would help; why: what is to rest there as well.
+        fixed_bytes: what a budget for that much holds beside it.
+    """
+    sizes = [*parts.values(), fixed_bytes]
+    size = _Sizes(sum(sizes))
+    fits = [f"{tier.label}_memory >= {size.up(smallest_bytes)}", *filter(None, [instead])]
+    return BudgetError(
+        f"{tier.label} memory is {size.short(sizes, budget_bytes)} short of what rests there{f': {why}' if why else ''}\n"
+        f"  needed {size.total(sizes)} = {' + '.join(f'{name} {size.up(nbytes)}' for name, nbytes in parts.items())}"
+        f"{_fixed(size, fixed_bytes)};"
+        f"  budget {size.down(budget_bytes)}\n"
+        f"  fits with: {'  |  '.join(fits)}",
+        tier=tier.label,
+        needed_bytes=sum(sizes),
+        available_bytes=budget_bytes,
+        smallest_bytes=smallest_bytes,
+        fixed_bytes=fixed_bytes,
+    )
+
+
+def _fixed(size: _Sizes, fixed_bytes: int) -> str:
+    """The term of a sum that says what the process takes beside the rest, where the budget holds that."""
+    return f" + fixed costs {size.up(fixed_bytes)}" if fixed_bytes else ""
+
+
+def name_gradients(trace: Trace) -> str:
+    """A phrase for the gradients that a trace shows in their plane, which is why they need room: for `refuse_homes`."""
+    names = list(dict.fromkeys(m.label for m in trace.moments if any(touch.ref.plane == GRAD for touch in m.touches)))
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"gradients that cannot be used as they arrive ({', '.join(names[:_NAMED])}{more})"
+
+
+class _Sizes:
+    """Sizes of one message, all in the unit of the largest and in whole hundredths of it, so that they add up.
+
+    Needs are rounded up and budgets down: nothing that is printed as fitting is short by a rounding.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self._nbytes, self._name = next((unit for unit in _UNITS if largest >= unit[0]), _UNITS[-1])
+        self._grain = 1 if self._nbytes == 1 else 100
+
+    def up(self, nbytes: int) -> str:
+        return self._text(self._ceil(nbytes))
+
+    def down(self, nbytes: int) -> str:
+        return self._text(self._floor(nbytes))
+
+    def total(self, parts: list[int]) -> str:
+        return self._text(sum(map(self._ceil, parts)))
+
+    def short(self, parts: list[int], budget_bytes: int) -> str:
+        return self._text(sum(map(self._ceil, parts)) - self._floor(budget_bytes))
+
+    def _ceil(self, nbytes: int) -> int:
+        return -(-nbytes * self._grain // self._nbytes)
+
+    def _floor(self, nbytes: int) -> int:
+        return nbytes * self._grain // self._nbytes
+
+    def _text(self, grains: int) -> str:
+        return f"{grains} B" if self._nbytes == 1 else f"{grains / 100:.2f} {self._name}"

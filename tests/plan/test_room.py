@@ -1,0 +1,118 @@
+"""What `make_room` decides: who leaves, who comes, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import GRAD
+from patrickstar.plan.plan import CopyState
+from patrickstar.plan.residency import Residency, apply
+from patrickstar.plan.room import NoRoom, make_room
+from tests.plan.builders import layout_of, resting, state_of, unit, units
+
+
+def room_for(state: Residency, needed: str, *, slots: int, pinned: str = "") -> list[str]:
+    """The actions that `make_room` asks for with victims in order of id, having changed nothing."""
+    before = state.copy()
+    actions = make_room(state, needed=units(needed), pinned=units(pinned), capacity_slots=slots, order=sorted)
+    assert state == before
+    for action in actions:
+        apply(state, action)
+    state.expect_settled()
+    assert state.slots_used <= slots
+    assert all(ref in state.resident for ref in units(needed))
+    return list(map(str, actions))
+
+
+def test_what_is_resident_needs_no_action() -> None:
+    assert room_for(state_of("c0.weight clean, c1.weight dirty"), "c0.weight c1.weight", slots=2) == []
+
+
+def test_a_missing_unit_is_copied_and_waited_for() -> None:
+    assert room_for(state_of("c0.weight away"), "c0.weight", slots=1) == ["c0.weight K>H", "c0.weight H?"]
+
+
+def test_a_free_unit_is_created_not_fetched() -> None:
+    state = state_of("c0.grad free")
+    assert room_for(state, "c0.grad", slots=1) == ["c0.grad 0>H"]
+    assert state.resident[unit("c0.grad")] is CopyState.DIRTY
+    assert not state.free
+
+
+def test_a_created_unit_whose_home_is_here_is_at_home() -> None:
+    state = resting(layout_of(1), home=Tier.HOST, planes=[GRAD], free=units("c0.grad"))
+    assert room_for(state, "c0.grad", slots=1) == ["c0.grad 0>H"]
+    assert state.resident[unit("c0.grad")] is CopyState.HERE
+
+
+def test_a_clean_victim_is_dropped_without_a_transfer() -> None:
+    state = state_of("c0.weight clean, c1.weight away")
+    assert room_for(state, "c1.weight", slots=1) == ["c0.weight H!", "c1.weight K>H", "c1.weight H?"]
+
+
+def test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused() -> None:
+    state = state_of("c0.weight dirty, c1.weight away")
+    assert room_for(state, "c1.weight", slots=1) == [
+        "c0.weight H>K", "c0.weight K?", "c0.weight H!", "c1.weight K>H", "c1.weight H?",
+    ]  # fmt: skip
+
+
+def test_transfers_of_a_kind_are_all_issued_before_the_first_is_waited_for() -> None:
+    state = state_of("c0.weight dirty, c1.weight dirty, c2.weight away, c3.weight away")
+    assert room_for(state, "c2.weight c3.weight", slots=2) == [
+        "c0.weight H>K", "c1.weight H>K", "c0.weight K?", "c0.weight H!", "c1.weight K?", "c1.weight H!",
+        "c2.weight K>H", "c3.weight K>H", "c2.weight H?", "c3.weight H?",
+    ]  # fmt: skip
+
+
+def test_between_device_and_disk_a_unit_passes_through_one_slot_set_of_the_host() -> None:
+    state = state_of("c0.weight dirty, c1.weight away", compute=Tier.DEVICE)
+    assert room_for(state, "c1.weight", slots=1) == [
+        "c0.weight D>H", "c0.weight H?", "c0.weight D!", "c0.weight H>K", "c0.weight K?", "c0.weight H!",
+        "c1.weight K>H", "c1.weight H?", "c1.weight H>D", "c1.weight D?", "c1.weight H!",
+    ]  # fmt: skip
+
+
+def test_capacity_below_what_is_in_use_evicts_without_a_miss() -> None:
+    state = state_of("c0.weight clean, c1.weight clean, c2.weight clean")
+    assert room_for(state, "c1.weight", slots=1) == ["c0.weight H!", "c2.weight H!"]
+
+
+def test_needed_and_pinned_units_are_never_victims() -> None:
+    state = state_of("c0.weight clean, c1.weight clean, c2.weight clean, c3.weight away")
+    assert room_for(state, "c0.weight c3.weight", pinned="c1.weight", slots=3) == [
+        "c2.weight H!", "c3.weight K>H", "c3.weight H?",
+    ]  # fmt: skip
+
+
+def test_a_pinned_unit_that_is_not_there_takes_no_room() -> None:
+    assert room_for(state_of("c0.weight clean, c1.weight away"), "c0.weight", pinned="c1.weight", slots=1) == []
+
+
+def test_a_void_unit_gives_its_slots_back_before_anything_else_leaves() -> None:
+    state = state_of("c0.weight clean, c1.grad void, c2.weight away")
+    assert room_for(state, "c2.weight", slots=2) == ["c1.grad H!", "c2.weight K>H", "c2.weight H?"]
+
+
+def test_a_void_unit_that_is_needed_begins_again_from_zeros() -> None:
+    assert room_for(state_of("c1.grad void"), "c1.grad", slots=1) == ["c1.grad H!", "c1.grad 0>H"]
+
+
+def test_small_victims_stay_where_a_large_one_makes_their_going_needless() -> None:
+    state = state_of("c0.weight clean, c1.weight clean, c2.weight away", slots={"c1.weight": 3, "c2.weight": 3})
+    assert room_for(state, "c2.weight", slots=4) == ["c1.weight H! x3", "c2.weight K>H x3", "c2.weight H?"]
+
+
+def test_an_order_may_offer_what_may_not_go_and_nothing_twice_counts() -> None:
+    state = state_of("c0.weight clean, c1.weight clean, c2.weight here, c3.weight away")
+    offered = units("c9.weight c3.weight c2.weight c1.weight c0.weight c0.weight")
+    actions = make_room(state, needed=units("c1.weight"), capacity_slots=2, order=lambda _: offered)
+    assert list(map(str, actions)) == ["c0.weight H!"]
+
+
+def test_no_room_says_what_is_needed_at_once() -> None:
+    state = state_of("c0.weight here, c1.weight clean, c2.weight dirty, c3.weight away", slots={"c3.weight": 2})
+    with pytest.raises(NoRoom) as refused:
+        make_room(state, needed=units("c3.weight"), pinned=units("c1.weight"), capacity_slots=3, order=sorted)
+    assert (refused.value.needed_slots, refused.value.capacity_slots) == (4, 3)  # 2 needed, 1 pinned, 1 at home here
