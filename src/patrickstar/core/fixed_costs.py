@@ -1,4 +1,4 @@
-"""What a process takes beside chunks and activations, as a part of the budget that its user gives."""
+"""Fixed costs: memory of a process beside chunks and activations, as a part of the budget that its user gives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FixedCosts:
 
     @property
     def room_bytes(self) -> int:
-        """What chunks and activations may take of the budget that was given."""
+        """Bytes that chunks and activations may take of the budget that was given."""
         if not self.floor_bytes:
             return self.given_bytes
         return (
@@ -41,18 +41,18 @@ class FixedCosts:
 
     @property
     def set_aside_bytes(self) -> int:
-        """What of the budget that was given they may not take."""
+        """Bytes of the budget that was given which chunks and activations may not take."""
         return self.given_bytes - self.room_bytes
 
     def beside(self, need_bytes: int) -> int:
-        """What the smallest budget in which chunks and activations may take so much has on top of that."""
+        """Bytes on top of a need, in the smallest budget in which chunks and activations may take so much."""
         if not self.floor_bytes or need_bytes <= self._most_below:
             return 0
         return CONSTANT_BYTES + -(-need_bytes * _PERCENT // 100)
 
     @property
     def _most_below(self) -> int:
-        """What they may take at the floor, and so at most below it."""
+        """Room of chunks and activations at the floor, and so at most below it."""
         return _without(self.floor_bytes)
 
 

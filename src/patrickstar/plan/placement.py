@@ -193,7 +193,7 @@ def place_more(
 
 
 def _refuse_homes_there(machine: Machine, parts: dict[str, int], *, why: str = "") -> BudgetError:
-    """What is to rest on the compute tier takes more than there is."""
+    """An error for what is to rest on the compute tier and takes more than there is."""
     compute, needed = machine.compute, sum(parts.values())
     fixed_bytes = machine.costs.beside(needed)
     return refuse_homes(

@@ -1,4 +1,4 @@
-"""What becomes of blocks that are freed where the process has a bound: kept while plans leave room for them, returned at once from then on."""
+"""Blocks that are freed where the process has a bound: kept while plans leave room for them, returned at once from then on."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class FreedBlocks:
         self._allocator: Allocator | None = allocator() if self._kept else None
 
     def plan(self, plan: Plan, trace: Trace, layout: Layout) -> None:
-        """A stretch is about to go as this plan has it."""
+        """Decides for a stretch that is about to go as this plan has it."""
         if self._kept and not self._leaves_room(plan, trace, layout):
             self.return_at_once("a plan takes the room that they would be kept in")
 
     def return_at_once(self, why: str) -> None:
-        """From now on no freed block is kept, for this reason. See decision 0002 for what that costs."""
+        """Makes the allocator keep no freed block from now on, for this reason. See decision 0002 for what that costs."""
         if not self._kept:
             return
         self._kept = False
@@ -58,7 +58,7 @@ class FreedBlocks:
 
 
 def leaves_room(simulated: Simulation, trace: Trace, compute: Tier, *, room_bytes: int, found: Allocator) -> bool:
-    """Whether the worst moment of a plan leaves what the allocator may take beyond what is live."""
+    """True where the worst moment of a plan leaves what the allocator may take beyond what is live."""
     return simulated.peak[compute.label] + int(trace.peak * found.overshoots) <= room_bytes
 
 
@@ -73,7 +73,7 @@ class KeptBlocks:
         self._slot_bytes = self._peak = self._activations = 0
 
     def add(self, simulated: Simulation, trace: Trace, *, slot_bytes: int) -> None:
-        """A plan, as it was simulated."""
+        """Takes in a plan, as it was simulated."""
         room = self._room_bytes
         self._kept = self._kept and leaves_room(simulated, trace, self._compute, room_bytes=room, found=self._allocator)
         self._slot_bytes = max(self._slot_bytes, max(simulated.slots, default=0) * slot_bytes)
@@ -82,7 +82,7 @@ class KeptBlocks:
 
     @property
     def nbytes(self) -> int:
-        """How much that is: as the allocator comes, or up to where `Pressure` asks for it."""
+        """Bytes beyond the peak: as the allocator comes, or up to where `Pressure` asks for what it keeps."""
         if not self._kept:
             return 0
         as_it_comes = self._slot_bytes + int(self._activations * self._allocator.retains)
