@@ -35,6 +35,7 @@ class BudgetError(Error):
         moment: where in the step it does not fit, as `"118 backward layers.7.mlp.w1"`; "" where no step is involved.
         needed_bytes, available_bytes: what the moment must hold at once, and what it may.
         smallest_bytes: the smallest budget of that tier with which it fits; 0 where it is not known.
+        fixed_bytes: of what is needed, what the process takes beside chunks and tensors.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class BudgetError(Error):
         needed_bytes: int = 0,
         available_bytes: int = 0,
         smallest_bytes: int = 0,
+        fixed_bytes: int = 0,
     ) -> None:
         super().__init__(message)
         self.tier = tier
@@ -53,6 +55,7 @@ class BudgetError(Error):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.smallest_bytes = smallest_bytes
+        self.fixed_bytes = fixed_bytes
 
 
 class ConfigError(Error):

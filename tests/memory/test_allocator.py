@@ -76,6 +76,22 @@ def test_a_plain_process_is_served_by_glibc_and_can_be_made_to_give_back():
     assert released < 16
 
 
+def test_a_heap_with_holes_returns_what_comes_after_they_are_filled():
+    code = FREED + (
+        "library.mallopt(-3, 32 << 20)\n"  # blocks come from the heap, and leave holes there
+        "holes = kept(lambda: None)\n"
+        "a.set_glibc_thresholds()\n"
+        "before = resident_bytes()\n"
+        "taken = a.fill_holes() >> 20\n"
+        "filled = resident_bytes() - before >> 20\n"
+        "print(json.dumps([holes, taken, filled, kept(lambda: None)]))"
+    )
+    holes, taken, filled, returned = json.loads(run(code, LD_PRELOAD=""))
+    assert min(holes, taken) > 200
+    assert filled < -200
+    assert returned < 16
+
+
 @pytest.mark.skipif(tcmalloc_library() is None, reason="tcmalloc is not installed (Debian: libtcmalloc-minimal4)")
 def test_tcmalloc_is_named_releases_and_can_be_made_to_give_back():
     library = str(tcmalloc_library())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.assembled import ASSEMBLED
 from tests.mutants.binding import BINDING
+from tests.mutants.bounds import BOUNDS
 from tests.mutants.changes import CHANGES
 from tests.mutants.engine import ENGINE
 from tests.mutants.forecasts import FORECASTS
@@ -21,6 +22,7 @@ __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
     *BINDING,
+    *BOUNDS,
     *ASSEMBLED,
     *CHANGES,
     *PLANNING,

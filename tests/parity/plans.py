@@ -29,10 +29,12 @@ import torch
 
 from patrickstar import BudgetError, Options
 from patrickstar.cli.model_source import ModelSource
+from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.plan import make
 from patrickstar.plan.plan import Plan
 from patrickstar.session.forecast import forecast
 from patrickstar.step import stretches
+from patrickstar.units import GIB, MIB
 from tests.parity.limits import LIMITS
 from tests.parity.managed import train
 from tests.parity.matrix import PAIRS, WIDE, Row
@@ -68,6 +70,9 @@ def recorded() -> Iterator[list[Plan]]:
             module.make_plan = real  # type: ignore[attr-defined]
 
 
+_ROOM_OF_A_GIB: Final = GIB + FixedCosts(floor_bytes=256 * MIB).beside(GIB)
+"""For chunks and activations, with what the process takes beside."""
+
 FORECASTS: Final[Mapping[str, Mapping[str, Any]]] = {
     f"forecast-{model}-{tier}-{precision}-{step}": {
         "model": model,
@@ -75,7 +80,7 @@ FORECASTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "precision": precision.partition("-")[0],
         "options": Options(compute=precision.rpartition("-")[2]),
         "step": step,
-        "host_memory": "1GiB" if tier == "cpu+disk" else "8GiB" if tier == "emulated" else "256MiB",
+        "host_memory": _ROOM_OF_A_GIB if tier == "cpu+disk" else "8GiB" if tier == "emulated" else "256MiB",
         **({} if tier == "cpu+disk" else {"device_memory": "800MiB"}),
         **({} if tier == "emulated" else {"disk": Path(), "disk_memory": "16GiB"}),
     }

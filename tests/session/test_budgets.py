@@ -13,7 +13,10 @@ from torch import nn
 
 import patrickstar
 from patrickstar import BudgetError
+from patrickstar.config.arguments import check_arguments
 from patrickstar.session.forecast import forecast
+from patrickstar.step.budgets import find_budgets
+from patrickstar.units import MIB
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
@@ -126,6 +129,28 @@ def test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_
             for number in range(3):
                 step_with_loss(model, session.optimizer, number)
     assert refusal.value.smallest_bytes == smallest
+
+
+def test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given(
+    tmp_path: Path,
+) -> None:
+    given: dict[str, Any] = {"device": "cpu", "disk": tmp_path / "disk", "options": options()}
+    rows = 1 << 18  # some hundreds of MiB of activations, nothing of which is ever made
+    smallest = forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=4096, **given).minimum["host"]
+    assert smallest > 256 * MIB
+    assert forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=smallest, **given).fits
+    refused = forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=smallest - 1, **given)
+    assert not refused.fits
+    assert "+ fixed costs " in refused.refusal
+    model = WithLoss()
+    with patrickstar.manage(model, adamw(model), host_memory=280 * MIB, **given) as session:
+        assert "host 280.00 MiB" in str(find_budgets(check_arguments(host_memory=280 * MIB, **given), weight_bytes=0))
+        with pytest.raises(BudgetError) as refusal:
+            model(batch(rows=rows))
+        assert session.stats().steps == 0
+    error = refusal.value
+    assert (error.smallest_bytes, error.needed_bytes, error.available_bytes) == (smallest, smallest, 280 * MIB)
+    assert 48 * MIB < error.fixed_bytes <= 48 * MIB + smallest // 100
 
 
 def test_a_budget_of_everything_but_the_host_names_the_host() -> None:

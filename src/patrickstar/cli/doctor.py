@@ -117,8 +117,8 @@ def _allocator() -> Iterator[Finding]:
     advice = ""
     if found.name == "glibc" and library is None:
         advice = (
-            "glibc keeps freed activations, which count against host_memory: a session makes it return them at once, and steps "
-            "take longer by that; tcmalloc returns them for less, and `patrickstar train` starts itself under it where it "
+            "glibc keeps freed activations, which count against host_memory: where a plan has no room for them, a session makes it return "
+            "them at once, and steps take longer by that; tcmalloc returns them for less, and `patrickstar train` starts itself under it where it "
             "finds it: apt install libtcmalloc-minimal4 (elsewhere: gperftools)"
         )
     elif found.name == "glibc":

@@ -31,7 +31,7 @@ def budgets(model: nn.Module, arguments: MemoryOptions) -> Mapping[str, int]:
     from patrickstar.step.budgets import find_budgets
 
     found = find_budgets(arguments, weight_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta))
-    return {tier.label: nbytes for tier, nbytes in found.machine.budget.items()}
+    return {tier.label: found.machine.given(tier) for tier in found.machine.budget}
 
 
 def manage_arguments(arguments: MemoryOptions) -> dict[str, Any]:

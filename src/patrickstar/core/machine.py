@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
+
+from patrickstar.core.fixed_costs import FixedCosts
 
 
 class Tier(str, Enum):
@@ -39,10 +41,16 @@ class Machine:
     """The tier that computes, and the bytes each tier may hold. Prints as `H: H=1024 K=4096`, and parses back.
 
     A tier without a budget does not exist. Without an accelerator the host computes and only disk lies below it.
+
+    Attributes:
+        budget: what chunks and activations may take of each tier.
+        costs: what the user's budget of the compute tier holds beside those. Decides nothing and is not printed: refusals say budgets as
+            they are given.
     """
 
     compute: Tier
     budget: Mapping[Tier, int]
+    costs: FixedCosts = field(default=FixedCosts(), compare=False)
 
     def __post_init__(self) -> None:
         budget = {tier: self.budget[tier] for tier in Tier if tier in self.budget}
@@ -55,6 +63,10 @@ class Machine:
             raise ValueError("where the host computes there is no device")
         if self.compute is Tier.DEVICE and Tier.HOST not in budget:
             raise ValueError("a device needs a host below it")
+
+    def given(self, tier: Tier) -> int:
+        """A tier's budget as the user gave it."""
+        return self.budget[tier] + (self.costs.set_aside_bytes if tier is self.compute else 0)
 
     def __str__(self) -> str:
         return f"{self.compute.value}: " + " ".join(f"{tier.value}={nbytes}" for tier, nbytes in self.budget.items())
@@ -71,4 +83,4 @@ class Machine:
         return cls(Tier(compute), {Tier(tier): int(nbytes) for tier, _, nbytes in pairs})
 
     def __reduce__(self) -> tuple[Callable[..., Machine], tuple[Any, ...]]:
-        return Machine, (self.compute, dict(self.budget))  # a mapping proxy neither pickles nor copies
+        return Machine, (self.compute, dict(self.budget), self.costs)  # a mapping proxy neither pickles nor copies

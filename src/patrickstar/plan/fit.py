@@ -70,14 +70,16 @@ def expect_room(need: Need, machine: Machine) -> None:
     """Raises BudgetError where the compute tier has less than `need`, which is the largest there is."""
     budget_bytes = machine.budget[machine.compute]
     if need.nbytes > budget_bytes:
+        fixed_bytes = machine.costs.beside(need.nbytes)
         raise refuse_moment(
             tier=machine.compute,
             moment=need.moment,
             slot_bytes=need.slot_bytes,
             slots=need.slots,
             nonmodel_bytes=need.nonmodel_bytes,
-            budget_bytes=budget_bytes,
-            smallest_bytes=need.nbytes,
+            fixed_bytes=fixed_bytes,
+            budget_bytes=machine.given(machine.compute),
+            smallest_bytes=need.nbytes + fixed_bytes,
         )
 
 
@@ -132,26 +134,38 @@ def _slots_needed(
 
 
 def refuse_moment(
-    *, tier: Tier, moment: str, slot_bytes: int, slots: int, nonmodel_bytes: int, budget_bytes: int, smallest_bytes: int
+    *,
+    tier: Tier,
+    moment: str,
+    slot_bytes: int,
+    slots: int,
+    nonmodel_bytes: int,
+    budget_bytes: int,
+    smallest_bytes: int,
+    fixed_bytes: int = 0,
 ) -> BudgetError:
     """An error for a moment that needs more of the compute tier than its budget.
 
     Args:
         moment: as `Trace.name` prints it, `"118 backward layers.7.mlp.w1"`.
         slots: what the moment must hold at once; smallest_bytes: the smallest budget for the whole trace, 0: unknown.
+        fixed_bytes: what a budget for that much holds beside chunks and activations.
     """
     chunks = slots * slot_bytes
-    needed = chunks + nonmodel_bytes
+    parts = [chunks, nonmodel_bytes, fixed_bytes]
+    needed = sum(parts)
     size = _Sizes(needed)
     # What is printed as needed is a sum of sizes rounded up: where that very need is the smallest budget, it reads the same.
-    smallest = size.total([chunks, nonmodel_bytes]) if smallest_bytes == needed else size.up(smallest_bytes)
+    smallest = size.total(parts) if smallest_bytes == needed else size.up(smallest_bytes)
     fits = [f"{tier.label}_memory >= {smallest}"] if smallest_bytes else []
-    if chunks < budget_bytes:
-        fits.append(f"activations of at most {size.down(budget_bytes - chunks)} there: a smaller batch, or recompute")
+    if chunks + fixed_bytes < budget_bytes:
+        fits.append(
+            f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or recompute"
+        )
     message = (
-        f"{tier.label} memory is {size.short([chunks, nonmodel_bytes], budget_bytes)} short at moment {moment}\n"
-        f"  needed {size.total([chunks, nonmodel_bytes])} = chunk slots {size.up(chunks)} ({slots} of "
-        f"{_Sizes(slot_bytes).up(slot_bytes)}) + activations {size.up(nonmodel_bytes)};  "
+        f"{tier.label} memory is {size.short(parts, budget_bytes)} short at moment {moment}\n"
+        f"  needed {size.total(parts)} = chunk slots {size.up(chunks)} ({slots} of "
+        f"{_Sizes(slot_bytes).up(slot_bytes)}) + activations {size.up(nonmodel_bytes)}{_fixed(size, fixed_bytes)};  "
         f"budget {size.down(budget_bytes)}"
     )
     return BudgetError(
@@ -161,30 +175,46 @@ def refuse_moment(
         needed_bytes=needed,
         available_bytes=budget_bytes,
         smallest_bytes=smallest_bytes,
+        fixed_bytes=fixed_bytes,
     )
 
 
 def refuse_homes(
-    *, tier: Tier, parts: dict[str, int], budget_bytes: int, smallest_bytes: int, instead: str = "", why: str = ""
+    *,
+    tier: Tier,
+    parts: dict[str, int],
+    budget_bytes: int,
+    smallest_bytes: int,
+    instead: str = "",
+    why: str = "",
+    fixed_bytes: int = 0,
 ) -> BudgetError:
     """An error for what rests on a tier and takes more than the tier's budget.
 
     Args:
         parts: what rests there, and its bytes; instead: another change that would help; why: what is to rest there as well.
+        fixed_bytes: what a budget for that much holds beside it.
     """
-    sizes = list(parts.values())
+    sizes = [*parts.values(), fixed_bytes]
     size = _Sizes(sum(sizes))
     fits = [f"{tier.label}_memory >= {size.up(smallest_bytes)}", *filter(None, [instead])]
     return BudgetError(
         f"{tier.label} memory is {size.short(sizes, budget_bytes)} short of what rests there{f': {why}' if why else ''}\n"
-        f"  needed {size.total(sizes)} = {' + '.join(f'{name} {size.up(nbytes)}' for name, nbytes in parts.items())};"
+        f"  needed {size.total(sizes)} = {' + '.join(f'{name} {size.up(nbytes)}' for name, nbytes in parts.items())}"
+        f"{_fixed(size, fixed_bytes)};"
         f"  budget {size.down(budget_bytes)}\n"
         f"  fits with: {'  |  '.join(fits)}",
         tier=tier.label,
         needed_bytes=sum(sizes),
         available_bytes=budget_bytes,
         smallest_bytes=smallest_bytes,
+        fixed_bytes=fixed_bytes,
     )
+
+
+def _fixed(size: _Sizes, fixed_bytes: int) -> str:
+    """The term of a sum that says what the process takes beside the rest, where the budget holds that."""
+    return f" + fixed costs {size.up(fixed_bytes)}" if fixed_bytes else ""
 
 
 def name_gradients(trace: Trace) -> str:

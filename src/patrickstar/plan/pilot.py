@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Rows, Touch, Trace
 from patrickstar.errors import BudgetError
@@ -105,6 +106,7 @@ class Pilot:
         budget_bytes: what the compute tier may hold now, slots and non-model data together.
         policy: "next-use" or "lru".
         spare_bytes: of the budget, to be left free where that can be.
+        costs: what the budget that the user gave holds beside, for refusals.
 
     Attributes:
         capacity_slots: how many slots may be in use at the moment that was asked about last.
@@ -117,7 +119,9 @@ class Pilot:
         budget_bytes: Callable[[], int],
         policy: str,
         spare_bytes: int = 0,
+        costs: FixedCosts = FixedCosts(),  # noqa: B008  (frozen)
     ) -> None:
+        self.costs = costs
         self._state = state
         self._budget_bytes = budget_bytes
         self._policy = policy
@@ -279,9 +283,13 @@ class Pilot:
         # The reserve is a forecast; what is asked for now is a fact, and stays alone. The meter, where there is one, has the last word.
         needed_bytes = needed_slots * slot_bytes
         if needed_bytes > budget:
+            fixed_bytes = self.costs.beside(needed_bytes)
+            needed_bytes += fixed_bytes
+            budget += self.costs.set_aside_bytes
+            fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
             raise BudgetError(
                 f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
-                f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once; "
+                f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once{fixed}; "
                 f"budget {format_bytes(budget)}\n"
                 "  let go of views of parameters and of gradients that are still held (session.state_dict() reads one tensor at a time, "
                 "session.export(dir) writes them as save_pretrained does), or give a larger budget",
@@ -290,6 +298,7 @@ class Pilot:
                 needed_bytes=needed_bytes,
                 available_bytes=budget,
                 smallest_bytes=needed_bytes,
+                fixed_bytes=fixed_bytes,
             )
         self.capacity_slots = needed_slots
         return make_room(self._state, needed=needed, pinned=held, capacity_slots=needed_slots, order=order)

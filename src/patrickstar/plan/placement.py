@@ -54,14 +54,7 @@ def place(
         if disk_bytes:
             _refuse_full_disk({"model data": sum(sizes.values())}, disk_bytes)
             return dict.fromkeys(units, Tier.DISK)
-        whole = sum(sizes.values())
-        raise refuse_homes(
-            tier=compute,
-            parts={"model data": whole, "activations": nonmodel_bytes},
-            budget_bytes=budget[compute],
-            smallest_bytes=whole + nonmodel_bytes,
-            instead=_DISK_BELOW,
-        )
+        raise _refuse_homes_there(machine, {"model data": sum(sizes.values()), "activations": nonmodel_bytes})
     spilled = _spill(sizes, host_bytes=budget[Tier.HOST], disk=disk_bytes > 0)
     _refuse_full_disk({"model data": sum(sizes[ref] for ref in spilled)}, disk_bytes)
     return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in units}
@@ -95,16 +88,8 @@ def place_gradients(
             ref: state.unit_bytes(ref) for ref in home if ref.plane == GRAD and (ref in kept or ref not in state.free)
         }
         parts = {"model data": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
-        needed = sum(parts.values())
-        if needed > machine.budget[compute]:
-            raise refuse_homes(
-                tier=compute,
-                parts=parts,
-                budget_bytes=machine.budget[compute],
-                smallest_bytes=needed,
-                instead=_DISK_BELOW if compute is Tier.HOST else "",
-                why=why,
-            )
+        if sum(parts.values()) > machine.budget[compute]:
+            raise _refuse_homes_there(machine, parts, why=why)
         return dict.fromkeys(new, compute), slots
     try:
         return _place_below(machine, new, state=state, why=why), slots
@@ -203,14 +188,23 @@ def place_more(
         return found
     needed = sum(slots[ref] for ref in {**home, **found}) * slot_bytes
     if needed > machine.budget[compute]:
-        raise refuse_homes(
-            tier=compute,
-            parts={"model data": needed},
-            budget_bytes=machine.budget[compute],
-            smallest_bytes=needed,
-            instead=_DISK_BELOW,
-        )
+        raise _refuse_homes_there(machine, {"model data": needed})
     return found
+
+
+def _refuse_homes_there(machine: Machine, parts: dict[str, int], *, why: str = "") -> BudgetError:
+    """An error for what is to rest on the compute tier and takes more than there is."""
+    compute, needed = machine.compute, sum(parts.values())
+    fixed_bytes = machine.costs.beside(needed)
+    return refuse_homes(
+        tier=compute,
+        parts=parts,
+        fixed_bytes=fixed_bytes,
+        budget_bytes=machine.given(compute),
+        smallest_bytes=needed + fixed_bytes,
+        instead=_DISK_BELOW if compute is Tier.HOST else "",
+        why=why,
+    )
 
 
 def _spill(

@@ -47,6 +47,7 @@ from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.copies import Copies
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor, MeterBound
+from patrickstar.step.freed_blocks import FreedBlocks
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters_by_hand import MastersByHand
@@ -85,7 +86,6 @@ def assemble(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: 
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     formats = SessionFormats(types.formats)
     state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)
-    budgets.prepare_allocator()
     store = _build_store(
         state,
         layout,
@@ -199,6 +199,7 @@ def _build_session(
         budget_bytes=lambda: machine.budget[compute] - binding.taken_bytes(),
         policy=options.eviction,
         spare_bytes=budgets.spare_bytes,
+        costs=machine.costs,
     )
     executor = Executor(
         pilot,
@@ -218,6 +219,7 @@ def _build_session(
         executor=executor,
         layout=layout,
         budgets=budgets,
+        freed_blocks=FreedBlocks(budgets),
         policy=options.eviction,
         tracer=OfflineTracer(
             layout,

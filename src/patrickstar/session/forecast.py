@@ -29,6 +29,7 @@ from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_t
 from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.events import cast_inputs
+from patrickstar.step.freed_blocks import KeptBlocks
 from patrickstar.step.precision import find_precision
 from patrickstar.step.stretches import with_retention
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
@@ -49,7 +50,7 @@ class Forecast:
         parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
         plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
         layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
-            and the host computes.
+            and the host computes: fixed costs, and freed blocks where there is room to keep them.
     """
 
     fits: bool
@@ -120,12 +121,14 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
         if in_backward:
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
+        kept = KeptBlocks(budgets)
         peak, moved, plans = _long_run(
-            state, layout, budgets, traces, policy=memory.options.eviction, frees=not in_backward
+            state, layout, budgets, traces, kept, policy=memory.options.eviction, frees=not in_backward
         )
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
         return Forecast(False, f"{refusal}{_full_disk(memory, budgets)}", nothing, {}, minimum, **facts)  # type: ignore[arg-type]
+    facts["beside_bytes"] = budgets.beside_bytes + kept.nbytes
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
 
 
@@ -182,9 +185,10 @@ def _minimum(
     machine = budgets.machine
     minimum = {tier.label: 0 for tier in Tier}
     if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        minimum["host"] = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
+        needed = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
     else:
-        minimum[machine.compute.label] = minimum_bytes(*traces, layout=layout, formats=formats)
+        needed = minimum_bytes(*traces, layout=layout, formats=formats)
+    minimum[machine.compute.label] = needed + machine.costs.beside(needed)
     return minimum
 
 
@@ -224,6 +228,7 @@ def _long_run(
     layout: Layout,
     budgets: Budgets,
     traces: tuple[Trace, ...],
+    kept: KeptBlocks,
     *,
     policy: str,
     frees: bool,
@@ -231,6 +236,7 @@ def _long_run(
     """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
 
     Args:
+        kept: learns of each plan.
         frees: whether the update's plan lets each gradient go when it has been used; else all of them go when the update is done.
     """
     _fill(state, layout, budgets, policy)
@@ -255,6 +261,7 @@ def _long_run(
             )
             simulated = simulate(plan, trace, layout=layout, machine=machine)
             plans.append(plan)
+            kept.add(simulated, trace, slot_bytes=state.slot_bytes)
             moved.update(simulated.moved)
             for tier, nbytes in simulated.peak.items():
                 peak[tier] = max(peak[tier], nbytes)

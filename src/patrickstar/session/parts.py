@@ -26,7 +26,7 @@ class Parts:
     """The parts that a session is made of, put together by `manage`.
 
     `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: the types before `manage`, by name.
-    `host_budget_bytes`: what the user allowed the process to hold, or None.
+    `host_budget_bytes`: what chunks and tensors may take of the host, where the user gave a bound, or None.
     """
 
     model: nn.Module

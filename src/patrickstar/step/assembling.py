@@ -105,11 +105,14 @@ class Assembling:
                 yield
         except BudgetError as refusal:
             taken = held + nbytes
-            needed, budget = refusal.needed_bytes + taken, refusal.available_bytes + taken
+            slots = refusal.needed_bytes - refusal.fixed_bytes
+            fixed_bytes = self._executor.pilot.costs.beside(slots + taken)
+            needed, budget = slots + taken + fixed_bytes, refusal.available_bytes + taken
+            fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
             raise BudgetError(
                 f"{title(key)} does not fit as a whole tensor\n"
                 f"  needed {format_bytes(needed)} = the tensor {format_bytes(nbytes)} + others in use or held by views of them {format_bytes(held)} "
-                f"+ chunk slots in use at once {format_bytes(refusal.needed_bytes)};  budget {format_bytes(budget)}\n"
+                f"+ chunk slots in use at once {format_bytes(slots)}{fixed};  budget {format_bytes(budget)}\n"
                 "  to clip, session.clip_grad_norm_(max_norm) needs one chunk at a time; else use one tensor at a time, let go of what is held, "
                 f"or give {refusal.tier}_memory >= {format_bytes(needed)}",
                 tier=refusal.tier,
@@ -117,6 +120,7 @@ class Assembling:
                 needed_bytes=needed,
                 available_bytes=budget,
                 smallest_bytes=needed,
+                fixed_bytes=fixed_bytes,
             ) from refusal
         finally:
             self._binding.assembled.making_bytes -= nbytes

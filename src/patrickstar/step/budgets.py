@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import ConfigError, DeviceError
-from patrickstar.memory.allocator import allocator, return_at_once
+from patrickstar.memory.allocator import allocator
 from patrickstar.memory.filesystem import default_disk_bytes, free_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.units import MIB, format_bytes, parse_size
@@ -19,6 +20,7 @@ from patrickstar.units import MIB, format_bytes, parse_size
 __all__ = ["Budgets", "find_budgets"]
 
 _HOST_SHARE = 0.8
+_FLOOR_BYTES = 240 * MIB  # and what kernels keep for each thread
 _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
 _EXPECTED_BYTES = 24 * MIB  # of `extra_bytes`, as a rule: the same record
@@ -32,7 +34,8 @@ class Budgets:
 
     Attributes:
         host_binds: whether the user gave a bound on what the process holds, so that what the allocator keeps matters.
-        resident_limit_bytes: what the process may have resident: its size now less the weights that it will let go, and the host budget.
+        resident_limit_bytes: what the process is to have resident at most but for its fixed costs: its size now less the weights that it will let go,
+            and what chunks and activations may take of the host.
         retains: bytes the allocator takes for each byte of activations alive. fixed_bytes: what kernels keep between their calls, which counts
             as activations do. extra_bytes: what else the first steps leave in the process whatever their size (pages of libraries, imports,
             thread pools); kept free where it can be.
@@ -58,9 +61,8 @@ class Budgets:
         """
         compute = self.machine.compute
         budget = self.machine.budget[compute] - taken_bytes
-        return Machine(
-            compute, {**self.machine.budget, compute: max(budget - self.spare_bytes, min(budget, need_bytes))}
-        )
+        room = max(budget - self.spare_bytes, min(budget, need_bytes))
+        return Machine(compute, {**self.machine.budget, compute: room}, self.machine.costs)
 
     @property
     def spare_bytes(self) -> int:
@@ -72,17 +74,8 @@ class Budgets:
         """What the process is expected to take beside what is counted: 0 where nobody gave a bound, little under a small one."""
         return min(_EXPECTED_BYTES, self.machine.budget[Tier.HOST] // _SPARE_SHARE) if self.extra_bytes else 0
 
-    def prepare_allocator(self) -> None:
-        """Makes the allocator give freed memory back, where the process must stay within a bound. See decision 0002."""
-        done = return_at_once() if self.host_binds and self.machine.compute is Tier.HOST else ""
-        if done:
-            _log.info(
-                "host_memory is given: %s at once, for the whole process and for good; steps take longer by the page faults",
-                done,
-            )
-
     def __str__(self) -> str:
-        return ", ".join(f"{tier.label} {format_bytes(nbytes)}" for tier, nbytes in self.machine.budget.items())
+        return ", ".join(f"{tier.label} {format_bytes(self.machine.given(tier))}" for tier in self.machine.budget)
 
 
 def resolve_device(device: str | None) -> str:
@@ -110,8 +103,9 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int 
         host = parse_size(memory.host_memory, name="host_memory", total_bytes=total_bytes())  # type: ignore[arg-type]
     else:
         host = int((available_bytes() + weight_bytes) * _HOST_SHARE)
-    budget = {Tier.HOST: host}
-    limit = resident_bytes() - weight_bytes + host
+    costs = FixedCosts(host, _floor_bytes()) if host_binds and device == "cpu" else FixedCosts(host)
+    budget = {Tier.HOST: costs.room_bytes}
+    limit = resident_bytes() - weight_bytes + costs.room_bytes
     if memory.disk is not None:
         budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory)
     if device == "cpu":
@@ -126,12 +120,17 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int 
         fixed = min(
             _THREAD_BYTES * torch.get_num_threads(), max(0, weight_bytes + absent_bytes - _SMALL_BYTES) // _SPARE_SHARE
         )
-        return Budgets(Machine(Tier.HOST, budget), host_binds, limit, known.retains, known.extra_bytes, fixed)
+        return Budgets(Machine(Tier.HOST, budget, costs), host_binds, limit, known.retains, known.extra_bytes, fixed)
     wanted = memory.device_memory
     budget[Tier.DEVICE] = (
         host if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total_bytes())
     )
     return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0)
+
+
+def _floor_bytes() -> int:
+    """The smallest `host_memory` that the process never grows past, fixed costs included: decision record 0022."""
+    return _FLOOR_BYTES + _THREAD_BYTES * torch.get_num_threads()
 
 
 def _disk_budget(directory: Path, wanted: int | str | None) -> int:

@@ -12,11 +12,13 @@ from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import resident_bytes
 from patrickstar.units import MIB, format_bytes
 
-__all__ = ["Pressure"]
+__all__ = ["EARLY_BYTES", "Pressure"]
 
-_SLACK_BYTES = 40 * MIB  # of the 48 MiB that are promised
-_SLACK_SHARE = 128  # of the 1 % that is promised
-_EARLY_BYTES = 16 * MIB  # above the limit: from here on the allocator is asked for what it keeps
+_SLACK_BYTES = 40 * MIB  # of the 48 MiB of fixed costs
+_SLACK_SHARE = 128  # of the 1 % of them
+EARLY_BYTES = (
+    16 * MIB
+)  # above what chunks and activations may take: from here on the allocator is asked for what it keeps
 _STEP_BYTES = 16 * MIB  # of growth, after which it is asked again
 _log = logging.getLogger("patrickstar")
 
@@ -25,11 +27,11 @@ class Pressure:
     """A bound on the resident size.
 
     Args:
-        limit_bytes: what the process may have resident, all in all. budget_bytes: the part of it that is the session's budget.
+        limit_bytes: what the process may have resident but for its fixed costs. budget_bytes: the part of it that chunks and activations may take.
     """
 
     def __init__(self, limit_bytes: int, budget_bytes: int) -> None:
-        self._early_bytes = limit_bytes + _EARLY_BYTES
+        self._early_bytes = limit_bytes + EARLY_BYTES
         self._limit_bytes = limit_bytes + _SLACK_BYTES + budget_bytes // _SLACK_SHARE
         self._said = False
         self._least_bytes = 0  # resident since the allocator was last asked

@@ -26,6 +26,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
+from patrickstar.step.freed_blocks import FreedBlocks
 from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.metering import Metering
@@ -46,6 +47,7 @@ class Stretches:
 
     Args:
         budgets: the tiers, what each may hold, and what the allocator does. policy: of eviction.
+        freed_blocks: learns what is planned, and of stretches that are not.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. late_planes: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
@@ -60,6 +62,7 @@ class Stretches:
         executor: Executor,
         layout: Layout,
         budgets: Budgets,
+        freed_blocks: FreedBlocks,
         policy: str,
         tracer: OfflineTracer,
         taken_bytes: Callable[[], int],
@@ -70,6 +73,7 @@ class Stretches:
         self._executor = executor
         self._layout = layout
         self._budgets = budgets
+        self._freed_blocks = freed_blocks
         self._policy = policy
         self._tracer = tracer
         self._taken_bytes = taken_bytes
@@ -203,6 +207,8 @@ class Stretches:
     def _begin(self, stretch: Stretch) -> None:
         if stretch.trace is not None:
             self._follower[stretch.kind] = stretch.trace
+        if stretch.reason:
+            self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
         self._executor.pilot.begin(stretch)
 
     def _stretch(
@@ -224,6 +230,7 @@ class Stretches:
                 frees=frees,
             )
             self._plans[key] = plan, (trace, after)
+            self._freed_blocks.plan(plan, trace, self._layout)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
@@ -237,6 +244,8 @@ class Stretches:
     def end(self) -> None:
         """Ends the stretch that was under way."""
         stretch = self._executor.pilot.stretch
+        if stretch.reason:
+            self._freed_blocks.return_at_once(f"the {stretch.kind} was not as planned")
         recorder, self._executor.recorder = self._executor.recorder, None
         known, self._current = self._current, None
         if known is not None:
