@@ -1,4 +1,4 @@
-"""What this process holds in memory, and what it may still take: read from the kernel, never kept."""
+"""Sizes of this process: the memory that it holds, and the memory that it may still take, read from the kernel, never kept."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reset_peak(*, root: str = "") -> bool:
 
 
 def available_bytes(*, root: str = "") -> int:
-    """What this process may still take: the least of what the machine has and what each control group above it allows."""
+    """Bytes that this process may still take: the least of what the machine has and what each control group above it allows."""
     machine = _field(Path(f"{root}/proc/meminfo"), "MemAvailable")
     return min([machine, *(group.available_bytes for group in memory_groups(root=root))])
 

@@ -1,4 +1,4 @@
-"""What a training step will take, without running it: nothing is allocated, and the model may be on the meta device."""
+"""Forecasts: the memory that a training step will take, found without running it: nothing is allocated, and the model may be on the meta device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _STEPS_TO_SETTLE = 6
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a training step will take.
+    """The memory that a training step will take.
 
     Attributes:
         fits: whether every moment fits; refusal: why it does not, and what would.
@@ -72,7 +72,7 @@ class Forecast:
 
 
 def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = False, **memory_options: Any) -> Forecast:
-    """What training `model(**batch)` will take, with memory options as `manage` takes them.
+    """The forecast of training `model(**batch)`, with memory options as `manage` takes them.
 
     Raises:
         ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
@@ -142,7 +142,7 @@ def _updated_late(step: Trace, layout: Layout) -> set[str]:
 
 
 def _full_disk(memory: MemoryOptions, budgets: Budgets) -> str:
-    """What to add to a refusal where the disk has a budget of nothing, because nothing is free there."""
+    """A line to add to a refusal where the disk has a budget of nothing, because nothing is free there."""
     if memory.disk is None or budgets.machine.budget[Tier.DISK]:
         return ""
     return (
@@ -195,7 +195,7 @@ def _minimum(
 def _minimum_of_the_host_alone(
     layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
 ) -> int:
-    """The same where everything is at home on the host, and nothing leaves it."""
+    """The smallest budget of a host on which everything is at home, and which nothing leaves."""
     roomy = replace(budgets, machine=Machine(Tier.HOST, {Tier.HOST: sys.maxsize}))
     contents = resting_state(layout, roomy, gradients=gradients, formats=formats)
     if gradients is GradientUse.UPDATE:

@@ -1,4 +1,4 @@
-"""What each tier may hold, from what was asked for and what the machine has."""
+"""Budgets: the bytes that each tier may hold, from what was asked for and what the machine has."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Budgets:
 
     @property
     def bind(self) -> bool:
-        """Whether there is a bound, or a tier below, for which something may have to move."""
+        """True where there is a bound, or a tier below, for which something may have to move."""
         return self.host_binds or self.machine.compute is not Tier.HOST or Tier.DISK in self.machine.budget
 
     def machine_for(self, need_bytes: int, *, taken_bytes: int = 0) -> Machine:
@@ -66,12 +66,12 @@ class Budgets:
 
     @property
     def spare_bytes(self) -> int:
-        """What of the compute tier is kept free where it can be: `extra_bytes`, but no more than a sixteenth of a small budget."""
+        """Bytes of the compute tier that are kept free where it can be: `extra_bytes`, but no more than a sixteenth of a small budget."""
         return min(self.extra_bytes, self.machine.budget[self.machine.compute] // _SPARE_SHARE)
 
     @property
     def beside_bytes(self) -> int:
-        """What the process is expected to take beside what is counted: 0 where nobody gave a bound, little under a small one."""
+        """Bytes that the process is expected to take beside those that are counted: 0 where nobody gave a bound, little under a small one."""
         return min(_EXPECTED_BYTES, self.machine.budget[Tier.HOST] // _SPARE_SHARE) if self.extra_bytes else 0
 
     def __str__(self) -> str:

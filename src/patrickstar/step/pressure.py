@@ -37,7 +37,7 @@ class Pressure:
         self._least_bytes = 0  # resident since the allocator was last asked
 
     def excess_bytes(self, growth_bytes: int) -> int:
-        """How much more will be resident than may be once the process has grown by so much, with what the allocator keeps given back.
+        """Bytes that will be resident beyond what may be once the process has grown by so much, with what the allocator keeps given back.
 
         0 where all is well.
         """
