@@ -60,9 +60,9 @@ class ToyOwner:
         pass
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
-        self.use([Touch(ref)], [name], in_graph=True)
+        self.use(name, [Touch(ref)])
 
-    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:
+    def use(self, label: str, touches: Sequence[Touch]) -> None:
         refs = [touch.ref for touch in touches]
         held = set(self.binding.leases.held()) | set(refs)
         for ref in refs:
@@ -73,7 +73,7 @@ class ToyOwner:
             while len(self.resident) >= self.slots:
                 victims = [other for other in self.resident if other not in held]
                 if not victims:
-                    raise NoSlot(f"{names}: {sorted(held)} in {self.slots} slots")
+                    raise NoSlot(f"{label}: {sorted(held)} in {self.slots} slots")
                 self.evict(min(victims, key=lambda other: self.last_used[other]))
             free = [index for index in range(self.slots + 1) if index not in self.resident.values()]
             index = next((index for index in free if index != self.last_given), free[0])

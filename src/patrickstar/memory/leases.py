@@ -175,7 +175,7 @@ class Leases:
         return self._count.keys()
 
     def held(self) -> Collection[PlaneRef]:
-        """The units that may not move now: to be looked at before anything else is asked of the leases."""
+        """The units that may not move now."""
         if self._dead:
             self.settle()
-        return self._held
+        return self._held.copy()  # another thread may take leases meanwhile

@@ -343,12 +343,9 @@ class Binding:
             touches = found[0].touches
             if len(found) > 1:
                 touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
-            names, in_graph = [bound.name for bound in found], torch.is_grad_enabled()
-            for bound in found:
-                in_graph = in_graph and not bound.is_detached
             if backward_id() == -1:  # else it is part of a recomputation
-                self._count(names, in_graph=in_graph)
-            self._owner.use(touches, names, in_graph=in_graph)
+                self._count(found)
+            self._owner.use(found[0].name, touches)
             units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
             leased = {bound.key: self.lease(bound.key) for bound in found}
             del units
@@ -361,12 +358,15 @@ class Binding:
                     else:
                         bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
 
-    def _count(self, names: Iterable[str], *, in_graph: bool) -> None:
-        counts = self._counts
-        for name in names:
-            counts.uses[name] = counts.uses.get(name, 0) + 1
+    def _count(self, found: Sequence[BoundParameter]) -> None:
+        """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
+        counts, in_graph = self._counts, torch.is_grad_enabled()
+        for bound in found:
+            in_graph = in_graph and not bound.is_detached
+        for bound in found:
+            counts.uses[bound.name] = counts.uses.get(bound.name, 0) + 1
             if not in_graph:
-                counts.apart[name] = counts.apart.get(name, 0) + 1
+                counts.apart[bound.name] = counts.apart.get(bound.name, 0) + 1
 
     def lease(self, key: WeightKey) -> Tensor:
         """The 1-D tensor that is leased at a use: over a resident unit's slot, or the copy of a parameter whose units are resident."""

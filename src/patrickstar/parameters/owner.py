@@ -21,11 +21,8 @@ __all__ = ["Owner", "Rewriting"]
 class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
     """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for."""
 
-    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:
-        """Makes the units resident, all at once, for a use of these parameters. BudgetError where there is no room.
-
-        `in_graph`: autograd records the use as one of the parameters themselves.
-        """
+    def use(self, label: str, touches: Sequence[Touch]) -> None:
+        """Makes the units of a use resident, all at once; `label` is the first parameter's name. BudgetError where they cannot be."""
 
     def carry_out_pending(self) -> None:
         """Does what was asked for and is still to be done: a view, held all the time, is about to be used."""

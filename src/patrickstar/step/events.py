@@ -96,17 +96,17 @@ class Events:
 
     # the binding's owner
 
-    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:  # noqa: ARG002
+    def use(self, label: str, touches: Sequence[Touch]) -> None:
         """Makes the units resident, in a moment of the forward or, inside of a backward, of a recomputation."""
         if self._escaped.watched:
             self._escaped.check()
         if backward_id() == -1:
-            self._executor.moment(Phase.FORWARD, names[0], touches)
+            self._executor.moment(Phase.FORWARD, label, touches)
             return
         self._in_backward = True
         if self._training is not None:
             self._training.backwards.notice_recomputation()
-        self._executor.moment(Phase.RECOMPUTE, names[0], touches)
+        self._executor.moment(Phase.RECOMPUTE, label, touches)
 
     def carry_out_pending(self) -> None:
         """Carries out an optimizer step that is pending."""

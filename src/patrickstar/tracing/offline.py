@@ -79,10 +79,10 @@ class _Twin:
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or self.leases.is_counted(tensor)
 
-    def use(self, touches: Sequence[Touch], names: Sequence[str], *, in_graph: bool) -> None:  # noqa: ARG002
+    def use(self, label: str, touches: Sequence[Touch]) -> None:
         if backward_id() != -1:
             self._notice_backward()
-        self._moment(self._phase(), names[0], touches)
+        self._moment(self._phase(), label, touches)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         phase, touches = self._touches.unpack(ref)
