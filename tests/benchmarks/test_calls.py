@@ -33,7 +33,13 @@ def measured(calls, tmp_path_factory):
     return cache(row)
 
 
-@pytest.mark.parametrize(("name", "moves"), [("unbounded", False), ("cpu and disk", True)])
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    [
+        pytest.param("unbounded", False, marks=pytest.mark.campaign),
+        pytest.param("cpu and disk", True, marks=pytest.mark.campaign),
+    ],
+)
 def test_two_runs_have_the_same_counts(calls, measured, name, moves):
     first, second = measured(name, moves), measured.__wrapped__(name, moves)
     assert first == second

@@ -148,7 +148,11 @@ def test_plain_pytorch_gives_the_same_bits(runs, capsys, arguments):
     assert all(norm > 0.1 for norm in norms) if "--clip" in arguments else norms == [None] * 4
 
 
-@pytest.mark.parametrize("arguments", [[], ["--clip", 0.1, "--accumulate", 2]], ids=["", "accumulated"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param([], marks=pytest.mark.campaign), ["--clip", 0.1, "--accumulate", 2]],
+    ids=["", "accumulated"],
+)
 @pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "widened"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_plain_pytorch_gives_the_same_bits_in_16_bits(runs, capsys, monkeypatch, precision, is_fast, arguments):

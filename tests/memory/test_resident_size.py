@@ -12,15 +12,10 @@ import pytest
 from patrickstar.memory.allocator import tcmalloc_library
 from tests.memory.resident import MIB, budgets, in_child
 
-ALLOCATORS = [
-    "glibc",
-    pytest.param(
-        "tcmalloc",
-        marks=pytest.mark.skipif(
-            tcmalloc_library() is None, reason="tcmalloc is not installed (Debian: libtcmalloc-minimal4)"
-        ),
-    ),
-]
+WITH_TCMALLOC = pytest.mark.skipif(
+    tcmalloc_library() is None, reason="tcmalloc is not installed (Debian: libtcmalloc-minimal4)"
+)
+ALLOCATORS = ["glibc", pytest.param("tcmalloc", marks=WITH_TCMALLOC)]
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SMALL = {
     "config": {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2048, "n_positions": 512},
@@ -71,7 +66,9 @@ def expect_within(budget: int, run: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize(
+    "allocator", [ALLOCATORS[0], pytest.param("tcmalloc", marks=[WITH_TCMALLOC, pytest.mark.campaign])]
+)
 def test_a_short_life_in_little_memory_stays_within_it(allocator: str, tmp_path: Path) -> None:
     budget = 120 * MIB  # 112 are needed, nearly all of them for activations
     run = in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), steps=1, **SMALL)
