@@ -58,7 +58,7 @@ BINDING: tuple[Mutant, ...] = (
     Mutant(
         name="a-slot-is-reused-under-a-living-view",
         file="memory/leases.py",
-        old="return self._count.keys()",
+        old="return self._held.copy()",
         new="return ()",
         tests=(f"{SAVED}::test_a_view_that_outlives_its_moment_keeps_its_slot",),
     ),

@@ -56,7 +56,7 @@ TILES = (
         file="parameters/gradient_access.py",
         old="                bound.of(own.detach()).add_(gradient)",
         new="                own.detach()[: bound.rows].add_(gradient)",
-        tests=(f"{TESTS}::test_a_gradient_that_is_read_is_the_users_own_and_tiles_add_to_it",),
+        tests=(f"{TESTS}::test_tiles_add_to_a_gradient_of_the_users_own",),
     ),
     Mutant(
         name="every-tile-counts-as-an-update-of-its-parameter",

@@ -139,9 +139,10 @@ def test_a_state_kept_over_a_step_shows_what_the_step_made_of_it(make_pair: Make
     def keep(model: nn.Module, optimizer: Any) -> list[Tensor]:
         entry = optimizer.state[model[0].weight]
         average, view, count = entry["exp_avg"], optimizer.state[model[2].weight]["exp_avg_sq"][3], entry["step"]
+        held = average[3]  # what was put together for it is there when the whole is asked for
         backward(model, number=1)
         optimizer.step()
-        return [view.clone(), average.clone(), count.clone()]
+        return [average.clone(), held.clone(), view.clone(), count.clone()]
 
     pair = make_pair(device="emulated", device_memory=8 * SLOT)
     pair.train(1)

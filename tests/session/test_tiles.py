@@ -241,9 +241,12 @@ def test_a_change_in_place_between_forward_and_backward_is_told(change, precisio
                 loss.backward()
 
 
-def test_a_gradient_that_is_read_is_the_users_own_and_tiles_add_to_it():
+def test_tiles_add_to_a_gradient_of_the_users_own():
     model, plain = built(), built()
     with managed(model):
+        for module in (model, plain):
+            for parameter in module.parameters():
+                parameter.grad = torch.ones(parameter.shape)
         for seed in range(2):
             model(*batch(seed)).backward()
             with tiled_products(plain, ROWS):
