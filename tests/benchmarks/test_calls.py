@@ -48,7 +48,7 @@ def test_two_runs_have_the_same_counts(calls, measured, name, moves):
             assert 0 < counts["least"] <= counts["median"] <= counts["most"]
 
 
-@pytest.mark.parametrize("name", ["cpu and disk", "device bf16"])
+@pytest.mark.parametrize("name", [pytest.param("cpu and disk", marks=pytest.mark.campaign), "device bf16"])
 def test_chunks_that_move_take_more_calls(measured, name):
     rest, move = measured(name, False), measured(name, True)
     assert rest["moved_bytes"] == 0 < move["moved_bytes"]

@@ -32,8 +32,10 @@ def precision(request, monkeypatch):
     ("precision", "more"),
     [
         *((kind, []) for kind in KINDS),
-        *((kind, ["--accumulate", 2, "--clip", 0.1]) for kind in ("bf16", "fp16")),
-        *((kind, ["--step", "in_backward"]) for kind in ("fp32", "bf16")),
+        ("bf16", ["--accumulate", 2, "--clip", 0.1]),
+        pytest.param("fp16", ["--accumulate", 2, "--clip", 0.1], marks=pytest.mark.campaign),
+        pytest.param("fp32", ["--step", "in_backward"], marks=pytest.mark.campaign),
+        ("bf16", ["--step", "in_backward"]),
     ],
     indirect=["precision"],
     ids=[*KINDS, "bf16-accumulated", "fp16-accumulated", "fp32-in-backward", "bf16-in-backward"],

@@ -245,6 +245,7 @@ def test_a_log_that_cannot_be_written_is_an_error_on_the_way(runs, capsys):
     assert "No such file or directory" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_a_process_of_its_own_trains_on_disk_under_tcmalloc_and_leaves_nothing_there(runs):
     command = [sys.executable, "-m", "patrickstar", "train", "--model", runs.model, "--data", runs.text, "--steps", 2]
     command += ["--device", "cpu", "--host-memory", "1200KiB", "--disk", runs.home / "disk", "--batch-size", 2]

@@ -25,7 +25,7 @@ from tests.parity.managed import Limits, Outcome, train
 from tests.parity.matrix import PAIRS, WIDE, Row
 from tests.parity.zoo import STEPS
 
-__all__ = ["LIMITED", "LIMITS"]
+__all__ = ["LIMITED", "LIMITS", "PAGE_BYTES"]
 
 LIMITED: Final[Mapping[str, tuple[str, ...]]] = {
     "emulated": ("device",),
@@ -38,6 +38,9 @@ _FILE: Final = Path(__file__).with_name("limits.json")
 LIMITS: Final[Mapping[str, Limits]] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
 """Bytes by tier, by row."""
 
+PAGE_BYTES: Final = 4096
+"""What the smallest budgets are exact to: of each, so much less is refused. No slot is smaller."""
+
 _ABSURD_BYTES = 4096
 # A refusal names the smallest budget that fits as far as it was known then; data may show a larger need later.
 _ATTEMPTS = 12
@@ -47,7 +50,8 @@ _JOBS = 2
 def search(row: Row) -> Limits:
     """Bytes by tier for a row's budget: none, the smallest that run, or halfway from those to where nothing moves."""
     with tempfile.TemporaryDirectory() as name:
-        return least(row, _start(row), Path(name)).limits
+        limits = least(row, _start(row), Path(name)).limits
+        return _tightened(row, limits, Path(name)) if row.budget == "minimum" else limits
 
 
 def _start(row: Row) -> Limits:
@@ -82,6 +86,31 @@ def _span(row: Row) -> tuple[Limits, Limits]:
             full = least(row, others, top / tier, steps=2)
             everything[tier] = smallest.limits[tier] + full.stats.peak[tier] - smallest.stats.peak[tier]
     return smallest.limits, everything
+
+
+def _tightened(row: Row, limits: Limits, directory: Path) -> Limits:
+    """The smallest budgets of which a page less is refused: what a refusal names is an estimate where no forecast was right."""
+    for tier in limits:
+        refused, runs = _ABSURD_BYTES // 2, limits[tier]
+        tried = runs - PAGE_BYTES  # nearly always refused, which is the end
+        while tried > refused:
+            if _fits(row, {**limits, tier: tried}, directory / f"{tier}-{tried}"):
+                runs = tried
+            else:
+                refused = tried
+            pages = (runs - refused - 1) // PAGE_BYTES
+            tried = refused + (pages + 1) // 2 * PAGE_BYTES
+        limits = {**limits, tier: runs}
+    return limits
+
+
+def _fits(row: Row, limits: Limits, directory: Path) -> bool:
+    directory.mkdir()
+    try:
+        train(row, limits, directory)
+    except patrickstar.BudgetError:
+        return False
+    return True
 
 
 def least(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> Outcome:

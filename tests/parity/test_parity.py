@@ -15,7 +15,7 @@ import pytest
 import patrickstar
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.limits import LIMITS
+from tests.parity.limits import LIMITS, PAGE_BYTES
 from tests.parity.matrix import PAIRS, WIDE, Row
 from tests.parity.oracle import Record
 from tests.parity.plans import DIGESTS, FORECASTS, digest, forecast_digest, recorded
@@ -29,8 +29,6 @@ LINKS = {
     "cpu+disk": ("K>H", "H>K"),
     "emulated+disk": ("H>D", "D>H", "K>H", "H>K"),
 }
-# No slot is smaller: they are whole pages.
-PAGE_BYTES = 4096
 
 
 @lru_cache(maxsize=4)  # rows are sorted so that those with one oracle follow each other

@@ -384,7 +384,9 @@ def test_draws_without_bounds_cannot_be_traced(make_pair: MakePair) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["opt", pytest.param("bart", marks=pytest.mark.campaign), "wav2vec2"])
+@pytest.mark.parametrize(
+    "name", ["opt", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("bart", "wav2vec2"))]
+)
 def test_transformers_with_layerdrop(make_pair: MakePair, name: str, checkpointing: bool) -> None:
     from tests.parity.architectures import ARCHITECTURES
 
