@@ -65,6 +65,7 @@ def test_a_route_is_of_files_and_classes_of_ours(measured):
     assert {name.rpartition(".")[0].replace(".", "/") + ".py" for name in route["classes"]} <= set(route["files"])
 
 
+@pytest.mark.campaign
 def test_what_hooks_of_the_users_call_is_not_ours(calls, measured, monkeypatch):
     before = measured("unbounded", False)
     build = calls.build

@@ -146,13 +146,16 @@ COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 6, "warmup_num
     "config",
     [
         {"optimizer": ADAM, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
-        {"optimizer": {**ADAM, "type": "AdamW"}, "scheduler": CYCLE},
-        {
-            "optimizer": ADAM,
-            "scheduler": COSINE,
-            "bf16": {"enabled": True},
-            "patrickstar": {"options": {"compute": "bf16"}},
-        },
+        pytest.param({"optimizer": {**ADAM, "type": "AdamW"}, "scheduler": CYCLE}, marks=pytest.mark.campaign),
+        pytest.param(
+            {
+                "optimizer": ADAM,
+                "scheduler": COSINE,
+                "bf16": {"enabled": True},
+                "patrickstar": {"options": {"compute": "bf16"}},
+            },
+            marks=pytest.mark.campaign,
+        ),
         {
             "scheduler": COSINE,
             "patrickstar": {"device": "emulated", "device_memory": "900KiB"},

@@ -35,7 +35,7 @@ def precision(request, monkeypatch):
         ("bf16", ["--accumulate", 2, "--clip", 0.1]),
         pytest.param("fp16", ["--accumulate", 2, "--clip", 0.1], marks=pytest.mark.campaign),
         pytest.param("fp32", ["--step", "in_backward"], marks=pytest.mark.campaign),
-        ("bf16", ["--step", "in_backward"]),
+        pytest.param("bf16", ["--step", "in_backward"], marks=pytest.mark.campaign),
     ],
     indirect=["precision"],
     ids=[*KINDS, "bf16-accumulated", "fp16-accumulated", "fp32-in-backward", "bf16-in-backward"],

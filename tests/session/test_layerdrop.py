@@ -383,7 +383,7 @@ def test_draws_without_bounds_cannot_be_traced(make_pair: MakePair) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.parametrize(
     "name", ["opt", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("bart", "wav2vec2"))]
 )
