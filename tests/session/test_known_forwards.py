@@ -30,8 +30,8 @@ TWICE = trace("f0", "f1", "f2", "b2", "b1", "b0", "b0", "b1", "b2")
 
 def step(followed: Trace | None, *, reason: str = "", position: int = 0, twice: bool = False) -> Stretch:
     # Nothing here looks into the plan.
-    course = Reactive(reason) if reason or followed is None else Planned(cast("Plan", None), followed)
-    return Stretch(StretchKind.TRAINING, followed, course, position=position, gave_gradients=True, differentiates=twice)
+    course = Planned(cast("Plan", None), followed) if followed and not reason else Reactive(reason, None, followed)
+    return Stretch(StretchKind.TRAINING, course, position=position, gave_gradients=True, differentiates=twice)
 
 
 def departed(followed: Trace | None, *, position: int = 3, twice: bool = False) -> Stretch:
@@ -160,7 +160,7 @@ def test_a_plain_step_afterwards_goes_by_the_plain_trace_again() -> None:
 def test_a_forward_without_a_step_says_nothing_of_what_follows() -> None:
     known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), TWICE)
-    known.learn(Stretch(StretchKind.TRAINING, TWICE, position=2), None)
+    known.learn(Stretch(StretchKind.TRAINING, Reactive("", None, TWICE), position=2), None)
     assert known.expected.trace is TWICE
 
 

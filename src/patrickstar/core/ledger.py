@@ -33,9 +33,7 @@ class LedgerSnapshot:
 class Ledger:
     """Counts what each tier holds, the most it has held, and what has crossed each link."""
 
-    def __init__(self, *, keep_moments: bool = True) -> None:
-        """`keep_moments`: whether every moment's peak is kept for `snapshot`, which grows with the run, or only the last one's."""
-        self._keep_moments = keep_moments
+    def __init__(self) -> None:
         self._chunks = dict.fromkeys(Tier, 0)
         self._nonmodel = dict.fromkeys(Tier, 0)
         self._peak = dict.fromkeys(Tier, 0)
@@ -89,8 +87,6 @@ class Ledger:
             nonmodel_bytes: what `nonmodel` would be told, where it changes as the moment begins: what was there only
                 until now is no part of this moment. Tiers that are left out keep theirs.
         """
-        if not self._keep_moments:
-            self._moments.clear()
         self._moments.append(dict.fromkeys(Tier, 0))
         for tier, nbytes in (nonmodel_bytes or {}).items():
             self.nonmodel(tier, nbytes)

@@ -31,7 +31,7 @@ from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors
 from patrickstar.parameters.attributes import Attributes, DetachedAliases, not_its_own
 from patrickstar.parameters.bound import BoundParameter, Places, make_records, names_by_id, with_tiles
-from patrickstar.parameters.changes import Changes, WatchedUse
+from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
 from patrickstar.parameters.functions import Effects, counted, effects_of, one_by_one
 from patrickstar.parameters.gradient_access import GradientAccess
@@ -43,9 +43,6 @@ from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Binding"]
-
-_UNCOUNTED = -1
-"""A version, in the place of a count of changes, of a tensor whose changes nobody counts."""
 
 
 @dataclass(slots=True)
@@ -213,7 +210,7 @@ class Binding:
             if effects.is_foreach and len(found.parameters) + len(found.assembled) > 1:
                 self.assembled.expect_room(found.assembled)
                 return one_by_one(self.handle, func, args, kwargs)
-            return self._use(func, args, kwargs, found=found, others=found.others)
+            return self._use(func, args, kwargs, found=found, effects=effects, others=found.others)
 
     def _answer(self, func: Callable[..., Any], first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function that needs no bytes of its first argument; NotImplemented where it is a use of them."""
@@ -267,7 +264,8 @@ class Binding:
 
     def _join(self, func: Callable[..., Any], others: Sequence[Binding], *args: Any, **kwargs: Any) -> Any:
         """The part of this session in a use that another session's class has caught."""
-        return self._use(func, args, kwargs, found=self._found((args, kwargs)), others=others)
+        found = self._found((args, kwargs))
+        return self._use(func, args, kwargs, found=found, effects=effects_of(func), others=others)
 
     def _use(
         self,
@@ -276,10 +274,10 @@ class Binding:
         kwargs: Mapping[str, Any],
         *,
         found: Found,
+        effects: Effects,
         others: Sequence[Binding],
     ) -> Any:
         run = partial(others[0]._join, func, others[1:]) if others else func
-        effects = self._effects.get(func) or effects_of(func)
         if effects.is_foreach:
             run = counted(func, run)
         if found.assembled or (found.aliases and self.leases.assembled_bytes()):
@@ -305,7 +303,7 @@ class Binding:
             watched = None
             if not effects.only_reads or "out" in kwargs or "inplace" in kwargs:
                 watched = self.changes.watch(func, args, kwargs, tensors=tensors)
-            versions = [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
+            versions = [NOT_COUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
             try:
                 with self._saved.around_use():
                     result = run(*args, **kwargs)
@@ -318,7 +316,7 @@ class Binding:
             finally:
                 if watched is not None:
                     self.changes.tell(watched)
-                elif versions != [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]:
+                elif versions != [NOT_COUNTED if tensor.is_inference() else tensor._version for tensor in tensors]:
                     self.changes.tell(WatchedUse(func, tensors, versions, {}))
         finally:
             self.leave(found.parameters)

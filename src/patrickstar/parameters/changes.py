@@ -26,10 +26,10 @@ from patrickstar.parameters.functions import uncounted, writes_to
 from patrickstar.parameters.owner import Owner, Rewriting
 from patrickstar.torch_private import Plain, backward_id
 
-__all__ = ["Changes", "UnseenChangeError", "WatchedUse"]
+__all__ = ["NOT_COUNTED", "Changes", "UnseenChangeError", "WatchedUse"]
 
 
-_NOT_COUNTED, _CHANGES = -1, -2
+NOT_COUNTED, _CHANGES = -1, -2
 """Versions, in the place of a count of changes, of a tensor whose changes nobody counts, and of one that changes whatever is counted."""
 
 
@@ -160,4 +160,4 @@ class Changes:
 
 
 def _version(tensor: Tensor) -> int:
-    return _NOT_COUNTED if tensor.is_inference() else tensor._version
+    return NOT_COUNTED if tensor.is_inference() else tensor._version

@@ -49,10 +49,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Reactive:
-    """The course of a stretch whose moments are decided on the spot, for a reason. `plan`: what the stretch has departed from, if anything."""
+    """The course of a stretch whose moments are decided on the spot, for a reason. `plan`, `trace`: those departed from, if any."""
 
     reason: str
     plan: Plan | None = None
+    trace: Trace | None = None
 
 
 @dataclass(slots=True)
@@ -64,7 +65,6 @@ class Stretch:
     """
 
     kind: StretchKind
-    trace: Trace | None = None
     course: Planned | Reactive = Reactive("")
     reserve_bytes: int = 0
 
@@ -80,12 +80,17 @@ class Stretch:
     def depart(self, reason: str) -> None:
         """Makes the stretch reactive: its moments are decided on the spot from here on. The first reason stays."""
         if isinstance(self.course, Planned):
-            self.course = Reactive(reason, self.course.plan)
+            self.course = Reactive(reason, self.course.plan, self.course.trace)
 
     @property
     def plan(self) -> Plan | None:
         """The plan that the stretch follows, or followed."""
         return self.course.plan
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that the stretch goes by, or went by."""
+        return self.course.trace
 
     @property
     def reason(self) -> str:

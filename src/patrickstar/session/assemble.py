@@ -143,7 +143,7 @@ def _build_store(
     if on_disk or (gradients is GradientUse.UPDATE and Tier.DISK in machine.budget):
         assert memory.disk is not None, "units were placed on a disk that there is not"
         pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
-    ledger = Ledger(keep_moments=False)
+    ledger = Ledger()
     for ref, tier in state.home.items():
         if tier is not machine.compute:
             ledger.add(tier, state.unit_bytes(ref))

@@ -16,9 +16,8 @@ __all__ = ["EARLY_BYTES", "Pressure"]
 
 _SLACK_BYTES = 40 * MIB  # of the 48 MiB of fixed costs
 _SLACK_SHARE = 128  # of the 1 % of them
-EARLY_BYTES = (
-    16 * MIB
-)  # above what chunks and activations may take: from here on the allocator is asked for what it keeps
+# Above what chunks and activations may take: from here on the allocator is asked for what it keeps.
+EARLY_BYTES = 16 * MIB
 _STEP_BYTES = 16 * MIB  # of growth, after which it is asked again
 _log = logging.getLogger("patrickstar")
 

@@ -234,7 +234,7 @@ class Stretches:
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        return Stretch(kind, trace, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak)
+        return Stretch(kind, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak)
 
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
