@@ -17,6 +17,7 @@ from patrickstar.torch_private import (
     backward_makes_graph,
     inside_backward_node,
     is_checkpoints,
+    is_profiled,
     top_saved_tensors_hooks,
     writes_by_schema,
 )
@@ -157,3 +158,10 @@ def test_nor_does_one_make_a_graph_that_recomputes_with_gradients_on():
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
     assert seen == [False, False]
+
+
+def test_a_profiler_is_noticed_while_it_is_on():
+    assert not is_profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_profiled()
+    assert not is_profiled()

@@ -12,6 +12,13 @@ NARROW = f"{TESTS}::test_what_the_forward_changes_is_carried_into_masters"
 
 CHANGES: tuple[Mutant, ...] = (
     Mutant(
+        name="a-function-that-writes-is-taken-for-one-that-reads",
+        file="parameters/functions.py",
+        old="    return Effects(not writes,",
+        new="    return Effects(True,",
+        tests=(f"{NARROW}[clamp-bf16-emulated]",),
+    ),
+    Mutant(
         name="a-forwards-own-change-is-not-in-the-trace",
         file="tracing/offline.py",
         old="        if isinstance(key, PlaneRef):\n            self._moment(self._phase()",

@@ -14,6 +14,29 @@ ONCE = "self._ledger.moved({link!r}) == 4 * self.state.slots[ref] * self._arenas
 
 MOVING: tuple[Mutant, ...] = (
     Mutant(
+        name="a-forked-child-is-given-the-slots-of-its-parent",
+        file="memory/store.py",
+        old="if wrap is None or os.getpid() != self._process:",
+        new="if wrap is None:",
+        tests=(f"{FAULTS}::test_a_forked_child_is_given_no_slot",),
+    ),
+    Mutant(
+        name="what-wraps-a-slot-outlives-its-tenant",
+        file="memory/store.py",
+        old="        if tier is self._compute:\n            self._wrap.pop(ref, None)",
+        new="        pass",
+        tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
+    ),
+    Mutant(
+        name="the-most-that-lay-beside-chunks-is-forgotten",
+        file="memory/store.py",
+        old="self._most_beside_bytes = max(self._most_beside_bytes, nbytes)",
+        new="self._most_beside_bytes = nbytes",
+        tests=(
+            "tests/session/test_budgets.py::test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak",
+        ),
+    ),
+    Mutant(
         name="a-profile-does-not-show-what-moves",
         file="memory/store.py",
         old="                if is_profiled_now:",

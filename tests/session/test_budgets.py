@@ -20,8 +20,10 @@ from patrickstar.units import MIB
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
+    ROOMY,
     SLOT,
     TIGHT,
+    WIDTH,
     Pair,
     WithLoss,
     adamw,
@@ -272,6 +274,17 @@ def test_activations_are_part_of_the_peak() -> None:
         step_with_loss(model, session.optimizer, rows=rows)
         # Each of six layers' outputs is kept for backward.
         assert session.stats().peak["device"] >= 6 * rows * 32 * 4 + 6 * SLOT
+
+
+def test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak() -> None:
+    pair = Pair(**ROOMY)
+    pair.train(2)
+    before, rows = pair.session.stats(), 4096
+    with torch.no_grad():
+        pair.model(torch.ones(rows, WIDTH))
+    after = pair.session.stats()
+    assert after.moved == before.moved
+    assert after.peak["device"] >= before.peak["device"] + rows * WIDTH * 4
 
 
 class Swells(nn.Module):

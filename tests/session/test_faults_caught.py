@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import patrickstar
 from patrickstar.core.machine import Tier
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create
 from patrickstar.testing.manual_lane import ManualLane
 from tests.parity.compare import same_bits
-from tests.session.builders import MACHINES, SLOT, TIGHT, WIDTH, Pair, mlp, store_of, train_step
+from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, Pair, mlp, store_of, train_step
 
 MakePair = Callable[..., Pair]
 
@@ -109,3 +112,24 @@ def test_an_update_in_backward_waits_for_the_last_recomputation(
     pair = make_pair(lambda: Recomputes(head=head), step="in_backward", **MACHINES["cpu+disk"](tmp_path / "disk"))
     pair.train(2)
     pair.expect_same()
+
+
+def test_a_forked_child_is_given_no_slot(make_pair: MakePair) -> None:
+    """Its parent goes on moving and writing them."""
+    pair = make_pair(**ROOMY)
+    pair.train(2)  # so that slots have been wrapped before
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork in a process with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            pair.model(torch.ones(1, WIDTH))
+        except patrickstar.StateError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        assert f"belongs to process {os.getpid()}" in pipe.read().decode()
+    os.waitpid(child, 0)
+    pair.train(1, first=2)
