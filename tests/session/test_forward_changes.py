@@ -35,10 +35,10 @@ from tests.session.builders import (
     mlp,
     values,
 )
+from tests.session.masters import KINDS, Twin, expect_same, managed_step
+from tests.session.masters import manage as manage_narrow
 from tests.session.test_disk_tier import arm
 from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, in_kind, watched
-from tests.session.test_sixteen_bits import KINDS, Twin, expect_same, managed_step
-from tests.session.test_sixteen_bits import manage as manage_narrow
 
 MakePair = Callable[..., Pair]
 WORDS = 96

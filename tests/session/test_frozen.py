@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,12 @@ import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
 from patrickstar.plan.actions import Copy
-from tests.parity.compare import compare_mappings, same_bits
-from tests.parity.oracle import Types, narrow
+from tests.parity.compare import same_bits
+from tests.session import masters
 from tests.session.builders import CHUNK, MACHINES, SLOT, TIGHT, WIDTH, adamw, batch, mlp, options
+from tests.session.masters import Twin, expect_same, manage, managed_step
 
-KINDS = ("fp32", "bf16", "bf16-fp32", "fp16", "fp16-fp32")
+KINDS = ("fp32", *masters.KINDS)
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -41,84 +41,26 @@ class Adapted(nn.Module):
         return x
 
 
-class Twin:
-    """Plain PyTorch: weights of the type that computes, and fp32 masters beside them; of what is frozen, the rounded weight is all there is."""
-
-    def __init__(self, kind: str) -> None:
-        self.types = Types.of(kind)
-        self.masters, self.model = Adapted(), Adapted()
-        self.optimizer = adamw(self.masters)
-        for master in self.masters.parameters():
-            if not master.requires_grad:
-                master.data = self.rounded(master.detach()).float()
-        self.narrow()
-
-    def rounded(self, master: Tensor) -> Tensor:
-        return master.clone() if self.types is None else narrow(master, self.types.kept).to(self.types.compute)
-
-    def narrow(self) -> None:
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-            weight.data = self.rounded(master.detach())
-
-    def step(self, number: int) -> Tensor:
-        x = batch(number) if self.types is None else batch(number).to(self.types.compute)
-        loss: Tensor = self.model(x).float().square().mean()
-        loss.backward()
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-            if weight.grad is not None:
-                master.grad = (weight.grad if self.types is None else weight.grad.to(self.types.kept)).float()
-                weight.grad = None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.narrow()
-        return loss.detach()
-
-    def thaw(self) -> None:
-        for model in (self.masters, self.model):
-            model.base[2].requires_grad_(True)
-
-
-def manage(model: nn.Module, kind: str, **keywords: Any) -> patrickstar.Session:
-    kept, _, compute = kind.partition("-")
-    given = {} if kind == "fp32" else {"compute": compute or kept}
-    scale = patrickstar.LossScale(initial=1.0, dynamic=False)
-    return patrickstar.manage(
-        model,
-        adamw(model),
-        precision=kept,
-        options=options(loss_scale=scale, **given),
-        **(keywords or {"device": "emulated", "device_memory": TIGHT}),
-    )
-
-
-def step(session: Any, model: nn.Module, number: int) -> Tensor:
-    loss: Tensor = model(batch(number)).float().square().mean()
-    session.scaler.scale(loss).backward()
-    session.scaler.step(session.optimizer)
-    session.scaler.update()
-    session.optimizer.zero_grad()
-    return loss.detach()
-
-
-def expect_same(twin: Twin, session: patrickstar.Session) -> None:
-    assert not compare_mappings("master", dict(twin.masters.state_dict()), dict(session.state_dict()))
+def thaw(twin: Twin) -> None:
+    for model in (twin.masters, twin.model):
+        model.base[2].requires_grad_(True)  # type: ignore[operator, index]
 
 
 @pytest.fixture(params=KINDS)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, Adapted, patrickstar.Session]]:
     model = Adapted()
     with manage(model, request.param) as session:
-        yield Twin(request.param), model, session
+        yield Twin(request.param, Adapted), model, session
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_trained_beside_a_frozen_base(kind: str, machine: str, tmp_path: Path) -> None:
-    twin, model = Twin(kind), Adapted()
+    twin, model = Twin(kind, Adapted), Adapted()
     with manage(model, kind, **MACHINES[machine](tmp_path / "disk")) as session:
         for number in range(3):
-            want, got = twin.step(number), step(session, model, number)
-            assert same_bits(want, got)
+            want, got = twin.step(first=number), managed_step(session, model, first=number)
+            assert same_bits(want[0], got[0])
         expect_same(twin, session)
         assert session.stats().planned_steps == 3, session.stats().reason
 
@@ -156,7 +98,7 @@ def test_what_is_frozen_is_not_written_back(pair: tuple[Twin, Adapted, patrickst
     store = session._parts.executor.store
     store.keep_log = True
     for number in range(4):
-        step(session, model, number)
+        managed_step(session, model, first=number)
     frozen = {session.layout.slices[name].chunk for name, p in model.named_parameters() if not p.requires_grad}
     moved = [action for action in store.log if isinstance(action, Copy) and action.ref.chunk in frozen]
     assert any(action.dst is Tier.DEVICE for action in moved)
@@ -168,17 +110,17 @@ def test_what_is_frozen_is_not_written_back(pair: tuple[Twin, Adapted, patrickst
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_trained_after_all(kind: str, machine: str, tmp_path: Path) -> None:
-    twin, model = Twin(kind), Adapted()
+    twin, model = Twin(kind, Adapted), Adapted()
     with manage(model, kind, **MACHINES[machine](tmp_path / "disk")) as session:
         for number in range(2):
-            twin.step(number)
-            step(session, model, number)
-        twin.thaw()
+            twin.step(first=number)
+            managed_step(session, model, first=number)
+        thaw(twin)
         model.base[2].requires_grad_(True)
         expect_same(twin, session)
         for number in range(2, 5):
-            want, got = twin.step(number), step(session, model, number)
-            assert same_bits(want, got)
+            want, got = twin.step(first=number), managed_step(session, model, first=number)
+            assert same_bits(want[0], got[0])
         expect_same(twin, session)
         assert session.stats().planned_steps == 5, session.stats().reason
 
@@ -224,7 +166,7 @@ def test_moments_of_what_is_frozen_now_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_given_to_what_is_frozen_updates_it(kind: str) -> None:
     """PyTorch's optimizers update whatever has a gradient."""
-    twin, model = Twin(kind), Adapted()
+    twin, model = Twin(kind, Adapted), Adapted()
     gradient = torch.ones(WIDTH, WIDTH)
     with manage(model, kind) as session:
         weight = dict(twin.masters.named_parameters())["base.0.weight"]

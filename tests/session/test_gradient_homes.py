@@ -37,7 +37,7 @@ from tests.session.builders import (
     store_of,
     values,
 )
-from tests.session.test_sixteen_bits import Twin as MastersByHand
+from tests.session.masters import Twin as MastersByHand
 
 COMPUTES = TIGHT + SLOT
 ON_HOST = 5 * SLOT

@@ -15,99 +15,11 @@ import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.planes import REST
 from tests.parity.compare import compare_mappings, same_bits
-from tests.parity.oracle import Types, clip_factor, global_norm, narrow
+from tests.parity.oracle import clip_factor, global_norm, narrow
 from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options
+from tests.session.masters import KINDS, Twin, expect_same, manage, managed_backward, managed_step
 
 Change = Callable[[nn.Module], Any]
-
-
-KINDS = ("bf16", "bf16-fp32", "fp16", "fp16-fp32")
-"""What weights are kept in, and what they compute in where that is another type."""
-
-SCALE = 1024.0
-"""Of losses in fp16: fixed, so that nothing is skipped."""
-
-
-class Twin:
-    """A model of 16-bit weights in the type that computes, and an fp32 one that is updated."""
-
-    def __init__(self, kind: str = "bf16", build: Callable[[], nn.Module] = mlp) -> None:
-        types = Types.of(kind)
-        assert types is not None
-        self.types = types
-        self.masters = build()
-        self.optimizer = adamw(self.masters)
-        self.model = build()
-        self.whole = {name for name, _ in self.masters.named_parameters() if "norm" in name}
-        self.narrow()
-
-    def rounded(self, name: str, master: Tensor) -> Tensor:
-        """The weight that stands for a master."""
-        return master.clone() if name in self.whole else narrow(master, self.types.kept).to(self.types.compute)
-
-    def narrow(self) -> None:
-        """Weights are the masters, rounded."""
-        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
-            weight.data = self.rounded(name, master.detach())
-
-    def carry(self) -> None:
-        """Weights that were changed by hand become their masters, element by element."""
-        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
-            was = self.rounded(name, master.detach())
-            master.data = torch.where(was == weight, master.detach(), weight.detach().float())
-        self.narrow()
-
-    def backward(self, number: int, *, adds_up: bool = False) -> Tensor:
-        loss: Tensor = self.model(batch(number).to(self.types.compute)).float().square().mean()
-        scale = SCALE if self.types.scales else 1.0
-        (loss * scale).backward()
-        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
-            assert weight.grad is not None
-            kept = weight.grad if adds_up or name in self.whole else weight.grad.to(self.types.kept)
-            wide = kept.float() / scale
-            master.grad = wide if master.grad is None else master.grad + wide
-            weight.grad = None
-        return loss.detach()
-
-    def step(self, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-        losses = [self.backward(first + number, adds_up=backwards > 1) for number in range(backwards)]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.narrow()
-        return losses
-
-
-def managed_backward(session: patrickstar.Session, model: nn.Module, number: int = 0) -> Tensor:
-    loss: Tensor = model(batch(number)).float().square().mean()
-    session.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-    losses = [managed_backward(session, model, number) for number in range(first, first + backwards)]
-    session.scaler.step(session.optimizer)
-    session.scaler.update()
-    session.optimizer.zero_grad()
-    return losses
-
-
-def manage(
-    model: nn.Module, kind: str = "bf16", *, given: dict[str, Any] | None = None, **keywords: Any
-) -> patrickstar.Session:
-    kept, _, compute = kind.partition("-")
-    scale = patrickstar.LossScale(initial=SCALE, dynamic=False)
-    return patrickstar.manage(
-        model,
-        adamw(model),
-        precision=kept,
-        options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
-        **(keywords or {"device": "emulated", "device_memory": TIGHT}),
-    )
-
-
-def expect_same(twin: Twin, session: patrickstar.Session) -> None:
-    want = dict(twin.masters.state_dict())
-    assert not (found := compare_mappings("master", want, dict(session.state_dict()))), "\n".join(found)
 
 
 @pytest.fixture(params=KINDS)
@@ -131,7 +43,7 @@ def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, machine: 
         expect_same(twin, session)
         assert session.stats().planned_steps == 4, session.stats().reason
         assert sum(session.stats().moved.values())
-        assert all(parameter.dtype is twin.types.compute for parameter in model.parameters())
+        assert all(parameter.dtype is twin.compute for parameter in model.parameters())
     if not next(iter(model.parameters())).is_meta:
         assert is_ordinary(model)
         assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
@@ -168,9 +80,8 @@ def test_a_second_backward_makes_room_for_gradients_in_fp32(pair: tuple[Twin, nn
     for number in range(2):
         twin.backward(number, adds_up=number > 0)
         managed_backward(session, model, number)
-    twin.optimizer.step()
+    twin.update()
     twin.optimizer.zero_grad()
-    twin.narrow()
     session.scaler.step(session.optimizer)
     session.scaler.update()
     assert sum(session.stats().model_data.values()) == 16 * session.layout.n_chunks * CHUNK
@@ -178,9 +89,8 @@ def test_a_second_backward_makes_room_for_gradients_in_fp32(pair: tuple[Twin, nn
     expect_same(twin, session)
     for number in range(2, 5):
         twin.backward(number, adds_up=True)
-        twin.optimizer.step()
+        twin.update()
         twin.optimizer.zero_grad()
-        twin.narrow()
         managed_step(session, model, first=number)
     expect_same(twin, session)
     assert session.stats().planned_steps >= 3
@@ -219,26 +129,8 @@ def test_a_gradient_read_is_of_the_parameters_type(pair: tuple[Twin, nn.Module, 
     assert wide.dtype is torch.float32
     gradient = model[0].weight.grad
     assert gradient is not None
-    assert gradient.dtype is twin.types.compute
+    assert gradient.dtype is twin.compute
     assert same_bits(gradient.float(), wide)
-
-
-def change_gradients(twin: Twin, change: Callable[[nn.Module], Any]) -> Any:
-    """What a change through `.grad` means: `.grad` is of the parameter's type, and an element that has other bits afterwards is widened."""
-    pairs = list(zip(twin.masters.parameters(), twin.model.parameters(), strict=True))
-    for master, weight in pairs:
-        assert master.grad is not None
-        weight.grad = master.grad.to(weight.dtype)
-    shown = [weight.grad.clone() for _, weight in pairs]
-    result = change(twin.model)
-    for (master, weight), before in zip(pairs, shown, strict=True):
-        assert master.grad is not None
-        assert weight.grad is not None
-        bits = torch.int16 if before.element_size() == 2 else torch.int32
-        changed = before.view(bits) != weight.grad.view(bits)
-        master.grad = torch.where(changed, weight.grad.float(), master.grad)
-        weight.grad = None
-    return result
 
 
 def by_a_third(model: nn.Module) -> None:
@@ -277,13 +169,12 @@ def test_gradients_are_shown_rounded_and_what_is_changed_is_widened(kind: str, b
                 assert same_bits(want, managed_backward(session, model, number))
             if session.scaler.is_enabled():
                 session.scaler.unscale_(optimizer)
-            want, got = change_gradients(twin, CHANGES[change]), CHANGES[change](model)
+            want, got = twin.change_gradients(CHANGES[change]), CHANGES[change](model)
             assert not isinstance(want, Tensor) or same_bits(want, got)
             read = {name: gradient.clone() for name, gradient in session.gradients()}
             assert not compare_mappings("gradient", {n: p.grad for n, p in twin.masters.named_parameters()}, read)
-            twin.optimizer.step()
+            twin.update()
             twin.optimizer.zero_grad()
-            twin.narrow()
             session.scaler.step(optimizer)
             session.scaler.update()
             optimizer.zero_grad()
@@ -299,7 +190,7 @@ def test_reading_a_16_bit_gradient_changes_nothing_of_what_it_is_rounded_from(ki
         before = {name: gradient.clone() for name, gradient in session.gradients()}
         for name, p in model.named_parameters():
             assert p.grad is not None
-            assert p.grad.dtype is twin.types.compute
+            assert p.grad.dtype is twin.compute
             assert same_bits(p.grad.clone(), before[name].to(p.dtype))
             p.grad.add_(0)
         assert not compare_mappings("gradient", before, dict(session.gradients()))
@@ -426,7 +317,7 @@ def test_a_change_behind_torchs_back_is_carried_before_anything_is_read(pair: tu
     twin.step()
     managed_step(session, model)
     for changed in (twin.model, model):
-        write_unseen(as_integers(changed), twin.types.compute)
+        write_unseen(as_integers(changed), twin.compute)
     twin.carry()
     expect_same(twin, session)
 
@@ -439,16 +330,15 @@ def test_a_change_behind_torchs_back_comes_where_it_came(pair: tuple[Twin, nn.Mo
     twin.backward(0)
     managed_backward(session, model)
     if when == "before the step":
-        write_unseen(view, twin.types.compute)
-        write_unseen(as_integers(twin.model), twin.types.compute)
+        write_unseen(view, twin.compute)
+        write_unseen(as_integers(twin.model), twin.compute)
         twin.carry()
-    twin.optimizer.step()
+    twin.update()
     twin.optimizer.zero_grad()
-    twin.narrow()
     session.scaler.step(session.optimizer)
     if when == "after the step":
-        write_unseen(view, twin.types.compute)
-        write_unseen(as_integers(twin.model), twin.types.compute)
+        write_unseen(view, twin.compute)
+        write_unseen(as_integers(twin.model), twin.compute)
         twin.carry()
     session.scaler.update()
     session.optimizer.zero_grad()

@@ -1,0 +1,148 @@
+"""A model twice: in 16 bits under a session, and in plain PyTorch with fp32 masters kept by hand. In fp32 the plain one is its own master."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import patrickstar
+from tests.parity.compare import compare_mappings
+from tests.parity.oracle import Types, narrow
+from tests.session.builders import TIGHT, adamw, batch, mlp, options
+
+KINDS = ("bf16", "bf16-fp32", "fp16", "fp16-fp32")
+"""What weights are kept in, and what they compute in where that is another type."""
+
+SCALE = 1024.0
+"""Of losses in fp16: fixed, so that nothing is skipped."""
+
+
+class Twin:
+    """A model of 16-bit weights in the type that computes, and an fp32 one that is updated. In fp32 they are one."""
+
+    def __init__(self, kind: str = "bf16", build: Callable[[], nn.Module] = mlp) -> None:
+        self.types = Types.of(kind)
+        self.masters = build()
+        self.optimizer = adamw(self.masters)
+        self.model = build() if self.types else self.masters
+        self.whole = {name for name, _ in self.masters.named_parameters() if "norm" in name}
+        for name, master in self.masters.named_parameters():
+            if not master.requires_grad:  # its rounded weight is all there is
+                master.data = self.rounded(name, master.detach()).float()
+        self.narrow()
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What weights and inputs are in."""
+        return self.types.compute if self.types else torch.float32
+
+    def rounded(self, name: str, master: Tensor) -> Tensor:
+        """The weight that stands for a master."""
+        if self.types is None or name in self.whole:
+            return master.clone()
+        return narrow(master, self.types.kept).to(self.types.compute)
+
+    def narrow(self) -> None:
+        """Weights are the masters, rounded."""
+        if self.types is None:
+            return
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            weight.data = self.rounded(name, master.detach())
+
+    def carry(self) -> None:
+        """Weights that were changed by hand become their masters, element by element."""
+        if self.types is None:
+            return
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            was = self.rounded(name, master.detach())
+            master.data = torch.where(was == weight, master.detach(), weight.detach().float())
+        self.narrow()
+
+    def backward(self, number: int, *, adds_up: bool = False) -> Tensor:
+        loss: Tensor = self.model(batch(number).to(self.compute)).float().square().mean()
+        self.backward_of(loss, adds_up=adds_up)
+        return loss.detach()
+
+    def backward_of(self, loss: Tensor, *, adds_up: bool = False, retain_graph: bool = False) -> None:
+        """Gradients of a loss, added in fp32 to what the masters have. `adds_up`: none is rounded to the type that is kept."""
+        if self.types is None:
+            loss.backward(retain_graph=retain_graph)
+            return
+        scale = SCALE if self.types.scales else 1.0
+        (loss * scale).backward(retain_graph=retain_graph)
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            if weight.grad is None:
+                continue
+            kept = weight.grad if adds_up or name in self.whole else weight.grad.to(self.types.kept)
+            wide = kept.float() / scale
+            master.grad = wide if master.grad is None else master.grad + wide
+            weight.grad = None
+
+    def change_gradients(self, change: Callable[[nn.Module], Any]) -> Any:
+        """What a change through `.grad` means: `.grad` is of the parameter's type, and an element that has other bits afterwards is widened."""
+        if self.types is None:
+            return change(self.model)
+        pairs = list(zip(self.masters.parameters(), self.model.parameters(), strict=True))
+        for master, weight in pairs:
+            weight.grad = None if master.grad is None else master.grad.to(weight.dtype)
+        shown = [None if weight.grad is None else weight.grad.clone() for _, weight in pairs]
+        result = change(self.model)
+        for (master, weight), before in zip(pairs, shown, strict=True):
+            if weight.grad is None:
+                master.grad = None
+            elif before is None or master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                bits = torch.int16 if before.element_size() == 2 else torch.int32
+                changed = before.view(bits) != weight.grad.view(bits)
+                master.grad = torch.where(changed, weight.grad.float(), master.grad)
+            weight.grad = None
+        return result
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+        self.narrow()
+
+    def step(self, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
+        """A step of the ordinary loop; gives the losses."""
+        losses = [self.backward(first + number, adds_up=backwards > 1) for number in range(backwards)]
+        self.update()
+        self.optimizer.zero_grad()
+        return losses
+
+
+def managed_backward(session: patrickstar.Session, model: nn.Module, number: int = 0) -> Tensor:
+    loss: Tensor = model(batch(number)).float().square().mean()
+    session.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
+    losses = [managed_backward(session, model, number) for number in range(first, first + backwards)]
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    session.optimizer.zero_grad()
+    return losses
+
+
+def manage(
+    model: nn.Module, kind: str = "bf16", *, given: dict[str, Any] | None = None, **keywords: Any
+) -> patrickstar.Session:
+    kept, _, compute = kind.partition("-")
+    scale = patrickstar.LossScale(initial=SCALE, dynamic=False)
+    return patrickstar.manage(
+        model,
+        adamw(model),
+        precision=kept,
+        options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
+        **(keywords or {"device": "emulated", "device_memory": TIGHT}),
+    )
+
+
+def expect_same(twin: Twin, session: patrickstar.Session) -> None:
+    want = dict(twin.masters.state_dict())
+    assert not (found := compare_mappings("master", want, dict(session.state_dict()))), "\n".join(found)
