@@ -36,6 +36,8 @@ SLOW: Final = frozenset(
         "session/test_gradient_homes.py",
         "session/test_hand_changes.py",
         "session/test_layerdrop.py",
+        "session/test_scripts.py",
+        "session/test_sequences.py",
         "session/test_simulation.py",
         "session/test_optimizers.py",
         "session/test_sixteen_bits.py",

@@ -9,8 +9,34 @@ __all__ = ["ASSEMBLED"]
 GRADIENTS = "tests/session/test_assembled.py"
 STATE = "tests/session/test_optimizer_state.py"
 NARROW = "tests/session/test_sixteen_bits.py"
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 
 ASSEMBLED: tuple[Mutant, ...] = (
+    Mutant(
+        name="an-assigned-gradient-is-rounded",
+        file="step/gradients.py",
+        old="                self._gradients.make_fit(bound, own.dtype)\n",
+        new="",
+        tests=(
+            f"{LINE}[forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero-bf16-fp32-emulated]",
+        ),
+    ),
+    Mutant(
+        name="gradients-that-are-the-users-own-are-handed-out",
+        file="step/training.py",
+        old="copied = own.detach().to(torch.float32, copy=True)",
+        new="copied = own",
+        tests=(
+            f"{LINE}[forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero-bf16-emulated]",
+        ),
+    ),
+    Mutant(
+        name="a-kernel-is-chosen-where-nothing-is-updated",
+        file="optim/adamw.py",
+        old="if updated and self._kernel is None:",
+        new="if self._kernel is None:",
+        tests=(f"{LINE}[forward backward forward drop step zero forward drop forward backward step-fp32-emulated]",),
+    ),
     Mutant(
         name="a-gradients-use-writes-nothing-back",
         file="parameters/assembled.py",

@@ -21,12 +21,19 @@ SCALE = 1024.0
 
 
 class Twin:
-    """A model of 16-bit weights in the type that computes, and an fp32 one that is updated. In fp32 they are one."""
+    """A model of 16-bit weights in the type that computes, and an fp32 one that is updated. In fp32 they are one.
+
+    Attributes:
+        unrounded: whether gradients are kept as they arrive: since one was added to another, was written into, or was assigned and used.
+        own: parameters whose gradient was assigned.
+    """
 
     def __init__(self, kind: str = "bf16", build: Callable[[], nn.Module] = mlp) -> None:
         self.types = Types.of(kind)
         self.masters = build()
         self.optimizer = adamw(self.masters)
+        self.unrounded = False
+        self.own: set[str] = set()
         self.model = build() if self.types else self.masters
         self.whole = {name for name, _ in self.masters.named_parameters() if "norm" in name}
         for name, master in self.masters.named_parameters():
@@ -67,16 +74,22 @@ class Twin:
         return loss.detach()
 
     def backward_of(self, loss: Tensor, *, adds_up: bool = False, retain_graph: bool = False) -> None:
-        """Gradients of a loss, added in fp32 to what the masters have. `adds_up`: none is rounded to the type that is kept."""
+        """Gradients of a loss, added in fp32 to what the masters have. `adds_up`: none of them is rounded to the type that is kept."""
         if self.types is None:
             loss.backward(retain_graph=retain_graph)
             return
         scale = SCALE if self.types.scales else 1.0
         (loss * scale).backward(retain_graph=retain_graph)
-        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+        pairs = list(zip(self.masters.named_parameters(), self.model.parameters(), strict=True))
+        for (name, master), weight in reversed(pairs):  # as they arrive
             if weight.grad is None:
                 continue
-            kept = weight.grad if adds_up or name in self.whole else weight.grad.to(self.types.kept)
+            if name in self.own and master.grad is not None:  # to which autograd adds
+                master.grad = (master.grad.to(weight.dtype) + weight.grad).float()
+                weight.grad = None
+                continue
+            self.unrounded |= master.grad is not None
+            kept = weight.grad if adds_up or self.unrounded or name in self.whole else weight.grad.to(self.types.kept)
             wide = kept.float() / scale
             master.grad = wide if master.grad is None else master.grad + wide
             weight.grad = None
@@ -104,6 +117,8 @@ class Twin:
 
     def update(self) -> None:
         """The optimizer's step."""
+        grads = {name: master.grad for name, master in self.masters.named_parameters()}
+        self.unrounded |= any(grads[name] is not None for name in self.own)
         self.optimizer.step()
         self.narrow()
 

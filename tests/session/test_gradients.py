@@ -99,20 +99,6 @@ def test_grad_is_none_before_a_backward_and_after_zero_grad(make_pair: MakePair)
     assert all(p.grad is None for p in pair.model.parameters())
 
 
-def test_a_gradient_changed_in_place_changes_the_step(make_pair: MakePair) -> None:
-    def scale_two(model: nn.Module, optimizer: Any) -> None:
-        backward(model)
-        model[0].weight.grad.mul_(0.5)
-        model[2].bias.grad[3] = 1.0
-        optimizer.step()
-        optimizer.zero_grad()
-
-    pair = make_pair()
-    pair.each(scale_two)
-    pair.train(2, first=1)
-    pair.expect_same()
-
-
 def test_a_gradient_of_the_users_own_is_used(make_pair: MakePair) -> None:
     def replace(model: nn.Module, optimizer: Any) -> None:
         backward(model)
@@ -279,15 +265,6 @@ def test_forgetting_gradients_through_the_model_at_the_minimum_works(make_pair: 
     pair.expect_same()
 
 
-def test_zeroing_before_the_step_leaves_it_nothing_to_do(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    held = everything(pair.session)
-    pair.each(backward, 1)
-    pair.each(lambda model, optimizer: (optimizer.zero_grad(), optimizer.step()))
-    expect_bits(held, everything(pair.session))
-
-
 def test_a_zero_gradient_updates_and_none_does_not(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.train(2)
@@ -422,20 +399,6 @@ def test_two_graphs_and_one_backward_add_up_as_autograd_adds(make_pair: MakePair
     pair.expect_same_gradients()
     pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
     pair.train(1, first=2)
-    pair.expect_same()
-
-
-def test_a_graph_that_is_kept_gives_its_gradients_twice(make_pair: MakePair) -> None:
-    def twice(model: nn.Module, optimizer: Any) -> None:
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    pair = make_pair()
-    pair.each(twice)
-    pair.train(1, first=1)
     pair.expect_same()
 
 

@@ -23,7 +23,7 @@ class _DefinedUpdate(torch.optim.Optimizer):
     """The step of both classes. Construction, groups, state and their format are torch's."""
 
     _kernel: Kernel | None = None
-    """Chosen at the first step: an optimizer may be built where no tensor has values yet (meta, fake)."""
+    """Chosen at the first update: an optimizer may be built where no tensor has values yet (meta, fake)."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -43,18 +43,19 @@ class _DefinedUpdate(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._kernel is None:
-            self._kernel = choose_kernel()
         for group in self.param_groups:
             hyper = Hyper.from_group(group)
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in updated:
                 _check(parameter)
+            if updated and self._kernel is None:  # under a session, which has its own, there is none
+                self._kernel = choose_kernel()
             for parameter in updated:
-                self._update(self._kernel, parameter, hyper)
+                self._update(parameter, hyper)
         return loss
 
-    def _update(self, kernel: Kernel, parameter: torch.Tensor, hyper: Hyper) -> None:
+    def _update(self, parameter: torch.Tensor, hyper: Hyper) -> None:
+        assert self._kernel is not None, "chosen where there is something to update"
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -66,7 +67,7 @@ class _DefinedUpdate(torch.optim.Optimizer):
         stride = dense_strides(parameter.shape, parameter.stride())
         written = (parameter, state["exp_avg"], state["exp_avg_sq"])
         weight, exp_avg, exp_avg_sq = (flat_or_copy(tensor, stride) for tensor in written)
-        kernel.update(
+        self._kernel.update(
             weight, flat_or_copy(grad, stride), exp_avg, exp_avg_sq, step=int(state["step"].item()), hyper=hyper
         )
         for flat, tensor in zip((weight, exp_avg, exp_avg_sq), written, strict=True):

@@ -178,8 +178,7 @@ class Gradients:
             BudgetError: there is no room for such a plane. The gradient is as it was.
         """
         name = bound.name
-        if self.dtype(bound) is not torch.float32 and (self.dtype(bound) != flat.dtype or name in self.factors):
-            self._late_planes.widen_gradients()
+        self.make_fit(bound, torch.float32 if name in self.factors else flat.dtype)
         self._apply_factors(name)
         self.overflowed.pop(name, None)
         with self._executor.quiet():
@@ -192,6 +191,11 @@ class Gradients:
                 else:
                     _take_changes(written, target)
                 self._look_for_overflow(name, target)
+
+    def make_fit(self, bound: BoundParameter, dtype: torch.dtype) -> None:
+        """Makes the plane of a parameter's gradient one that holds values of this type as they are. BudgetError where there is no room for it."""
+        if self.dtype(bound) is not torch.float32 and self.dtype(bound) != dtype:
+            self._late_planes.widen_gradients()
 
     def dtype(self, bound: BoundParameter) -> torch.dtype:
         """The type in which a parameter's gradient is kept."""
@@ -257,7 +261,7 @@ class Gradients:
 
 
 class InPlane:
-    """A context in which the gradients that are the user's own are in the plane too."""
+    """A context in which the gradients that are the user's own are in the plane too. One that a 16-bit plane cannot hold makes it fp32."""
 
     def __init__(self, binding: Binding, gradients: Gradients) -> None:
         self._binding = binding
@@ -269,6 +273,7 @@ class InPlane:
             own = self._binding.gradients.own_of(name)
             if own is not None:
                 bound = self._binding.by_name[name]
+                self._gradients.make_fit(bound, own.dtype)
                 self._gradients.add(bound, own)
                 self._copied.append(bound)
 
