@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar
 from tests.parity.compare import compare_mappings
+from tests.session.masters import SCALE
 
 CHUNK = 4096
 SLOT = 4 * CHUNK
@@ -67,10 +68,16 @@ def budgets(disk: Path) -> Mapping[str, dict[str, Any]]:
     }
 
 
-def manage(model: nn.Module, optimizer: Any, memory: Mapping[str, Any]) -> patrickstar.Session:
-    """A session in fp32, whose slots are poisoned as they are given back."""
-    options = patrickstar.Options(chunk_size=CHUNK, poison=True)
-    return patrickstar.manage(model, optimizer, precision="fp32", options=options, **memory)
+def manage(model: nn.Module, optimizer: Any, memory: Mapping[str, Any], *, kind: str = "fp32") -> patrickstar.Session:
+    """A session whose slots are poisoned as they are given back. `kind`: a precision, with the type that computes where it is another."""
+    kept, _, compute = kind.partition("-")
+    options = patrickstar.Options(
+        chunk_size=CHUNK,
+        poison=True,
+        compute=compute or kept,  # type: ignore[arg-type]
+        loss_scale=patrickstar.LossScale(initial=SCALE, dynamic=False),
+    )
+    return patrickstar.manage(model, optimizer, precision=kept, options=options, **memory)  # type: ignore[arg-type]
 
 
 def llama(*, width: int = 32, layers: int = 4) -> LlamaForCausalLM:

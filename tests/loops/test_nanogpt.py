@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import patrickstar
 from tests.loops.runs import VOCABULARY, Run, budgets, expect_same, manage
 from tests.parity.compare import compare_mappings
+from tests.session.masters import Twin
 
 WIDTH, BLOCK, HEADS, LAYERS = 32, 8, 2, 4
 STEPS, ACCUMULATE, CLIP = 4, 3, 0.5
+FUSED = partial(torch.optim.AdamW, fused=True)
 
 
 class Block(nn.Module):
@@ -54,13 +58,13 @@ class GPT(nn.Module):
         logits = self.lm_head(self.ln_f(x))
         return logits, F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1), ignore_index=-1)
 
-    def configure_optimizers(self) -> torch.optim.AdamW:
+    def configure_optimizers(self, make: Callable[..., Any] = FUSED) -> Any:
         parameters = {name: p for name, p in self.named_parameters() if p.requires_grad}
         groups = [
             {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=6e-3, betas=(0.9, 0.95), fused=True)
+        return make(groups, lr=6e-3, betas=(0.9, 0.95))
 
 
 def get_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -82,15 +86,25 @@ def estimate_loss(model: nn.Module, generator: torch.Generator) -> list[Tensor]:
     return losses
 
 
-def train(memory: Mapping[str, Any] | None, *, checkpoint: Path | None = None) -> Run:
+def seeded_gpt() -> GPT:
     torch.manual_seed(1337)
+    return GPT()
+
+
+def train(
+    memory: Mapping[str, Any] | None,
+    *,
+    make: Callable[..., Any] = FUSED,
+    kind: str = "fp32",
+    checkpoint: Path | None = None,
+) -> Run:
     generator = torch.Generator().manual_seed(1337)
-    model, run = GPT(), Run()
-    optimizer: Any = model.configure_optimizers()
-    session = None if memory is None else manage(model, optimizer, memory)
+    model, run = seeded_gpt(), Run()
+    optimizer: Any = model.configure_optimizers(make)
+    session = None if memory is None else manage(model, optimizer, memory, kind=kind)
     if session is not None:
         optimizer = session.optimizer
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = session.scaler if session is not None and kind == "fp16" else torch.amp.GradScaler("cpu", enabled=False)
     x, y = get_batch(generator)
     for iter_num in range(STEPS):
         for param_group in optimizer.param_groups:
@@ -121,6 +135,49 @@ def test_nanogpts_loop_has_the_bits_of_the_same_program_without_us(memory: str, 
     got = train(budgets(tmp_path / "disk")[memory])
     expect_same(train(None), got, moves=memory != "roomy")
     assert max(float(norm) for norm in got.norms) > CLIP, "nothing was clipped"
+
+
+@pytest.mark.parametrize(
+    ("make", "oracle"),
+    [
+        (torch.optim.AdamW, patrickstar.AdamW),
+        (partial(torch.optim.AdamW, foreach=True), patrickstar.AdamW),
+        (partial(torch.optim.Adam, foreach=False), patrickstar.Adam),
+    ],
+    ids=["AdamW", "AdamW of foreach", "Adam"],
+)
+def test_so_it_has_with_other_optimizers_whose_update_is_ours(make: Any, oracle: Any, tmp_path: Path) -> None:
+    got = train(budgets(tmp_path)["tight"], make=make)
+    expect_same(train(None, make=oracle), got, moves=True)
+
+
+def train_masters(kind: str) -> Run:
+    """The same program in 16 bits without us: masters in fp32 are kept by hand."""
+    generator = torch.Generator().manual_seed(1337)
+    run, twin = Run(), Twin(kind, seeded_gpt)
+    optimizer = twin.optimizer = cast("GPT", twin.masters).configure_optimizers(patrickstar.AdamW)
+    x, y = get_batch(generator)
+    for iter_num in range(STEPS):
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = get_lr(iter_num)
+        if iter_num % 2 == 0:
+            run.losses += estimate_loss(twin.model, generator)
+        for _ in range(ACCUMULATE):
+            loss = twin.model(x, y)[1] / ACCUMULATE
+            x, y = get_batch(generator)
+            twin.backward_of(loss)
+        run.norms.append(twin.change_gradients(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        twin.update()
+        optimizer.zero_grad(set_to_none=True)
+        run.losses.append(loss.detach())
+    return run.finish(twin.masters, optimizer, None)
+
+
+@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@pytest.mark.parametrize("kind", ["bf16", "bf16-fp32", "fp16"])
+def test_in_16_bits_it_has_the_bits_of_masters_kept_by_hand(kind: str, memory: str, tmp_path: Path) -> None:
+    got = train(budgets(tmp_path / "disk")[memory], kind=kind)
+    expect_same(train_masters(kind), got, moves=memory != "roomy")
 
 
 def test_its_checkpoints_are_those_of_the_same_program_without_us(tmp_path: Path) -> None:

@@ -13,6 +13,13 @@ PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_l
 
 OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
+        name="what-completes-masters-is-let-go-before-they-are-given-back",
+        file="session/close.py",
+        old="if ref.plane not in (WEIGHT, REST)]",
+        new="if ref.plane != WEIGHT]",
+        tests=("tests/session/test_sixteen_bits.py::test_masters_come_back_whole[bf16-64MiB]",),
+    ),
+    Mutant(
         name="what-is-detached-in-backward-is-a-stand-in",
         file="parameters/attributes.py",
         old="return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())",

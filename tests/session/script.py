@@ -344,8 +344,12 @@ class Script:
         assert not found, "\n".join([" ".join(self.said), *found])
 
     def close(self) -> None:
-        """Compares, and closes the session."""
+        """Compares; closes the session, and compares the weights that the model has been given back, if they fit."""
         try:
             self.compare()
         finally:
-            self.managed.session.close(keep_weights=False)
+            self.managed.session.close()
+        got = dict(self.managed.model.state_dict())
+        if not any(weight.is_meta for weight in got.values()):
+            found = compare_mappings("weight given back", dict(self.plain.twin.masters.state_dict()), got)
+            assert not found, "\n".join([" ".join(self.said), *found])

@@ -49,6 +49,19 @@ def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, machine: 
         assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("memory", ["64MiB", 25 * SLOT, TIGHT])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
+    """Whether what completes a weight to its master is on the device at the end, or at home."""
+    twin, model = Twin(kind), mlp()
+    session = manage(model, kind, device="emulated", device_memory=memory)
+    for number in range(2):
+        twin.step(first=number)
+        managed_step(session, model, first=number)
+    session.close()
+    assert not compare_mappings("weight", dict(twin.masters.state_dict()), dict(model.state_dict()))
+
+
 @pytest.mark.parametrize(("given", "wanted"), [({}, 14), ({"accumulate": 3}, 16)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_a_parameter(kind: str, given: dict[str, Any], wanted: int) -> None:

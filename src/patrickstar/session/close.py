@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 
 from torch import Tensor
 
-from patrickstar.core.planes import WEIGHT, PlaneRef
+from patrickstar.core.planes import REST, WEIGHT, PlaneRef
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import return_state
 from patrickstar.parameters.bound import BoundParameter
@@ -112,7 +113,7 @@ class Closing:
     def _return_weights(self) -> None:
         # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.
         store = self._parts.executor.store
-        for ref in [ref for ref in store.state.resident if ref.plane != WEIGHT]:
+        for ref in [ref for ref in store.state.resident if ref.plane not in (WEIGHT, REST)]:
             store.release(ref)
         self._parts.binding.release(self._taken_back if self._keeps else lambda _: None)
 
@@ -122,15 +123,21 @@ class Closing:
         parts.executor.pilot.stretch.reserve_bytes += value.nbytes
         state = parts.executor.store.state
         held = parts.binding.leases.held()  # by what outlives the session: it keeps its memory
-        for ref in bound.refs:
+        for ref in self._masters_units(bound):
             if self._last_of[ref] == bound.name and ref in state.resident and ref not in held:
                 parts.executor.store.release(ref)  # its slots' pages go before the next parameter is read
         return value
 
-    @property
+    @cached_property
     def _last_of(self) -> dict[PlaneRef, str]:
-        """The last parameter in each weight unit, in registration order, with which the unit has been read whole."""
-        return {ref: bound.name for bound in self._parts.binding for ref in bound.refs}
+        """The last parameter in each unit of masters, in registration order, with which the unit has been read whole."""
+        return {ref: bound.name for bound in self._parts.binding for ref in self._masters_units(bound)}
+
+    def _masters_units(self, bound: BoundParameter) -> list[PlaneRef]:
+        """Where a parameter's master lies."""
+        home = self._parts.executor.store.state.home
+        rests = [PlaneRef(part.chunk, REST) for part in self._parts.layout.parts(bound.name)]
+        return [*bound.refs, *(ref for ref in rests if ref in home)]
 
     def _weights_fit(self) -> bool:
         return self._fits(self._weight_bytes())
