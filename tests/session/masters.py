@@ -115,6 +115,14 @@ class Twin:
             weight.grad = None
         return result
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiplies gradients with a factor (0-dim fp32): in fp32, or in their own type where they were assigned."""
+        for (name, master), weight in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
+            if master.grad is not None and name in self.own:
+                master.grad = (master.grad.to(weight.dtype) * factor).float()
+            elif master.grad is not None:
+                master.grad = master.grad * factor
+
     def update(self) -> None:
         """The optimizer's step."""
         grads = {name: master.grad for name, master in self.masters.named_parameters()}

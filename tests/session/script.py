@@ -5,21 +5,25 @@
     differentiate(3)                                `torch.autograd.grad` of that loss in the fourth parameter
     step, zero, zero(zeros)                         zeros in place of nothing
     grad(3)*=.5, grad(3)+=.1, grad(3)=.1, grad(3)=None, grad(3)
-    clip(.1), clamp(.01), norm                      torch's own over all gradients
+    clip(.1), clamp(.01), norm, limit(.1)           torch's own over all gradients; the session's own
     weight(3)*=.5, weight(3)+=.1, weight(3)=.1, weight(3)
     data(3)*=.5                                     through `.data`
     average(3)*=.5, average(3)                      the first moment, in `optimizer.state`
     lr*=.5, freeze(3), thaw(3)
-    evaluate, keep, back, read                      weights kept, and loaded again; everything that is held is compared
+    keep, back, save, load                          weights kept and loaded again; a checkpoint
+    evaluate, read                                  a loss without a graph; everything that is held is compared
 
 What a word gives must have the same bits on both sides; at the end, so must everything that is held.
 """
 
 from __future__ import annotations
 
+import copy
 import re
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +32,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.parity.compare import compare_mappings, same_bits
+from tests.parity.oracle import clip_factor, global_norm
+from tests.parity.tiles import tiled_products
 from tests.session.builders import LAYERS, batch, held_states, mlp, states
 from tests.session.masters import Twin, manage
 
@@ -105,6 +111,16 @@ class Side(ABC):
     @abstractmethod
     def with_weights(self, act: Callable[[], Any]) -> Any:
         """Does what reads or writes `parameters`."""
+
+    @abstractmethod
+    def limit(self, norm: float) -> Tensor:
+        """Clips the global norm as `docs/bits.md` defines it."""
+
+    @abstractmethod
+    def save(self) -> None: ...
+
+    @abstractmethod
+    def load(self) -> None: ...
 
     @abstractmethod
     def average(self, number: int) -> Tensor | None:
@@ -224,6 +240,9 @@ _VERBS: Mapping[str, Callable[[Side, Word], Any]] = {
     "freeze": lambda side, word: side.train(word.number, False),
     "thaw": lambda side, word: side.train(word.number, True),
     "keep": _keep,
+    "limit": lambda side, word: side.limit(float(word.args)),
+    "save": lambda side, _: side.save(),
+    "load": lambda side, _: side.load(),
     "back": lambda side, _: side.with_weights(lambda: str(side.model.load_state_dict(side.kept))),
 }
 
@@ -231,8 +250,10 @@ _VERBS: Mapping[str, Callable[[Side, Word], Any]] = {
 class Plain(Side):
     """Plain PyTorch, in 16 bits with masters kept by hand."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, accumulate: int = 1, tile_rows: int | None = None) -> None:
         self.twin = Twin(kind)
+        self.twin.unrounded = accumulate > 1
+        self.tile_rows = tile_rows
         super().__init__(self.twin.model, self.twin.compute)
         self.masters = list(self.twin.masters.parameters())
         self.names = [name for name, _ in self.twin.masters.named_parameters()]
@@ -240,6 +261,10 @@ class Plain(Side):
     @property
     def optimizer(self) -> Any:
         return self.twin.optimizer
+
+    def loss(self, rows: int = 4, layers: int = LAYERS) -> Tensor:
+        with nullcontext() if self.tile_rows is None else tiled_products(self.model, self.tile_rows):
+            return super().loss(rows, layers)
 
     def backward(self, loss: Tensor, *, keep: bool) -> None:
         self.twin.backward_of(loss, retain_graph=keep)
@@ -260,6 +285,24 @@ class Plain(Side):
         self.twin.carry()
         return result
 
+    def limit(self, norm: float) -> Tensor:
+        gradients = {name: p.grad for name, p in self.twin.masters.named_parameters() if p.grad is not None}
+        before = global_norm(gradients)
+        self.twin.multiply(clip_factor(before, norm))
+        return before
+
+    def save(self) -> None:
+        self.saved = copy.deepcopy((self.twin.masters.state_dict(), self.optimizer.state_dict()))
+
+    def load(self) -> None:
+        weights, state = copy.deepcopy(self.saved)
+        self.twin.masters.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+        self.twin.narrow()
+        for number, master in enumerate(self.masters):
+            master.grad = None
+            self.assigned(number, is_one=False)
+
     def average(self, number: int) -> Tensor | None:
         found: Tensor | None = self.optimizer.state.get(self.masters[number], {}).get("exp_avg")
         return found
@@ -277,6 +320,7 @@ class Managed(Side):
         self.session = manage(model, kind, **keywords)
         super().__init__(model, next(model.parameters()).dtype)
         self._is_scaled = False
+        self._checkpoints: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -300,6 +344,22 @@ class Managed(Side):
     def with_weights(self, act: Callable[[], Any]) -> Any:
         return act()
 
+    def limit(self, norm: float) -> Tensor:
+        return self.with_gradients(lambda: self.session.clip_grad_norm_(norm))  # type: ignore[no-any-return]
+
+    def save(self) -> None:
+        self._checkpoints = self._checkpoints or tempfile.TemporaryDirectory()
+        self.session.save_checkpoint(self._checkpoints.name, keep=1)
+
+    def close(self) -> None:
+        self.session.close()
+        if self._checkpoints is not None:
+            self._checkpoints.cleanup()
+
+    def load(self) -> None:
+        assert self._checkpoints is not None, "nothing was saved"
+        self.session.load_checkpoint(self._checkpoints.name)
+
     def average(self, number: int) -> Tensor | None:
         found: Tensor | None = self.optimizer.state.get(self.parameters[number], {}).get("exp_avg")
         return found
@@ -308,9 +368,10 @@ class Managed(Side):
 class Script:
     """A model of six layers under a session, and its plain twin; `kind`: a precision, with the type that computes where it is another."""
 
-    def __init__(self, kind: str = "fp32", **keywords: Any) -> None:
-        """`keywords`: what `manage` is given."""
-        self.plain, self.managed = Plain(kind), Managed(kind, **keywords)
+    def __init__(self, kind: str = "fp32", *, given: Mapping[str, Any] | None = None, **keywords: Any) -> None:
+        """`given`: options that change the arithmetic; `keywords`: what else `manage` is given."""
+        options = dict(given or {})
+        self.plain, self.managed = Plain(kind, **options), Managed(kind, given=options, **keywords)
         self.said: list[str] = []
 
     def run(self, line: str) -> None:
@@ -348,7 +409,7 @@ class Script:
         try:
             self.compare()
         finally:
-            self.managed.session.close()
+            self.managed.close()
         got = dict(self.managed.model.state_dict())
         if not any(weight.is_meta for weight in got.values()):
             found = compare_mappings("weight given back", dict(self.plain.twin.masters.state_dict()), got)

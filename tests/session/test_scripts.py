@@ -23,6 +23,7 @@ LINES = (
     "forward backward grad(0) step grad(0) zero grad(0)",
     "forward backward clip(.01) step zero forward backward clip(.01) clip(.001) step",
     "forward backward clamp(.001) step norm zero norm",
+    "forward backward limit(.01) step zero forward backward grad(3)*=.5 limit(.001) limit(.0001) norm step",
     # zeros, or nothing, at every place of the loop
     "forward backward step zero(zeros) forward backward step zero(zeros) step",
     "forward zero backward step forward zero backward step forward zero(zeros) backward step",
@@ -37,6 +38,7 @@ LINES = (
     "forward backward step data(3)*=.5 zero forward backward step data(2)+=.1 forward drop zero forward backward step",
     "forward backward step average(3)*=.5 zero forward backward average(1)+=.1 step average(0)=0 average(11)",
     "keep forward backward step zero back forward backward back step evaluate",
+    "forward backward step save weight(0)*=.5 zero forward backward load forward backward step zero",
     "forward backward lr*=.5 step lr*=.5 zero forward backward step",
     # what is trained, and how much of it
     "freeze(2) forward backward step zero thaw(2) forward backward step zero",
@@ -52,6 +54,7 @@ LINES = (
 ADDING = (
     "forward backward step forward backward step read step",
     "forward backward grad(0) forward backward grad(0) step",
+    "step grad(7)=.1 forward backward step read",
     "forward backward grad(4)=.1 grad(7)=.1 forward backward step zero forward backward step zero",
 )
 """In fp16 these would add gradients that are scaled to some that no longer are, as with torch's own scaler."""

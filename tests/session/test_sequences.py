@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.session.builders import LAYERS, MACHINES
+from tests.session.builders import LAYERS, MACHINES, ROOMY
 from tests.session.script import Script
 
 PARAMETERS = st.integers(0, 2 * LAYERS - 1)
@@ -23,13 +24,20 @@ CHANGES = st.sampled_from(["*=.5", "+=.1", "=.1"])
 class Programs(RuleBasedStateMachine):
     """A script, and what has to be known so that its next word is one that plain PyTorch takes."""
 
-    @initialize(machine=st.sampled_from(sorted(MACHINES)), kind=st.sampled_from(["fp32", "bf16", "bf16-fp32"]))
-    def manage(self, machine: str, kind: str) -> None:
+    @initialize(
+        machine=st.sampled_from(["roomy", "unbounded", *MACHINES]),
+        kind=st.sampled_from(["fp32", "bf16", "bf16-fp32"]),
+        given=st.sampled_from([{}, {}, {"accumulate": 2}, {"tile_rows": 8}]),
+    )
+    def manage(self, machine: str, kind: str, given: dict[str, Any]) -> None:
         self.disk = tempfile.TemporaryDirectory()
-        self.script = Script(kind, **MACHINES[machine](Path(self.disk.name) / "disk"))
+        memory = {"roomy": ROOMY, "unbounded": {"device": "cpu"}}
+        place = memory[machine] if machine in memory else MACHINES[machine](Path(self.disk.name) / "disk")
+        self.script = Script(kind, given=given, **place)
+        self.in_tiles = "tile_rows" in given
         self.waiting: list[int] = []  # layers of each loss
         self.frozen: set[int] = set()
-        self.has_kept = False
+        self.has_kept = self.has_saved = False
 
     def say(self, word: str) -> None:
         self.script.say(word)
@@ -58,7 +66,7 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(number=PARAMETERS)
     def differentiate(self, number: int) -> None:
-        if number < 2 * self.waiting[0] and number not in self.frozen:
+        if number < 2 * self.waiting[0] and number not in self.frozen and not self.in_tiles:
             self.say(f"differentiate({number})")
             self.waiting.pop(0)
 
@@ -74,7 +82,7 @@ class Programs(RuleBasedStateMachine):
     def gradient(self, number: int, how: str) -> None:
         self.say(f"grad({number}){how}")
 
-    @rule(word=st.sampled_from(["clip(.01)", "clamp(.001)", "norm", "evaluate", "lr*=.5", "read"]))
+    @rule(word=st.sampled_from(["clip(.01)", "clamp(.001)", "norm", "limit(.01)", "evaluate", "lr*=.5", "read"]))
     def whole(self, word: str) -> None:
         self.say(word)
 
@@ -95,6 +103,16 @@ class Programs(RuleBasedStateMachine):
     def keep(self) -> None:
         self.say("keep")
         self.has_kept = True
+
+    @rule()
+    def save(self) -> None:
+        self.say("save")
+        self.has_saved = True
+
+    @precondition(lambda self: self.has_saved)
+    @rule()
+    def load(self) -> None:
+        self.change_weights("load")
 
     @precondition(lambda self: self.has_kept)
     @rule()

@@ -6,7 +6,7 @@ copied, not added to zeros: -0.0 stays -0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Protocol
 
 import torch
@@ -261,16 +261,20 @@ class Gradients:
 
 
 class InPlane:
-    """A context in which the gradients that are the user's own are in the plane too. One that a 16-bit plane cannot hold makes it fp32."""
+    """A context in which the gradients of some parameters that are the user's own are in the plane too.
 
-    def __init__(self, binding: Binding, gradients: Gradients) -> None:
+    One that a 16-bit plane cannot hold makes it fp32.
+    """
+
+    def __init__(self, binding: Binding, gradients: Gradients, names: Container[str]) -> None:
         self._binding = binding
         self._gradients = gradients
+        self._names = names
         self._copied: list[BoundParameter] = []
 
     def __enter__(self) -> None:
         for name in sorted(self._binding.gradients.own):
-            own = self._binding.gradients.own_of(name)
+            own = self._binding.gradients.own_of(name) if name in self._names else None
             if own is not None:
                 bound = self._binding.by_name[name]
                 self._gradients.make_fit(bound, own.dtype)

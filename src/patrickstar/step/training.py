@@ -277,7 +277,7 @@ class Training:
         if self._binding.gradients.stay:
             norm = self._updates.norm_of(self._tensors())
         else:
-            with self._own_gradients_in_plane():
+            with InPlane(self._binding, self._gradients, self._binding.by_name):
                 names = self._gradients.names
                 self._stretches.begin(StretchKind.NORM, self._traces.norm(names), following=StretchKind.UPDATE)
                 norm = self._updates.norm(names, self._gradients.factors)
@@ -359,7 +359,7 @@ class Training:
         return found
 
     def _carry_out_in_chunks(self, order: PendingStep, *, frees_gradients: bool) -> None:
-        with self._own_gradients_in_plane():
+        with InPlane(self._binding, self._gradients, order.hypers):
             if order.hypers:
                 trace = self._traces.step(order.hypers, writes=bool(order.factors))
                 frees = gradients_freed(trace) if frees_gradients else ()
@@ -375,6 +375,3 @@ class Training:
             self._executor.pending = None
         else:
             self._executor.settle()
-
-    def _own_gradients_in_plane(self) -> InPlane:
-        return InPlane(self._binding, self._gradients)
