@@ -22,10 +22,10 @@ ASSEMBLED: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        name="gradients-that-are-the-users-own-are-handed-out",
+        name="an-assigned-gradient-is-read-in-its-own-type",
         file="step/training.py",
-        old="copied = own.detach().to(torch.float32, copy=True)",
-        new="copied = own",
+        old="yield name, own.to(torch.float32)",
+        new="yield name, own",
         tests=(
             f"{LINE}[forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero-bf16-emulated]",
         ),
@@ -117,8 +117,8 @@ ASSEMBLED: tuple[Mutant, ...] = (
     Mutant(
         name="a-change-is-rounded-to-a-16-bit-plane",
         file="step/gradients.py",
-        old="(self.dtype(bound) != flat.dtype or name in self.factors)",
-        new="name in self.factors",
+        old="torch.float32 if name in self.factors else flat.dtype)",
+        new="torch.float32 if name in self.factors else self.dtype(bound))",
         tests=(f"{NARROW}::test_gradients_are_shown_rounded_and_what_is_changed_is_widened[bf16-fp32-1-a third]",),
     ),
     Mutant(

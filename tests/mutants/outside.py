@@ -10,8 +10,30 @@ DISK = "tests/session/test_disk_tier.py"
 HANDS = "tests/session/test_hand_changes.py"
 DEFERRED = "tests/parameters/test_deferred_init.py"
 PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
+DROPPED = "tests/session/test_after_manage.py::test_a_session_that_is_dropped_with_its_model_leaves_nothing"
 
 OUTSIDE: tuple[Mutant, ...] = (
+    Mutant(
+        name="torch-holds-a-session-by-a-hook",
+        file="parameters/gradient_access.py",
+        old="register_post_accumulate_grad_hook(_calling(weakref.ref(self)))",
+        new="register_post_accumulate_grad_hook(self._take)",
+        tests=(f"{DROPPED}[cpu+disk-nothing]",),
+    ),
+    Mutant(
+        name="a-meter-that-is-on-holds-a-session",
+        file="step/metering.py",
+        old="LiveBytes(*_without_holding(self._executor))",
+        new="LiveBytes(self._executor.store.leases.is_counted, self._executor.live_changed)",
+        tests=(f"{DROPPED}[emulated-a forward]",),
+    ),
+    Mutant(
+        name="the-meter-of-a-dropped-session-stays-on",
+        file="step/metering.py",
+        old="weakref.finalize(self, meter.retire)",
+        new="weakref.finalize(self, meter.restart_peak)",
+        tests=(f"{DROPPED}[emulated-a forward]",),
+    ),
     Mutant(
         name="what-completes-masters-is-let-go-before-they-are-given-back",
         file="session/close.py",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import patrickstar
 from patrickstar import StateError
@@ -23,6 +26,7 @@ from tests.session.builders import (
     is_ordinary,
     mlp,
     options,
+    store_of,
     train,
     train_step,
     values,
@@ -279,6 +283,28 @@ def test_aliases_that_outlive_the_session_go_on_as_in_pytorch(make_pair: MakePai
     with torch.no_grad():
         pair.model[0].weight.add_(1)
     assert same_bits(alias, pair.model[0].weight.detach())
+
+
+@pytest.mark.parametrize("done", ["nothing", "a forward", "a backward", "a step"])
+def test_a_session_that_is_dropped_with_its_model_leaves_nothing(
+    machine: dict[str, Any], done: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train_a_little() -> weakref.ref[Any]:
+        model = mlp()
+        session = patrickstar.manage(model, adamw(model), options=options(), **machine)
+        if done != "nothing":
+            loss = model(batch()).sum()
+        if done in ("a backward", "a step"):
+            loss.backward()
+        if done == "a step":
+            session.optimizer.step()  # type: ignore[union-attr]
+        return weakref.ref(store_of(session))
+
+    store = train_a_little()
+    gc.collect()
+    assert store() is None
+    assert not _get_current_dispatch_mode_stack()
+    assert "was never closed" in caplog.text
 
 
 def test_an_exception_inside_of_the_with_block_closes_with_the_weights_of_the_last_step() -> None:

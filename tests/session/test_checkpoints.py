@@ -168,6 +168,21 @@ def test_loading_forgets_gradients_that_waited_for_a_step(make_pair: MakePair, t
     pair.expect_same()
 
 
+def test_weights_in_another_order_of_memory_come_back_with_their_moments(make_pair: MakePair, tmp_path: Path) -> None:
+    def transposed() -> nn.Module:
+        model = mlp()
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+        return model
+
+    pair = make_pair(transposed)
+    pair.train(2)
+    pair.session.save_checkpoint(tmp_path)
+    want = everything(pair.session)
+    pair.train(1, first=2)
+    pair.session.load_checkpoint(tmp_path)
+    expect_bits(want, everything(pair.session))
+
+
 def test_a_checkpoint_before_the_first_step(make_pair: MakePair, tmp_path: Path) -> None:
     first, second = make_pair(), make_pair(lambda: mlp(5))
     first.session.save_checkpoint(tmp_path)

@@ -307,6 +307,26 @@ def test_only_the_groups_parameters_are_zeroed_by_the_optimizer(make_pair: MakeP
     pair.expect_same()
 
 
+def test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk(make_pair: MakePair) -> None:
+    def of_weights(model: nn.Module) -> Any:
+        return patrickstar.AdamW([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
+
+    pair = make_pair(make_optimizer=of_weights)
+    for number in range(2):
+        pair.each(train_without_zeroing, number)
+        pair.each(lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
+        pair.expect_same_gradients()
+    gradients = dict(pair.session.gradients())
+    assert not gradients["2.weight"].any()
+    assert gradients["2.bias"].any()
+    pair.expect_same()
+
+
+def train_without_zeroing(model: nn.Module, optimizer: Any, number: int) -> None:
+    backward(model, number=number)
+    optimizer.step()
+
+
 def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:

@@ -44,13 +44,12 @@ def tile_by_tile(
     tiled: Callable[[object], BoundParameter | None],
     owner: RowOwner,
 ) -> Callable[[], Tensor] | None:
-    """A linear or lookup whose weight is in tiles, to be called; None for anything else.
+    """A linear or lookup whose weight is in tiles, to be called; None where its weight is not, or where it is asked for more.
 
     Args:
-        func, args, kwargs: as torch's override protocol gives them. tiled: the record of a parameter in tiles. owner: of tables used by rows.
+        func, args, kwargs: one of `TILED`, as torch's override protocol gives it. tiled: the record of a parameter in tiles.
+        owner: of tables used by rows.
     """
-    if func is not linear and func is not embedding:
-        return None
     weight = tiled(args[1] if len(args) > 1 else kwargs.get("weight"))
     if weight is None or (func is linear and weight.is_table):
         return None

@@ -134,7 +134,7 @@ class Closing:
         return {ref: bound.name for bound in self._parts.binding for ref in self._masters_units(bound)}
 
     def _masters_units(self, bound: BoundParameter) -> list[PlaneRef]:
-        """Where a parameter's master lies."""
+        """The units that a parameter's master lies in."""
         home = self._parts.executor.store.state.home
         rests = [PlaneRef(part.chunk, REST) for part in self._parts.layout.parts(bound.name)]
         return [*bound.refs, *(ref for ref in rests if ref in home)]

@@ -111,7 +111,7 @@ class Session:
         return self._training().clip(max_norm)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, copy of the gradient in fp32) of every parameter that has one, one at a time."""
+        """(name, gradient in fp32) of every parameter that has one, one at a time: a copy, or the user's own tensor where that is fp32."""
         return self._training().gradients()
 
     # state

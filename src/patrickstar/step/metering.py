@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
 
 from patrickstar.step.executor import Executor
 from patrickstar.tracing.live_bytes import LiveBytes
@@ -11,17 +15,22 @@ __all__ = ["Metering"]
 
 
 class Metering:
-    """The meter of one session. Counts from the beginning of a forward to the end of its backward; the meter is left when the next stretch begins."""
+    """The meter of one session. Counts from the beginning of a forward to the end of its backward; the meter is left when the next stretch begins.
+
+    It is left too when a session is dropped in the middle of a step, without being closed.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
         self._meter: LiveBytes | None = None
+        self._abandoned: weakref.finalize[Any, Any] | None = None
 
     def start(self, *, acts: bool = True) -> Callable[[], int]:
         """Switches the meter on; gives the function that restarts the meter's peak. `acts`: whether chunks may leave for what it counts."""
-        meter = LiveBytes(self._executor.store.leases.is_counted, self._executor.live_changed)
+        meter = LiveBytes(*_without_holding(self._executor))
         meter.__enter__()
+        self._abandoned = weakref.finalize(self, meter.retire)
         self._meter = self._executor.meter = meter
         self._executor.meter_acts = acts
         return meter.restart_peak
@@ -37,5 +46,23 @@ class Metering:
         if meter is None:
             LiveBytes.leave_retired()
             return
+        if self._abandoned is not None:
+            self._abandoned.detach()
         self._executor.unmeter()
         meter.retire()
+
+
+def _without_holding(executor: Executor) -> tuple[Callable[[Tensor], bool], Callable[[int], None]]:
+    """The two calls of a meter. One that is on is held by torch: it must not keep a session that everybody else has dropped."""
+    leases, told = weakref.ref(executor.store.leases), weakref.ref(executor)
+
+    def is_slot(tensor: Tensor) -> bool:
+        asked = leases()
+        return asked is not None and asked.is_counted(tensor)
+
+    def at_change(live: int) -> None:
+        executor = told()
+        if executor is not None:
+            executor.live_changed(live)
+
+    return is_slot, at_change

@@ -224,7 +224,7 @@ class Training:
         self._gradients.drop(name)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, copy in fp32) of every gradient that there is, in registration order, one at a time."""
+        """(name, gradient in fp32) of every parameter that has one, in registration order, one at a time."""
         if self.in_backward:
             raise StateError(
                 'gradients() with step="in_backward": gradients are used as they arrive; manage with step="deferred"'
@@ -233,9 +233,7 @@ class Training:
         for name, bound in self._binding.by_name.items():
             own = self._binding.gradients.own_of(name)
             if own is not None:
-                with Plain():
-                    copied = own.detach().to(torch.float32, copy=True)
-                yield name, copied
+                yield name, own.to(torch.float32)
             elif name in self._gradients.names:
                 yield name, self._gradients.read(bound)
 
