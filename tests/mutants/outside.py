@@ -14,6 +14,13 @@ DROPPED = "tests/session/test_after_manage.py::test_a_session_that_is_dropped_wi
 
 OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
+        name="a-forecast-depends-on-those-before",
+        file="tracing/missing.py",
+        old="if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:",
+        new="if False:",
+        tests=("tests/session/test_forecasts.py::test_a_forecast_is_the_same_whatever_was_traced_before[lstm]",),
+    ),
+    Mutant(
         name="torch-holds-a-session-by-a-hook",
         file="parameters/gradient_access.py",
         old="register_post_accumulate_grad_hook(_calling(weakref.ref(self)))",

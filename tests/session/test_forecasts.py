@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import patrickstar
 from patrickstar.core.formats import FP32
+from patrickstar.core.trace import Trace
 from patrickstar.plan.fit import minimum_bytes
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.zoo import CASES, Case, micro_seed
+from tests.session.builders import adamw
 
 NO_FORECAST: Mapping[str, str] = {
     "penalised": "it differentiates a gradient (create_graph=True), which no forward shows",
@@ -99,6 +102,33 @@ def test_the_first_step_is_foreseen_or_known_not_to_be(name: str) -> None:
         assert first.needed_bytes <= first.foreseen_bytes
         return
     assert first.planned, first.reason
+
+
+def forecasts(name: str) -> list[Trace | None]:
+    """Of the forwards of a first step's loss."""
+    torch.manual_seed(0)
+    if name in CASES:
+        model, batch = CASES[name].build(), CASES[name].batches(seed=0, count=1)[0]
+    else:
+        make, loss_of = ARCHITECTURES[name]()
+        model = make().train()
+    torch.manual_seed(0)
+    with patrickstar.manage(
+        model, adamw(model), device="emulated", device_memory="256MiB", precision="fp32"
+    ) as session:
+        _ = CASES[name].loss_of(model, batch) if name in CASES else loss_of(model)
+        return [known.offline for known in session._parts.stretches._known.values()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "lstm" else pytest.mark.campaign) for name in [*CASES, *ARCHITECTURES]],
+)
+def test_a_forecast_is_the_same_whatever_was_traced_before(name: str) -> None:
+    """torch keeps results of fake operations, and gives copies of them from then on."""
+    FakeTensorMode.cache_clear()
+    first = forecasts(name)
+    assert forecasts(name) == first
 
 
 def test_no_more_than_three_models_have_no_forecast() -> None:

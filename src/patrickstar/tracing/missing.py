@@ -25,6 +25,9 @@ class MissingOperations(TorchDispatchMode):
             # 16-bit inputs of a batch norm that stays fp32: what it saves for backward is fp32 too.
             if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
                 return (result[0], *(saved.new_empty(saved.shape, dtype=args[1].dtype) for saved in result[1:]))
+            # An LSTM's two biases have one gradient. So they have in a trial run, but where torch's cache of fake results makes two of it.
+            if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+                return (*result[:4], result[3], *result[5:])
             return result
 
 
