@@ -61,8 +61,7 @@ def assert_parity(row: Row, directory: Path) -> None:
     if found:
         pytest.fail("\n".join([f"{row} at {outcome.limits}", *found]), pytrace=False)
     for name, parameter in outcome.closed.items():
-        if row.precision == "fp32":
-            assert same_bits(expected.weights[name], parameter), f"{row}: {name} changed in close()"
+        assert same_bits(expected.weights[name], parameter), f"{row}: {name} changed in close()"
     assert outcome.stats.steps == STEPS - expected.skipped
     if row.budget != "fits":
         still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
