@@ -20,12 +20,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
+import torch
+
 import patrickstar
 from tests.parity.managed import Limits, Outcome, train
 from tests.parity.matrix import PAIRS, WIDE, Row
 from tests.parity.zoo import STEPS
 
-__all__ = ["LIMITED", "LIMITS", "PAGE_BYTES"]
+__all__ = ["LIMITED", "LIMITS", "PAGE_BYTES", "is_known_here", "limits_of"]
 
 LIMITED: Final[Mapping[str, tuple[str, ...]]] = {
     "emulated": ("device",),
@@ -45,6 +47,16 @@ _ABSURD_BYTES = 4096
 # A refusal names the smallest budget that fits as far as it was known then; data may show a larger need later.
 _ATTEMPTS = 12
 _JOBS = 2
+
+
+def is_known_here(row: Row) -> bool:
+    """Whether torch runs the operations here of which the budget and the plans are checked in: an LSTM in bf16 is one only with AVX-512."""
+    return (row.model, row.precision) != ("lstm", "bf16") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def limits_of(row: Row) -> Limits:
+    """The budget that a row runs in: the one that is checked in, or what is found for this processor."""
+    return LIMITS[str(row)] if is_known_here(row) else search(row)
 
 
 def search(row: Row) -> Limits:
@@ -131,8 +143,6 @@ def least(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
 
 
 def _search_all(rows: Iterable[Row]) -> dict[str, Limits]:
-    import torch
-
     torch.set_num_threads(1)
     found = {}
     for row in rows:

@@ -31,6 +31,7 @@ class Metering:
         meter = LiveBytes(*_without_holding(self._executor))
         meter.__enter__()
         self._abandoned = weakref.finalize(self, meter.retire)
+        self._abandoned.atexit = False
         self._meter = self._executor.meter = meter
         self._executor.meter_acts = acts
         return meter.restart_peak
