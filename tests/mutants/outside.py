@@ -30,8 +30,8 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="a-meter-that-is-on-holds-a-session",
         file="step/metering.py",
-        old="LiveBytes(*_without_holding(self._executor))",
-        new="LiveBytes(self._executor.store.leases.is_counted, self._executor.live_changed)",
+        old="LiveBytes(without_holding(leases.is_counted, False), without_holding(self._executor.live_changed, None))",
+        new="LiveBytes(leases.is_counted, self._executor.live_changed)",
         tests=(f"{DROPPED}[emulated-a forward]",),
     ),
     Mutant(

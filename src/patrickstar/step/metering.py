@@ -6,10 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from patrickstar.step.executor import Executor
-from patrickstar.tracing.live_bytes import LiveBytes
+from patrickstar.tracing.live_bytes import LiveBytes, without_holding
 
 __all__ = ["Metering"]
 
@@ -28,7 +26,8 @@ class Metering:
 
     def start(self, *, acts: bool = True) -> Callable[[], int]:
         """Switches the meter on; gives the function that restarts the meter's peak. `acts`: whether chunks may leave for what it counts."""
-        meter = LiveBytes(*_without_holding(self._executor))
+        leases = self._executor.store.leases
+        meter = LiveBytes(without_holding(leases.is_counted, False), without_holding(self._executor.live_changed, None))
         meter.__enter__()
         self._abandoned = weakref.finalize(self, meter.retire)
         self._abandoned.atexit = False
@@ -51,19 +50,3 @@ class Metering:
             self._abandoned.detach()
         self._executor.unmeter()
         meter.retire()
-
-
-def _without_holding(executor: Executor) -> tuple[Callable[[Tensor], bool], Callable[[int], None]]:
-    """The two calls of a meter. One that is on is held by torch: it must not keep a session that everybody else has dropped."""
-    leases, told = weakref.ref(executor.store.leases), weakref.ref(executor)
-
-    def is_slot(tensor: Tensor) -> bool:
-        asked = leases()
-        return asked is not None and asked.is_counted(tensor)
-
-    def at_change(live: int) -> None:
-        executor = told()
-        if executor is not None:
-            executor.live_changed(live)
-
-    return is_slot, at_change
