@@ -23,15 +23,15 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="torch-holds-a-session-by-a-hook",
         file="parameters/gradient_access.py",
-        old="register_post_accumulate_grad_hook(_calling(weakref.ref(self)))",
-        new="register_post_accumulate_grad_hook(self._take)",
+        old="take = partial(GradientAccess._take, weakref.proxy(self))",
+        new="take = self._take",
         tests=(f"{DROPPED}[cpu+disk-nothing]",),
     ),
     Mutant(
         name="a-meter-that-is-on-holds-a-session",
         file="step/metering.py",
-        old="LiveBytes(without_holding(leases.is_counted, False), without_holding(self._executor.live_changed, None))",
-        new="LiveBytes(leases.is_counted, self._executor.live_changed)",
+        old="weakref.proxy(self._executor.store.leases), weakref.proxy(self._executor)",
+        new="self._executor.store.leases, self._executor",
         tests=(f"{DROPPED}[emulated-a forward]",),
     ),
     Mutant(

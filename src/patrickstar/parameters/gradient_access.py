@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -77,7 +78,9 @@ class GradientAccess:
         self._by_id[id(bound.parameter)] = bound
         if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound.handles:
             return
-        handle = bound.parameter.register_post_accumulate_grad_hook(_calling(weakref.ref(self)))
+        # torch's own reference to a hook is none that the garbage collector sees: through it, a parameter would hold itself.
+        take = partial(GradientAccess._take, weakref.proxy(self))
+        handle = bound.parameter.register_post_accumulate_grad_hook(take)
         bound.handles.append(handle)
         # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
         # ordered one: only the order of insertion counts.
@@ -165,14 +168,3 @@ class GradientAccess:
     def _is_parameter(self, bound: BoundParameter) -> bool:
         """Tells whether a record is of the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""
         return bound.tensor() is self._by_name[bound.name].tensor()
-
-
-def _calling(access: weakref.ref[GradientAccess]) -> Callable[[Tensor], None]:
-    """A hook that does not hold what it calls: torch's own reference to a hook is none that the garbage collector sees."""
-
-    def take(parameter: Tensor) -> None:
-        found = access()
-        if found is not None:
-            found._take(parameter)
-
-    return take

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from patrickstar.memory.leases import Leases
 from patrickstar.step.executor import Executor
-from patrickstar.tracing.live_bytes import LiveBytes, without_holding
+from patrickstar.tracing.live_bytes import LiveBytes
 
 __all__ = ["Metering"]
 
@@ -26,8 +28,9 @@ class Metering:
 
     def start(self, *, acts: bool = True) -> Callable[[], int]:
         """Switches the meter on; gives the function that restarts the meter's peak. `acts`: whether chunks may leave for what it counts."""
-        leases = self._executor.store.leases
-        meter = LiveBytes(without_holding(leases.is_counted, False), without_holding(self._executor.live_changed, None))
+        # torch holds a mode that is on: through it, it must not hold a session that everybody else has dropped.
+        leases, executor = weakref.proxy(self._executor.store.leases), weakref.proxy(self._executor)
+        meter = LiveBytes(partial(Leases.is_counted, leases), partial(Executor.live_changed, executor))
         meter.__enter__()
         self._abandoned = weakref.finalize(self, meter.retire)
         self._abandoned.atexit = False

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from patrickstar.torch_private import Plain, backward_id
 
-__all__ = ["LiveBytes", "without_holding"]
+__all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -116,17 +116,3 @@ class LiveBytes(TorchDispatchMode):
         """Tells whether several meters count on this thread: then each counts what is made for the others too."""
         counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes) and mode.counts]
         return len(counting) > 1
-
-
-def without_holding(method: Callable[[Any], Any], otherwise: Any) -> Callable[[Any], Any]:
-    """A call of a bound method that does not keep its object, and gives `otherwise` once that is gone.
-
-    torch holds a mode that is on: through it, it must not keep a session that everybody else has dropped.
-    """
-    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
-
-    def call(argument: Any) -> Any:
-        found = owner()
-        return otherwise if found is None else function(found, argument)
-
-    return call
