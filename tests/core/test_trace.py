@@ -18,6 +18,7 @@ moments = st.builds(
     touches=st.lists(st.builds(Touch, units, st.booleans()), max_size=5).map(tuple),
     held=st.lists(units, max_size=3).map(tuple),
     nonmodel_bytes=st.integers(0, 2**48),
+    live_bytes=st.integers(0, 2**48),
     ends=st.lists(units, max_size=3).map(tuple),
 )
 traces = st.builds(Trace, st.lists(moments, max_size=8).map(tuple))
@@ -27,7 +28,7 @@ def example():
     return Trace(
         (
             Moment(Phase.FORWARD, "wte.weight", (Touch(W0),), nonmodel_bytes=4096),
-            Moment(Phase.BACKWARD, "wte.weight", (Touch(W0), Touch(G0, writes=True)), (W2,), 81920, ends=(W0,)),
+            Moment(Phase.BACKWARD, "wte.weight", (Touch(W0), Touch(G0, writes=True)), (W2,), 81920, 4096, ends=(W0,)),
         )
     )
 
@@ -36,7 +37,7 @@ def test_a_trace_prints_one_compact_line_a_moment():
     assert str(example()).splitlines() == [
         "trace of 2 moments",
         "forward wte.weight 4096 c0.weight",
-        "backward wte.weight 81920 c0.grad* c0.weight held c2.weight ends c0.weight",
+        "backward wte.weight 4096..81920 c0.grad* c0.weight held c2.weight ends c0.weight",
     ]
 
 

@@ -33,6 +33,9 @@ LARGE = {
     "batch": (2, 128),
 }
 
+GPT2 = {"config": {"n_positions": 256, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, "batch": (1, 256)}
+GPT2_BYTES = 16 * 123_849_984  # of model data, with 256 positions
+
 
 def preload(allocator: str) -> Path | None:
     return tcmalloc_library() if allocator == "tcmalloc" else None
@@ -92,6 +95,19 @@ def test_a_whole_life_on_a_gigabyte_of_model_data_stays_within_every_budget_and_
     expect_within(budget, run)
     growth = in_child(preload(allocator), "foresee", host_memory=budget, disk=str(tmp_path), **LARGE)["growth"]
     assert max(run["parts"][f"step {number}"] for number in range(3)) == pytest.approx(growth, rel=0.08)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_tens_of_steps_whose_loss_makes_a_third_of_the_activations_stay_within_shares_of_the_model_data(
+    share: float, allocator: str, tmp_path: Path
+) -> None:
+    budget = int(share * GPT2_BYTES)
+    run = in_child(preload(allocator), "measure", budget=budget, disk=str(tmp_path), steps=24, **GPT2)
+    log(f"{allocator} GPT-2", share, budget, run)
+    assert run["moved"]["H>K"] > 0
+    expect_within(budget, run)
 
 
 @pytest.mark.campaign

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["OUTSIDE"]
 
+BOUND = "tests/session/test_host_bound.py"
 DISK = "tests/session/test_disk_tier.py"
 HANDS = "tests/session/test_hand_changes.py"
 DEFERRED = "tests/parameters/test_deferred_init.py"
@@ -123,11 +124,35 @@ OUTSIDE: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        name="growth-is-counted-from-the-last-peak",
+        file="step/executor.py",
+        old="return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes",
+        new="before = stretch.course.trace.moments[max(0, stretch.position - 2)]\n"
+        "        return self._making_bytes + max(0, moment.nonmodel_bytes - before.nonmodel_bytes)",
+        tests=(f"{BOUND}::test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone",),
+    ),
+    Mutant(
+        name="the-allocator-is-asked-without-what-is-to-come",
+        file="step/pressure.py",
+        old="if resident + growth_bytes > min(self._limit_bytes, self._least_bytes + _STEP_BYTES):",
+        new="if resident + growth_bytes > self._limit_bytes or resident > self._least_bytes + _STEP_BYTES:",
+        tests=(f"{BOUND}::test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much",),
+    ),
+    Mutant(
+        name="nothing-is-alive-as-a-moment-begins",
+        file="plan/recorder.py",
+        old="live_bytes=live,",
+        new="live_bytes=0,",
+        tests=(
+            "tests/session/test_simulation.py::test_every_model_is_executed_as_simulated_and_as_foreseen[gpt2-fp32]",
+        ),
+    ),
+    Mutant(
         name="what-is-to-come-is-no-part-of-the-resident-size",
         file="step/pressure.py",
         old="excess = max(0, resident + growth_bytes - self._limit_bytes)",
         new="excess = max(0, resident - self._limit_bytes)",
-        tests=("tests/session/test_host_bound.py::test_the_guard_counts_what_is_coming_beside_what_is_there",),
+        tests=(f"{BOUND}::test_the_guard_counts_what_is_coming_beside_what_is_there",),
     ),
     Mutant(
         name="a-16-bit-gradient-takes-a-second-backward",

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import patrickstar
 from patrickstar.memory.process import resident_bytes
+from patrickstar.step import pressure
 from patrickstar.step.pressure import Pressure
 from patrickstar.units import MIB
 from tests.session.builders import (
     LAYERS,
     SLOT,
     TIGHT,
+    WIDTH,
     Pair,
     adamw,
     backward,
@@ -38,6 +41,26 @@ class Unforeseen(nn.Module):
         if bool(wide.sum() == 0):
             return wide
         return self.layers[6:](wide)
+
+
+class Replaces(nn.Module):
+    """Makes something large between the uses of its two weights, and again after the second, when the first is gone."""
+
+    LARGE_BYTES = 2000 * WIDTH * 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = layer(x)
+            with torch.no_grad():
+                mean = x.repeat(2000 // len(x), 1).mean(0)
+            x = x - mean
+        return x
 
 
 def test_chunks_leave_for_activations_that_no_forecast_saw(
@@ -69,6 +92,36 @@ def test_the_guard_counts_what_is_coming_beside_what_is_there() -> None:
     guard = Pressure(resident_bytes() + 64 * MIB, 128 * MIB)  # 40 MiB and 1 MiB of the budget may come on top
     assert guard.excess_bytes(80 * MIB) == 0
     assert guard.excess_bytes(200 * MIB) == pytest.approx(95 * MIB, abs=10 * MIB)
+
+
+def test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(pressure, "release_free_memory", lambda: asked.append(len(asked)))
+    guard = Pressure(resident_bytes() - 20 * MIB, 128 * MIB)
+    for growth, times in ((0, 1), (0, 1), (8 * MIB, 1), (17 * MIB, 2), (0, 2), (17 * MIB, 3)):
+        assert guard.excess_bytes(growth) == 0
+        assert len(asked) == times
+
+
+def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
+    make_pair: Callable[..., Pair], on_disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(Replaces, **on_disk | {"host_memory": Replaces.LARGE_BYTES + 10 * SLOT})
+    pair.train(1)
+    pilot, told = pair.session._parts.executor.pilot, dict[str, int]()
+
+    def excess_bytes(self: Pressure, growth_bytes: int) -> int:
+        if pilot.stretch.trace is not None:
+            told[pilot.stretch.trace.name(pilot.stretch.position - 1)] = growth_bytes
+        return 0
+
+    monkeypatch.setattr(Pressure, "excess_bytes", excess_bytes)
+    pair.train(1, first=1)
+    assert told["0 forward first.weight"] >= Replaces.LARGE_BYTES
+    assert told["1 forward second.weight"] >= Replaces.LARGE_BYTES
+    assert max(told[name] for name in told if "backward" in name) < Replaces.LARGE_BYTES
 
 
 def test_chunks_make_room_for_what_the_process_holds_beside_them(

@@ -4,11 +4,11 @@ A trace prints one line a moment, and parses back:
 
     trace of 3 moments
     forward wte.weight 4096 c0.weight
-    backward wte.weight 81920 c0.grad* c0.weight held c2.weight
+    backward wte.weight 4096..81920 c0.grad* c0.weight held c2.weight
     step wte.weight 0 c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight* ends c0.weight
 
-that is: phase, label, non-model bytes, what is touched (`*`: written), what is still in use from earlier moments, and
-what is used for the last time. A label has its odd characters escaped as in a URL; an empty one prints as `-`.
+that is: phase, label, non-model bytes (`4096..81920` where some are alive as the moment begins), what is touched (`*`: written), what is
+still in use from earlier moments, and what is used for the last time. A label has its odd characters escaped as in a URL; an empty one prints as `-`.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Moment:
         touches: what must be resident now; of a unit both read and written, the write.
         held: units still in use from earlier moments: they may not move either.
         nonmodel_bytes: peak of everything on the compute tier that is no chunk, from this moment to the next.
+        live_bytes: what of that is alive as the moment begins.
         ends: units whose use ends with this moment; plans do not need it, readers do.
         rows: of units that are used where they rest, if any.
     """
@@ -89,6 +90,7 @@ class Moment:
     touches: tuple[Touch, ...]
     held: tuple[PlaneRef, ...] = ()
     nonmodel_bytes: int = 0
+    live_bytes: int = 0
     ends: tuple[PlaneRef, ...] = ()
     rows: Rows | None = None
 
@@ -104,7 +106,8 @@ class Moment:
         return f"{self.phase.value} {self.label}".rstrip()
 
     def __str__(self) -> str:
-        words = [self.phase.value, _escape(self.label), str(self.nonmodel_bytes), *map(str, self.touches)]
+        nonmodel = f"{self.live_bytes}..{self.nonmodel_bytes}" if self.live_bytes else str(self.nonmodel_bytes)
+        words = [self.phase.value, _escape(self.label), nonmodel, *map(str, self.touches)]
         if self.rows is not None:
             words.append(str(self.rows))
         if self.held:
@@ -120,7 +123,8 @@ class Moment:
         Raises:
             ValueError: `line` is not the print of a moment.
         """
-        phase, label, nonmodel_bytes, *rest = line.split(" ")
+        phase, label, nonmodel, *rest = line.split(" ")
+        live_bytes, _, nonmodel_bytes = nonmodel.rpartition("..")
         rest, ends = _split_at(rest, "ends")
         rest, held = _split_at(rest, "held")
         at = next((index for index, word in enumerate(rest) if word in ("rows", "rows*")), len(rest))
@@ -131,6 +135,7 @@ class Moment:
             touches=tuple(map(Touch.parse, touches)),
             held=tuple(map(PlaneRef.parse, held)),
             nonmodel_bytes=int(nonmodel_bytes),
+            live_bytes=int(live_bytes or 0),
             ends=tuple(map(PlaneRef.parse, ends)),
             rows=Rows.parse(rows) if rows else None,
         )

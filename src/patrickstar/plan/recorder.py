@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
 
-__all__ = ["TraceRecorder"]
+__all__ = ["Meter", "TraceRecorder"]
+
+
+class Meter(Protocol):
+    """A count of non-model bytes: those alive now, and their peak since it was last asked for."""
+
+    @property
+    def live(self) -> int: ...
+
+    def restart_peak(self) -> int: ...
 
 
 class TraceRecorder:
     """Collects moments into a trace.
 
     Args:
-        restart_peak: gives the peak of non-model bytes since the last call of it; a moment's bytes are those until the next moment.
+        meter: of non-model bytes; a moment's are those until the next moment.
     """
 
-    def __init__(self, restart_peak: Callable[[], int]) -> None:
-        self._restart_peak = restart_peak
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._seen: list[tuple[Phase, str, Sequence[Touch], tuple[PlaneRef, ...], Rows | None]] = []
-        self._nonmodel_bytes: list[int] = []
+        self._peaks: list[int] = []
+        self._live: list[int] = []
 
     def moment(
         self,
@@ -31,13 +42,14 @@ class TraceRecorder:
         rows: Rows | None = None,
     ) -> None:
         """Writes down a moment, which begins now."""
-        self._nonmodel_bytes.append(self._restart_peak())
+        self._peaks.append(self._meter.restart_peak())
+        self._live.append(self._meter.live)
         self._seen.append((phase, label, touches, tuple(held), rows))
 
     def trace(self) -> Trace:
         """The trace of what has been written down; the last moment ends now."""
-        self._nonmodel_bytes.append(self._restart_peak())
-        before_first, *peaks = self._nonmodel_bytes
+        self._peaks.append(self._meter.restart_peak())
+        before_first, *peaks = self._peaks
         if not peaks:
             return Trace(())
         peaks[0] = max(peaks[0], before_first)  # what comes before the first moment is part of it
@@ -49,8 +61,9 @@ class TraceRecorder:
                     tuple(touches),
                     tuple(ref for ref in held if ref not in {touch.ref for touch in touches}),
                     nonmodel_bytes=peak,
+                    live_bytes=live,
                     rows=rows,
                 )
-                for (phase, label, touches, held, rows), peak in zip(self._seen, peaks, strict=True)
+                for (phase, label, touches, held, rows), peak, live in zip(self._seen, peaks, self._live, strict=True)
             )
         )

@@ -175,7 +175,7 @@ def _update(
     if in_chunks:
         return trace
     beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
-    return Trace(tuple(replace(moment, nonmodel_bytes=beside) for moment in trace.moments))
+    return Trace(tuple(replace(moment, nonmodel_bytes=beside, live_bytes=beside) for moment in trace.moments))
 
 
 def _minimum(

@@ -216,11 +216,12 @@ class Executor:
 
     def _rise_bytes(self) -> int:
         """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
-        stretch, rise = self.pilot.stretch, self._making_bytes
-        if isinstance(stretch.course, Planned) and stretch.position > 1:
-            moments = stretch.course.trace.moments
-            rise += max(0, moments[stretch.position - 1].nonmodel_bytes - moments[stretch.position - 2].nonmodel_bytes)
-        return rise
+        stretch = self.pilot.stretch
+        if not isinstance(stretch.course, Planned) or not stretch.position:
+            return self._making_bytes
+        # From what is alive now, not from the last moment's peak: what was made in between may be gone, and its memory returned.
+        moment = stretch.course.trace.moments[stretch.position - 1]
+        return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
 
     def _nonmodel_now(self) -> int:
         """Bytes of non-model data: as metered, else as the trace has them, else what is reserved for them."""

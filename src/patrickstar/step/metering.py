@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,8 @@ class Metering:
         self._meter: LiveBytes | None = None
         self._abandoned: weakref.finalize[Any, Any] | None = None
 
-    def start(self, *, acts: bool = True) -> Callable[[], int]:
-        """Switches the meter on; gives the function that restarts the meter's peak. `acts`: whether chunks may leave for what it counts."""
+    def start(self, *, acts: bool = True) -> LiveBytes:
+        """Switches the meter on, which it gives. `acts`: whether chunks may leave for what it counts."""
         # torch holds a mode that is on: through it, it must not hold a session that everybody else has dropped.
         leases, executor = weakref.proxy(self._executor.store.leases), weakref.proxy(self._executor)
         meter = LiveBytes(partial(Leases.is_counted, leases), partial(Executor.live_changed, executor))
@@ -36,7 +35,7 @@ class Metering:
         self._abandoned.atexit = False
         self._meter = self._executor.meter = meter
         self._executor.meter_acts = acts
-        return meter.restart_peak
+        return meter
 
     def pause(self) -> None:
         """Stops counting: what is made from now on is no part of the step. (A mode cannot be left from inside a backward call.)"""

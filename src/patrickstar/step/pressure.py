@@ -18,7 +18,7 @@ _SLACK_BYTES = 40 * MIB  # of the 48 MiB of fixed costs
 _SLACK_SHARE = 128  # of the 1 % of them
 # Above what chunks and activations may take: from here on the allocator is asked for what it keeps.
 EARLY_BYTES = 16 * MIB
-_STEP_BYTES = 16 * MIB  # of growth, after which it is asked again
+_STEP_BYTES = 16 * MIB  # of growth, with what is to come, for which it is asked again
 _log = logging.getLogger("patrickstar")
 
 
@@ -45,7 +45,7 @@ class Pressure:
         if resident + growth_bytes <= self._early_bytes:
             return 0
         # A heap with holes from before, as building a model leaves them, keeps what is freed into them whatever its thresholds.
-        if resident + growth_bytes > self._limit_bytes or resident > self._least_bytes + _STEP_BYTES:
+        if resident + growth_bytes > min(self._limit_bytes, self._least_bytes + _STEP_BYTES):
             release_free_memory()
             resident = self._least_bytes = resident_bytes()
         excess = max(0, resident + growth_bytes - self._limit_bytes)

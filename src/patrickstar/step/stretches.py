@@ -125,9 +125,9 @@ class Stretches:
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
         wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
         if needed or wanted:
-            restart_peak = self._metering.start(acts=needed)
+            meter = self._metering.start(acts=needed)
             if expected.trace is not None or can_be_traced((args, kwargs)):
-                self._executor.recorder = TraceRecorder(restart_peak)
+                self._executor.recorder = TraceRecorder(meter)
         self._current, self._recorded = known, False
         self._begin(stretch)
         self._executor.open()
@@ -333,6 +333,13 @@ def with_retention(trace: Trace, budgets: Budgets) -> Trace:
     retains, fixed = budgets.retains, budgets.fixed_bytes
     if retains == 1 and not fixed:
         return trace
+
+    def seen(nbytes: int) -> int:
+        return int(nbytes * retains) + fixed
+
     return Trace(
-        tuple(replace(moment, nonmodel_bytes=int(moment.nonmodel_bytes * retains) + fixed) for moment in trace.moments)
+        tuple(
+            replace(moment, nonmodel_bytes=seen(moment.nonmodel_bytes), live_bytes=seen(moment.live_bytes))
+            for moment in trace.moments
+        )
     )

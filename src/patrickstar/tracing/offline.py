@@ -69,7 +69,7 @@ class _Twin:
         self._dtypes = dtypes
         self.leases = Leases(self._slot)
         self.meter = LiveBytes(self._is_slot)
-        self.recorder = TraceRecorder(self.meter.restart_peak)
+        self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
         self._making_slot = False
         self._rows = WaitingRows()
