@@ -1,6 +1,6 @@
-"""Scripts in processes of their own that need not import torch: they are forked from one that has.
+"""Children of a process that has imported torch: scripts, which then need not import it, and what a fork of this very process does.
 
-For what a script says and does. Where memory is measured, or how an interpreter ends, a new interpreter is started instead.
+For what these say and do. Where memory is measured, or how an interpreter ends, a new interpreter is started instead.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Final
 
-__all__ = ["run_script"]
+__all__ = ["in_forked_child", "run_script"]
 
 # What nearly every script imports. No thread of torch's has started there, none of its random numbers been drawn.
 _IMPORTED_ONCE: Final = (
@@ -81,3 +82,23 @@ def _run(words: list[str], cwd: Path, environment: Mapping[str, str], out: Path,
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def in_forked_child(act: Callable[[], str]) -> str:
+    """What `act` gives in a fork of this process as it is now; of what it raises, the traceback."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork in a process with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, act().encode())
+        except BaseException:  # nothing may leave: up there it would go on as a second pytest
+            os.write(write, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said

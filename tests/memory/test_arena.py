@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 import weakref
 
 import pytest
@@ -15,6 +14,7 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.mapping import HUGE_PAGE_BYTES, reserve
 from patrickstar.memory.process import resident_bytes
 from patrickstar.units import KIB, MIB
+from tests.forked import in_forked_child
 
 # Odd multiples of 8 KiB too: the layout gives such slots, and they share huge pages.
 SLOT_BYTES = pytest.mark.parametrize("slot_bytes", [4 * MIB, 5 * MIB, 3 * MIB + 8 * KIB, MIB + 8 * KIB])
@@ -207,30 +207,24 @@ def test_a_forked_child_is_told_and_does_not_disturb_the_parent():
     host = arena()
     slot = host.take()
     touch(host, slot)
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork in a process with threads
-        child = os.fork()
-    if child == 0:
-        try:
+
+    def use_and_end() -> str:
+        nonlocal host
+        with pytest.raises(StateError) as refusal:
             host.wrapping(slot, 1, torch.float32)()
-        except StateError as error:
-            os.write(write, str(error).encode())
+        said = str(refusal.value)
+        del refusal
         # The range is free in the child, so its own memory may come to lie there; it must outlive the arena's end.
         libc = ctypes.CDLL(None)
         libc.mmap.restype = ctypes.c_void_p
         start, _ = host.address_range
         own = libc.mmap(ctypes.c_void_p(start), ctypes.c_size_t(4 * KIB), 3, 0x22, -1, ctypes.c_long(0))
-        os.write(write, b" took its place" if own == start else b"")
         host.close()
         del host
         ctypes.memset(own, 1, 4 * KIB)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        message = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        return said + " took its place" if own == start else said
+
+    message = in_forked_child(use_and_end)
     assert f"belongs to process {os.getpid()}" in message
     assert message.endswith("took its place")
     assert host.wrapping(slot, 1, torch.float32)().eq(1.0).all()

@@ -13,7 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from patrickstar.memory.mapping import reserve
 from patrickstar.testing.faults import Fails, FaultyIO, Short
 from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
+from tests.forked import in_forked_child
 from tests.memory.light import PRELUDE, run
 
 KIB64 = 64 << 10
@@ -437,13 +437,7 @@ def test_the_files_are_gone_when_the_interpreter_ends(tmp_path):
 def test_a_forked_child_that_ends_leaves_its_parents_files(tmp_path):
     pool = pool_in(tmp_path)
     written(pool, FIRST, noise(UNITS[FIRST]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork in a process with threads
-        child = os.fork()
-    if child == 0:
-        pool.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert in_forked_child(lambda: str(pool.close())) == "None"
     assert len(left_in(tmp_path)) == 2
     assert read(pool, FIRST) == noise(UNITS[FIRST])
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create
 from patrickstar.testing.manual_lane import ManualLane
+from tests.forked import in_forked_child
 from tests.parity.compare import same_bits
 from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, Pair, mlp, store_of, train_step
 
@@ -118,18 +118,11 @@ def test_a_forked_child_is_given_no_slot(make_pair: MakePair) -> None:
     """Its parent goes on moving and writing them."""
     pair = make_pair(**ROOMY)
     pair.train(2)  # so that slots have been wrapped before
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork in a process with threads
-        child = os.fork()
-    if child == 0:
-        try:
+
+    def use() -> str:
+        with pytest.raises(patrickstar.StateError) as refusal:
             pair.model(torch.ones(1, WIDTH))
-        except patrickstar.StateError as error:
-            os.write(write, str(error).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        assert f"belongs to process {os.getpid()}" in pipe.read().decode()
-    os.waitpid(child, 0)
+        return str(refusal.value)
+
+    assert f"belongs to process {os.getpid()}" in in_forked_child(use)
     pair.train(1, first=2)

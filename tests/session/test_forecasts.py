@@ -105,7 +105,7 @@ def test_the_first_step_is_foreseen_or_known_not_to_be(name: str) -> None:
 
 
 def forecasts(name: str) -> list[Trace | None]:
-    """Of the forwards of a first step's loss."""
+    """Traces of the forwards of a first step's loss."""
     torch.manual_seed(0)
     if name in CASES:
         model, batch = CASES[name].build(), CASES[name].batches(seed=0, count=1)[0]
