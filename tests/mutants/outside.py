@@ -11,6 +11,7 @@ DISK = "tests/session/test_disk_tier.py"
 HANDS = "tests/session/test_hand_changes.py"
 DEFERRED = "tests/parameters/test_deferred_init.py"
 PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 DROPPED = "tests/session/test_after_manage.py::test_a_session_that_is_dropped_with_its_model_leaves_nothing"
 
 OUTSIDE: tuple[Mutant, ...] = (
@@ -146,6 +147,31 @@ OUTSIDE: tuple[Mutant, ...] = (
         tests=(
             "tests/session/test_simulation.py::test_every_model_is_executed_as_simulated_and_as_foreseen[gpt2-fp32]",
         ),
+    ),
+    Mutant(
+        name="zeros-are-for-every-gradient-of-a-chunk",
+        file="step/gradients.py",
+        old="if piece.name in self.names and piece.name in names:",
+        new="if piece.name in self.names:",
+        tests=(
+            "tests/session/test_gradients.py::test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk",
+        ),
+    ),
+    Mutant(
+        name="a-weight-in-another-order-of-memory-is-read-as-it-is-saved",
+        file="session/saving.py",
+        old="if not bound.shape_only.is_contiguous():\n            self._weights.fill(bound, reader.read(name))",
+        new="if False:\n            self._weights.fill(bound, reader.read(name))",
+        tests=(
+            "tests/session/test_checkpoints.py::test_weights_in_another_order_of_memory_come_back_with_their_moments",
+        ),
+    ),
+    Mutant(
+        name="gradients-that-no-update-takes-are-put-in-the-plane-for-it",
+        file="step/training.py",
+        old="with InPlane(self._binding, self._gradients, order.hypers):",
+        new="with InPlane(self._binding, self._gradients, self._gradients.names):",
+        tests=(f"{LINE}[step grad(7)=.1 forward backward step read-bf16-fp32-cpu+disk]",),
     ),
     Mutant(
         name="what-is-to-come-is-no-part-of-the-resident-size",
