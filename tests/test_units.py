@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar.errors import ConfigError
-from patrickstar.units import GIB, KIB, MIB, TIB, format_bytes, parse_size
+from patrickstar.units import GIB, KIB, MIB, TIB, format_bytes, parse_rate, parse_size
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,11 @@ def test_anything_else_is_refused_with_the_argument_and_the_reason(bad, why):
         parse_size(bad, name="host_memory", total_bytes=1000)
     assert str(refusal.value).startswith(f"host_memory={bad!r}: ")
     assert why in str(refusal.value)
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("2GiB/s", 2 * GIB), ("1.5 GB/s", 1_500_000_000), (7, 7)])
+def test_a_rate_is_a_size_a_second(text, nbytes):
+    assert parse_rate(text, name="emulated_link") == nbytes
 
 
 def test_a_share_needs_a_total():

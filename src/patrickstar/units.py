@@ -43,6 +43,17 @@ def parse_size(value: int | str, *, name: str, total_bytes: int | None = None) -
     return size
 
 
+def parse_rate(value: int | str, *, name: str) -> int:
+    """Bytes a second from `2 * 2**30` or `"2GiB/s"`. ConfigError: anything else; the message names the argument."""
+    wanted = 'bytes a second, or text such as "2GiB/s"'
+    if isinstance(value, bool) or not isinstance(value, int | str) or (isinstance(value, str) and value[-2:] != "/s"):
+        raise ConfigError(f"{name}={value!r}: expected {wanted}")
+    try:
+        return parse_size(value.removesuffix("/s") if isinstance(value, str) else value, name=name)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={value!r}: expected {wanted}, and more than 0") from error
+
+
 def _parse(text: str, *, name: str, total_bytes: int | None) -> int:
     found = _SIZE.fullmatch(text)
     if not found:

@@ -112,6 +112,11 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
         ({"disk_memory": "6GiB"}, "give disk, a directory"),
         ({"step": "in_backward", "max_grad_norm": 1.0}, 'use step="deferred"'),
         ({"step": "in_backward", "options": Options(accumulate=4)}, "promises one backward a step"),
+        (
+            {"device": "cpu", "options": Options(emulated_link="2GiB/s")},
+            'only the link of device="emulated" has a speed',
+        ),
+        ({"options": Options(emulated_link=1)}, "leave it out"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_told_with_what_to_do_instead(together, instead):

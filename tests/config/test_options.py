@@ -35,6 +35,9 @@ def test_the_defaults_are_what_nobody_needs_to_set():
         {"accumulate": 4},
         {"poison": True},
         {"compute": "fp32"},
+        {"emulated_link": "2GiB/s"},
+        {"emulated_link": 1},
+        {"stress_seed": 0},
     ],
 )
 def test_what_this_version_knows_is_taken(good):
@@ -62,6 +65,18 @@ def test_what_this_version_knows_is_taken(good):
         ({"tile_rows": 0}, "tile_rows=0: expected a positive number; the smallest is 1"),
         ({"embedding_rows": 1}, "embedding_rows=1: expected True or False"),
         ({"poison": 1}, "poison=1: expected True or False"),
+        ({"emulated_link": "2GiB"}, "emulated_link='2GiB': expected bytes a second, or text such as"),
+        (
+            {"emulated_link": "0GiB/s"},
+            "emulated_link='0GiB/s': expected bytes a second, or text such as \"2GiB/s\", and more than 0",
+        ),
+        ({"emulated_link": "50%/s"}, "emulated_link='50%/s'"),
+        ({"emulated_link": 0}, "and more than 0"),
+        ({"emulated_link": True}, "emulated_link=True"),
+        ({"emulated_link": 2.5}, "emulated_link=2.5"),
+        ({"stress_seed": -1}, "stress_seed=-1: expected a number from 0 on, or None"),
+        ({"stress_seed": 1.0}, "stress_seed=1.0"),
+        ({"stress_seed": False}, "stress_seed=False"),
     ],
 )
 def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
@@ -77,8 +92,6 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
         {"prefetch": 2},
         {"chunked_loss": True},
         {"chunked_loss": False},
-        {"emulated_link": "16GiB/s"},
-        {"stress_seed": 0},
     ],
 )
 def test_an_option_of_a_later_version_takes_its_default_only(early):

@@ -11,8 +11,10 @@ import torch
 
 from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.arena import Arena
+from patrickstar.memory.lanes import DONE
 from patrickstar.memory.mapping import HUGE_PAGE_BYTES, reserve
 from patrickstar.memory.process import resident_bytes
+from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import KIB, MIB
 from tests.forked import in_forked_child
 
@@ -149,7 +151,8 @@ def test_poison_is_nan_in_every_floating_type_and_stays_in_its_slots():
     slots = [host.take() for _ in range(3)]
     for slot in slots:
         touch(host, slot)
-    host.give(slots[1], poison=True)
+    host.filling(slots[1], 1, poison=True)()
+    host.give(slots[1])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert host.wrapping(slots[1], 1, dtype)().isnan().all()
     assert host.wrapping(slots[0], 1, torch.float32)().eq(1.0).all()
@@ -180,7 +183,43 @@ def test_a_closed_arena_says_so():
     for call in (host.take, lambda: host.buffer(slot), lambda: host.wrapping(slot, 1, torch.float32)()):
         with pytest.raises(StateError, match="host arena is closed"):
             call()
-    host.give(slot, poison=True)  # what ends late still ends
+    host.filling(slot, 1, poison=True)()  # what ends late still ends
+    host.give(slot)
+
+
+def test_slots_that_are_given_back_early_have_a_fence_until_the_works_on_them_are_over():
+    host, lane = arena(), ManualLane()
+    first = host.take(2)
+    fence = lane.issue(host.filling(first, 2, poison=True))
+    host.give(first, 2, fence=fence)
+    host.give(host.take(), fence=DONE)
+    again = host.take(2)
+    while again != first:
+        host.give(again, 2)
+        again = host.take(2)
+    assert host.fences(first, 2) == [fence]
+    fence.wait()
+    assert host.fences(first, 2) == []
+
+
+def test_pages_go_back_when_the_works_on_them_are_over():
+    host, lane = arena(), ManualLane()
+    slot = host.take()
+    host.give(slot, fence=lane.issue(host.filling(slot, 1, poison=True)))
+    host.trim(0)
+    assert lane.pending == 0
+    host.close()
+
+
+def test_slots_are_copied_from_arena_to_arena():
+    source, target = arena(), arena()
+    from_, to = source.take(3), target.take(3)
+    source.wrapping(from_, 3, torch.float32)().copy_(torch.arange(3 * source.slot_bytes // 4))
+    target.filling(to, 3)()
+    target.copying(to + 1, 2, source, from_)()
+    got = target.wrapping(to, 3, torch.float32)()
+    assert got[: target.slot_bytes // 4].eq(0).all()
+    assert got[target.slot_bytes // 4 :].equal(torch.arange(2 * source.slot_bytes // 4, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("slot_bytes", [0, -4096, 4095, 6 * KIB])

@@ -24,7 +24,6 @@ from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import default_disk_bytes
 from patrickstar.memory.mapping import reserve
 from patrickstar.testing.faults import Fails, FaultyIO, Short
-from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
 from tests.forked import in_forked_child
 from tests.memory.light import PRELUDE, run
@@ -54,12 +53,12 @@ def pool_in(directory: Path, io: FileIO | None = None, **options: object) -> Dis
 
 
 def written(pool: DiskPool, ref: PlaneRef, content: bytes) -> None:
-    pool.write(ref, page_aligned(content)).wait()
+    pool.writing(ref, page_aligned(content))()
 
 
 def read(pool: DiskPool, ref: PlaneRef) -> bytes:
     buffer = page_aligned(b"\xee" * pool.extent(ref).nbytes)
-    pool.read(ref, buffer).wait()
+    pool.reading(ref, buffer)()
     return bytes(buffer)
 
 
@@ -181,19 +180,19 @@ def test_a_failed_transfer_names_file_offset_and_bytes_and_spoils_nothing_else(t
     pool = pool_in(tmp_path, io)
     source, other = page_aligned(content), noise(KIB64, 5)
     if doing == "reading":
-        pool.write(ref, source).wait()
+        pool.writing(ref, source)()
     io.counts["pwritev"] = 2
     io.faults = [fault, *blocks]
-    ticket = pool.write(ref, source) if doing == "writing" else pool.read(ref, page_aligned(bytes(UNITS[ref])))
+    work = pool.writing(ref, source) if doing == "writing" else pool.reading(ref, page_aligned(bytes(UNITS[ref])))
     extent = pool.extent(ref)
     expected = f"{extent.path}: {doing} {2 * KIB64} bytes at offset {KIB64} failed after {KIB64} bytes: {reason}"
     with pytest.raises(DeviceError, match=re.escape(expected)):
-        ticket.wait()
+        work()
     assert fault in io.hit
     assert bytes(source) == content
     io.faults = []
     written(pool, PlaneRef(3, "exp_avg"), other)
-    pool.write(ref, source).wait()  # once the device is well again
+    pool.writing(ref, source)()  # once the device is well again
     assert read(pool, ref) == content
     assert read(pool, PlaneRef(3, "exp_avg")) == other
 
@@ -207,24 +206,23 @@ def test_a_file_cut_short_by_somebody_else_is_found_out(tmp_path):
         read(pool, FIRST)
 
 
-def test_bytes_move_when_the_lane_says_so(tmp_path):
-    lane, content = ManualLane(), noise(UNITS[FIRST])
-    pool = pool_in(tmp_path, lane=lane)
-    target = page_aligned(bytes(UNITS[FIRST]))
-    pool.write(FIRST, page_aligned(content))
-    ticket = pool.read(FIRST, target)
-    assert lane.pending == 2
+def test_a_transfer_is_a_work_that_moves_nothing_until_it_is_done(tmp_path):
+    content, target = noise(UNITS[FIRST]), page_aligned(bytes(UNITS[FIRST]))
+    pool = pool_in(tmp_path)
+    writing, reading = pool.writing(FIRST, page_aligned(content)), pool.reading(FIRST, target)
+    reading()
     assert not any(target)
-    ticket.wait()
+    writing()
+    reading()
     assert bytes(target) == content
 
 
 def test_what_does_not_fit_its_unit_is_our_own_mistake(tmp_path):
     pool = pool_in(tmp_path)
     with pytest.raises(ValueError, match="the buffer 4096"):
-        pool.read(FIRST, page_aligned(bytes(ALIGNMENT)))
+        pool.reading(FIRST, page_aligned(bytes(ALIGNMENT)))
     with pytest.raises(KeyError):
-        pool.read(PlaneRef(77, "weight"), page_aligned(bytes(ALIGNMENT)))
+        pool.reading(PlaneRef(77, "weight"), page_aligned(bytes(ALIGNMENT)))
     with pytest.raises(ValueError, match="multiple of 4096"):
         pool_in(tmp_path, units={FIRST: ALIGNMENT + 512})
 
@@ -397,7 +395,7 @@ def test_close_removes_the_files_and_later_calls_say_so(tmp_path):
     assert left_in(tmp_path / "tier") == ["mine"]
     assert open_in(tmp_path) == []
     with pytest.raises(StateError, match="closed"):
-        pool.read(FIRST, page_aligned(bytes(UNITS[FIRST])))
+        pool.reading(FIRST, page_aligned(bytes(UNITS[FIRST])))
 
 
 def test_a_pool_that_is_collected_removes_its_files(tmp_path):

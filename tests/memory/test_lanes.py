@@ -1,43 +1,71 @@
-"""memory/lanes.py and testing/manual_lane.py: one contract for every lane."""
+"""memory/lanes.py: one contract for every lane."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from patrickstar.memory.lanes import CompletedTicket, InlineLane
-from patrickstar.testing.manual_lane import ManualLane
+from patrickstar.core.machine import Tier
+from patrickstar.errors import StateError
+from patrickstar.memory.lanes import DONE, CompletedTicket, InlineLane, Lane
+from patrickstar.memory.links import Links, lanes_of
+from patrickstar.memory.stressed_lane import StressedLane
+from patrickstar.memory.thread_lane import PacedLane, ThreadLane
+from patrickstar.testing.manual_lane import ManualLane, RandomLane
 
-LANES = pytest.mark.parametrize("lane_type", [InlineLane, ManualLane])
+LANES: dict[str, Callable[[], Lane]] = {
+    "inline": InlineLane,
+    "thread": lambda: ThreadLane("test"),
+    "threads": lambda: ThreadLane("test", works=4),
+    "paced": lambda: PacedLane("test", bytes_per_second=1e6),
+    "stressed": lambda: StressedLane(ThreadLane("test", works=3), Random(0)),
+    "manual": ManualLane,
+    "random": lambda: RandomLane(Random(0)),
+}
+BESIDE = ("thread", "threads", "paced", "stressed")
+"""Those that do works while the caller goes on."""
+
+
+@pytest.fixture(params=LANES)
+def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
+    made = LANES[request.param]()
+    yield made
+    made.close()
 
 
 def failing() -> None:
     raise OSError("no")
 
 
-@LANES
-def test_after_a_wait_the_work_is_done(lane_type):
-    lane, log = lane_type(), []
+def test_after_a_wait_the_work_is_done_once(lane: Lane) -> None:
+    log = list[str]()
     ticket = lane.issue(lambda: log.append("a"))
-    ticket.wait()
-    assert ticket.done
+    for _ in range(3):
+        ticket.wait()
+        assert ticket.done
     assert log == ["a"]
 
 
-@LANES
-def test_work_is_done_once_in_the_order_of_issue(lane_type):
-    lane, log = lane_type(), []
-    tickets = [lane.issue(lambda i=i: log.append(i)) for i in range(4)]
-    tickets[2].wait()
-    assert log[:3] == [0, 1, 2]
-    for ticket in reversed(tickets):
-        ticket.wait()
-        ticket.wait()
-    assert log == [0, 1, 2, 3]
+def test_a_work_begins_when_all_that_it_comes_after_has_ended(lane: Lane) -> None:
+    log = list[str]()
+    other = ThreadLane("other", works=2)
+    before = [
+        other.issue(lambda: (time.sleep(0.02), log.append("before"))[0]),
+        lane.issue(lambda: log.append("before")),
+    ]
+    lane.issue(lambda: log.append("after"), before).wait()
+    assert log == ["before", "before", "after"]
+    other.close()
 
 
-@LANES
-def test_issue_does_not_raise_what_the_work_raises_and_wait_does_each_time(lane_type):
-    lane = lane_type()
+def test_issue_does_not_raise_what_the_work_raises_and_wait_does_each_time(lane: Lane) -> None:
     ticket = lane.issue(failing)
     for _ in range(2):
         with pytest.raises(OSError, match="no"):
@@ -45,26 +73,119 @@ def test_issue_does_not_raise_what_the_work_raises_and_wait_does_each_time(lane_
         assert ticket.done
 
 
-@LANES
-def test_a_failure_stays_with_its_own_ticket(lane_type):
-    lane, log = lane_type(), []
+def test_a_failure_is_that_of_what_comes_after_it_and_of_nothing_else(lane: Lane) -> None:
+    log = list[str]()
     failed = lane.issue(failing)
-    after = lane.issue(lambda: log.append("after"))
-    after.wait()
-    assert log == ["after"]
-    with pytest.raises(OSError, match="no"):
-        failed.wait()
+    after = lane.issue(lambda: log.append("after"), [failed])
+    beside = lane.issue(lambda: log.append("beside"))
+    beside.wait()
+    assert log == ["beside"]
+    for ticket in (failed, after):
+        with pytest.raises(OSError, match="no"):
+            ticket.wait()
+    assert log == ["beside"]
 
 
-def test_a_completed_ticket_is_done():
-    ticket = CompletedTicket()
+def test_somebody_is_called_once_when_a_work_has_ended_well_or_not(lane: Lane) -> None:
+    called = list[str]()
+    for work in (lambda: None, failing):
+        ticket = lane.issue(work)
+        ticket.when_done(lambda: called.append("early"))
+        lane.drain()
+        ticket.when_done(lambda: called.append("late"))
+    assert called == ["early", "late"] * 2
+
+
+def test_after_drain_nothing_is_under_way_and_after_close_nothing_is_taken(lane: Lane) -> None:
+    log = list[int]()
+    tickets = [lane.issue(lambda n=n: log.append(n)) for n in range(5)]  # type: ignore[misc]
+    tickets.append(lane.issue(failing, tickets))
+    lane.drain()
+    assert sorted(log) == list(range(5))
+    assert all(ticket.done for ticket in tickets)
+    lane.close()
+    lane.close()
+    with pytest.raises(StateError):
+        lane.issue(lambda: log.append(9)).wait()
+    assert 9 not in log
+
+
+@pytest.mark.parametrize("kind", LANES)
+@settings(deadline=None, max_examples=20)
+@given(graph=st.lists(st.lists(st.integers(0, 30), max_size=3), max_size=12), seed=st.integers(0, 9))
+def test_works_of_any_order_end_in_an_order_that_their_tickets_allow(
+    kind: str, graph: list[list[int]], seed: int
+) -> None:
+    lanes, log = [LANES[kind](), LANES["threads" if kind in BESIDE else "random"]()], list[int]()
+    tickets = list[Any]()
+    before = [{other for other in others if other < number} for number, others in enumerate(graph)]
+    for number, others in enumerate(before):
+        work = lambda number=number: log.append(number)
+        tickets.append(lanes[(number + seed) % 2].issue(work, [tickets[other] for other in others]))
+    for number in Random(seed).sample(range(len(tickets)), len(tickets)):
+        tickets[number].wait()
+    assert sorted(log) == list(range(len(graph)))
+    for number, others in enumerate(before):
+        assert all(log.index(other) < log.index(number) for other in others)
+    for lane in lanes:
+        lane.close()
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_a_lane_with_threads_works_while_the_caller_goes_on(kind: str) -> None:
+    lane, may_end = LANES[kind](), threading.Event()
+    ticket = lane.issue(lambda: may_end.wait(10) or failing())
+    assert not ticket.done
+    may_end.set()
     ticket.wait()
-    assert ticket.done
+    lane.close()
 
 
-def test_a_manual_lane_does_nothing_until_told():
-    lane, log = ManualLane(), []
-    tickets = [lane.issue(lambda i=i: log.append(i)) for i in range(3)]
+def test_several_works_of_a_lane_are_under_way_at_once() -> None:
+    lane, together = ThreadLane("test", works=3), threading.Barrier(3)
+    for ticket in [lane.issue(lambda: together.wait(10) and None) for _ in range(3)]:
+        ticket.wait()
+    lane.close()
+
+
+def test_a_work_that_ends_its_thread_is_a_failure_like_any_other() -> None:
+    lane = ThreadLane("test")
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    ticket = lane.issue(leave)
+    with pytest.raises(SystemExit):
+        ticket.wait()
+    lane.issue(lambda: None).wait()
+    lane.close()
+
+
+def test_where_the_system_gives_no_thread_a_wait_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lane = ThreadLane("H>K")
+    ticket = lane.issue(lambda: None)
+    with pytest.raises(Exception, match="the lane H>K does nothing any more: can't start new thread"):
+        ticket.wait()
+
+
+def test_a_paced_lane_takes_the_time_of_its_link_one_transfer_after_another() -> None:
+    lane = PacedLane("test", bytes_per_second=1e6)
+    began, cpu = time.monotonic(), time.process_time()
+    tickets = [lane.issue(lambda: None, nbytes=20_000) for _ in range(5)]
+    for ticket in tickets:
+        ticket.wait()
+    assert time.monotonic() - began >= 0.1  # never faster; how much slower is the machine's matter
+    assert time.process_time() - cpu < 0.09, "nothing is kept busy meanwhile"
+    lane.close()
+
+
+def test_a_manual_lane_does_nothing_until_told() -> None:
+    lane, log = ManualLane(), list[int]()
+    tickets = [lane.issue(lambda n=n: log.append(n)) for n in range(3)]  # type: ignore[misc]
     assert (log, lane.pending) == ([], 3)
     assert not any(ticket.done for ticket in tickets)
     lane.complete(2)
@@ -72,3 +193,33 @@ def test_a_manual_lane_does_nothing_until_told():
     assert [ticket.done for ticket in tickets] == [True, True, False]
     with pytest.raises(AssertionError, match="1 are pending"):
         lane.complete(2)
+
+
+def test_a_random_lane_takes_no_order_for_granted() -> None:
+    orders = set()
+    for seed in range(20):
+        lane, log = RandomLane(Random(seed)), list[int]()
+        tickets = [lane.issue(lambda n=n: log.append(n)) for n in range(3)]  # type: ignore[misc]
+        tickets[0].wait()
+        lane.drain()
+        orders.add(tuple(log))
+    assert len(orders) == 6
+
+
+def test_a_completed_ticket_is_done() -> None:
+    for ticket in (DONE, CompletedTicket()):
+        ticket.wait()
+        assert ticket.done
+
+
+def test_each_direction_of_a_link_has_a_lane_of_its_own() -> None:
+    links = Links(lanes_of(bytes_per_second=1e9, stress_seed=1))
+    pairs = [(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE), (Tier.HOST, Tier.DISK), (Tier.HOST, Tier.HOST)]
+    lanes = [links.lane(*pair) for pair in pairs]
+    assert len(set(map(id, lanes))) == 4
+    assert all(links.lane(*pair) is lane for pair, lane in zip(pairs, lanes, strict=True))
+    log = list[int]()
+    late = links.lane(*pairs[0]).issue(lambda: log.append(1), nbytes=1)
+    links.lane(*pairs[2]).issue(lambda: log.append(2), [late])
+    links.close()
+    assert log == [1, 2]

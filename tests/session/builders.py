@@ -7,6 +7,7 @@ same update outside of any session, which `tests/optim/` compares with a definit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import patrickstar
+from patrickstar.memory.links import MakeLane
+from patrickstar.testing.inside import manage_inside
 from tests.parity.compare import compare_mappings, same_bits
 
 WIDTH = 32
@@ -122,15 +125,17 @@ class Pair:
         make_optimizer: Callable[[nn.Module], Any] = adamw,
         before: Callable[[nn.Module, Any], object] | None = None,
         with_options: Mapping[str, Any] | None = None,
+        make_lane: MakeLane | None = None,
         **keywords: Any,
     ) -> None:
-        """`before`: done to both before `manage` is called."""
+        """`before`: done to both before `manage` is called. `make_lane`: lanes of the test's own."""
         self.plain, self.model = build(), build()
         self.plain_optimizer, self.original = make_optimizer(self.plain), make_optimizer(self.model)
         if before is not None:
             before(self.plain, self.plain_optimizer)
             before(self.model, self.original)
-        self.session = patrickstar.manage(
+        manage = patrickstar.manage if make_lane is None else partial(manage_inside, make_lane=make_lane)
+        self.session = manage(
             self.model, self.original, options=options(**(with_options or {})), **(keywords or EMULATED)
         )
 

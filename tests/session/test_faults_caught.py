@@ -18,23 +18,11 @@ import patrickstar
 from patrickstar.core.machine import Tier
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create
-from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
 from tests.parity.compare import same_bits
 from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, Pair, mlp, store_of, train_step
 
 MakePair = Callable[..., Pair]
-
-
-@pytest.mark.parametrize("kind", ["cpu+disk", "emulated+disk"])
-def test_a_transfer_may_end_as_late_as_its_wait(
-    kind: str, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until then its bytes are not there; what was used before, or given back before, would be others."""
-    monkeypatch.setattr("patrickstar.memory.disk.InlineLane", ManualLane)
-    pair = make_pair(**MACHINES[kind](tmp_path / "disk"))
-    pair.train(2)
-    pair.expect_same()
 
 
 def test_no_more_slots_hold_pages_than_the_budget_has_room_for(

@@ -75,7 +75,7 @@ def test_every_problem_is_told_at_once() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"chunk_size": 1000}, {"chunk_size": 0}, {"eviction": "belady"}, {"poision": True}, {"stress_seed": 1}],
+    [{"chunk_size": 1000}, {"chunk_size": 0}, {"eviction": "belady"}, {"poision": True}, {"stress_seed": -1}],
     ids=str,
 )
 def test_an_option_that_cannot_be_meant_is_refused_by_name(given: dict[str, Any]) -> None:

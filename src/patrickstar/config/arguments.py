@@ -98,6 +98,11 @@ class MemoryOptions:
             problems.append(
                 f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out"
             )
+        link = self.options.emulated_link if isinstance(self.options, Options) else None
+        if link is not None and self.device != "emulated":
+            problems.append(
+                f'emulated_link={link!r} with device={self.device!r}: only the link of device="emulated" has a speed to be given; leave it out'
+            )
         compute = self.options.compute if isinstance(self.options, Options) else None
         if compute not in (None, "fp32", self.precision):
             problems.append(

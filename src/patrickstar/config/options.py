@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import choice, later, refuse, unknown_argument
+from patrickstar.errors import ConfigError
+from patrickstar.units import parse_rate
 
 CHUNK_GRAIN: Final = 1024  # elements: a slot is whole pages of 4096 bytes in fp32
 EVICTION_POLICIES: Final = ("next-use", "lru")
@@ -53,11 +55,12 @@ class Options:
     poison: bool = False
     """Whether slots that are given back are filled with NaN, so that a stale view shows. For tests."""
 
-    emulated_link: str | None = None
-    """The speed of the emulated device's link. Arrives in a later version."""
+    emulated_link: int | str | None = None
+    """The speed of the link of `device="emulated"`, in each direction: bytes a second, or text such as `"2GiB/s"`. A transfer then takes as long as
+    over such a link, both directions at once, and keeps no core busy meanwhile. `None`: as fast as memory is copied."""
 
     stress_seed: int | None = None
-    """The seed of random evictions, for tests. Arrives in a later version."""
+    """Makes every transfer, and every slot that is given back, late by a random time, the same for the same seed. For tests: no bit depends on it."""
 
     def __new__(cls, *_: Any, **given: Any) -> Options:
         unknown = [name for name in given if name not in cls.__dataclass_fields__]
@@ -72,6 +75,8 @@ class Options:
             *_multiple("tile_rows", self.tile_rows, of=1),
             *choice("compute", self.compute, (None, "fp32", "bf16", "fp16")),
             *_names("keep_fp32", self.keep_fp32),
+            *_rate("emulated_link", self.emulated_link),
+            *_seed("stress_seed", self.stress_seed),
         ]
         if not isinstance(self.loss_scale, LossScale | None):
             problems.append(f"loss_scale={self.loss_scale!r}: expected patrickstar.LossScale(...), or None")
@@ -85,13 +90,28 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"prefetch", "chunked_loss", "emulated_link", "stress_seed"})
+_TO_COME: Final = frozenset({"prefetch", "chunked_loss"})
 
 
 def _names(name: str, value: object) -> list[str]:
     if isinstance(value, tuple | list) and all(isinstance(item, str) and item for item in value):
         return []
     return [f"{name}={value!r}: expected a tuple of names of modules"]
+
+
+def _rate(name: str, value: Any) -> list[str]:
+    try:
+        if value is not None:
+            parse_rate(value, name=name)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _seed(name: str, value: object) -> list[str]:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return []
+    return [f"{name}={value!r}: expected a number from 0 on, or None"]
 
 
 def _multiple(name: str, value: object, *, of: int) -> list[str]:

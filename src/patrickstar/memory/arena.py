@@ -1,29 +1,31 @@
-"""An arena: slots of one size in private memory, taken and given back without any allocation in between.
+"""An arena: slots of one size in a space, taken and given back without any allocation in between.
 
 What is resident is what is committed: a slot that was never taken has no pages, `trim` gives the pages of free slots back
 at once, and no page ever straddles two slots. The last is why huge pages are allowed only *inside* each slot. Advised over
 an arena of 5 MiB slots as a whole, they made 192 MiB resident where 160 MiB were touched, and 112 where 80 were kept.
 They are worth having: a given-back gigabyte is faulted in again in 0.17 s, against 0.52 s with pages of 4 KiB.
 
+A slot may be given back while its last tenant's works are still under way: it then has fences, and whoever writes into it next comes after them.
+
 Callers take turns: an arena has no lock of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from patrickstar.core.slots import SlotMap
 from patrickstar.errors import StateError
-from patrickstar.memory.mapping import HUGE_PAGE_BYTES, advise_huge, discard, reserve
+from patrickstar.memory.lanes import Ticket, Work
+from patrickstar.memory.mapping import HUGE_PAGE_BYTES
+from patrickstar.memory.space import HostSpace, Space
 
 __all__ = ["SLOT_ALIGNMENT", "Arena"]
 
 SLOT_ALIGNMENT = 4096  # bytes: slots are whole pages, and direct I/O on them needs it
+_POISON = 0xFF  # a NaN in every floating type
 
 
 class Arena:
@@ -38,14 +40,11 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.virtual_slots = virtual_slots
         self.name = name
-        self._owner = os.getpid()
 
         self._slots = SlotMap(virtual_slots)
-        self._memory: ctypes.Array[ctypes.c_char] | None = reserve(slot_bytes * virtual_slots)
-        self._start = ctypes.addressof(self._memory)
-        self._unadvised = (
-            bytearray(b"\1") * virtual_slots if slot_bytes >= HUGE_PAGE_BYTES else bytearray(virtual_slots)
-        )
+        self._space: Space = HostSpace(slot_bytes * virtual_slots, name=name)
+        self._fences: dict[int, Ticket] = {}
+        self._unused = bytearray(b"\1") * virtual_slots if slot_bytes >= HUGE_PAGE_BYTES else bytearray(virtual_slots)
 
     @property
     def in_use(self) -> int:
@@ -65,75 +64,91 @@ class Arena:
     @property
     def address_range(self) -> tuple[int, int]:
         """First address of the arena, and the first one past it."""
-        return self._start, self._start + self.slot_bytes * self.virtual_slots
+        return self._space.address_range
 
     def slot_at(self, address: int) -> int:
         """The slot that an address lies in, or -1 where it is not of this arena."""
-        slot = (address - self._start) // self.slot_bytes
+        slot = (address - self._space.address_range[0]) // self.slot_bytes
         return slot if 0 <= slot < self.virtual_slots else -1
+
+    # slots
 
     def take(self, n: int = 1) -> int:
         """The first of `n` adjacent free slots, now in use. The bytes in such slots are whatever was left there.
+
+        What is written into them comes after `fences`.
 
         Raises:
             LookupError: there is no such run of slots: the arena was made with too few virtual ones.
             StateError: the arena is closed, or belongs to another process.
         """
-        self._open()
+        self._space.expect_open()
         first = self._slots.take(n)
         for slot in range(first, first + n):
-            if self._unadvised[slot]:
-                self._unadvised[slot] = 0
-                advise_huge(self._start + slot * self.slot_bytes, self.slot_bytes)
+            if self._unused[slot]:
+                self._unused[slot] = 0
+                self._space.prepare(slot * self.slot_bytes, self.slot_bytes)
         return first
 
-    def give(self, first: int, n: int = 1, *, poison: bool = False) -> None:
+    def fences(self, first: int, n: int = 1) -> list[Ticket]:
+        """What is still under way on `n` slots from `first` on, from before they were taken."""
+        if not self._fences:
+            return []
+        found = [self._fences.pop(slot) for slot in range(first, first + n) if slot in self._fences]
+        return [fence for fence in dict.fromkeys(found) if not fence.done]
+
+    def give(self, first: int, n: int = 1, *, fence: Ticket | None = None) -> None:
         """Gives `n` slots from `first` on back: free again, with pages that stay until `trim`.
 
-        With `poison` every byte becomes 0xFF, a NaN in every floating type, so that a late reader is found out.
+        `fence`: ends when nothing that was issued reads or writes them any more.
         """
         self._slots.give(first, n)
-        if poison and self._memory is not None:
-            ctypes.memset(self._start + first * self.slot_bytes, 0xFF, n * self.slot_bytes)
+        if fence is not None and not fence.done:
+            self._fences.update(dict.fromkeys(range(first, first + n), fence))
 
     def trim(self, max_committed_slots: int) -> None:
         """Gives the pages of free slots back to the system until at most `max_committed_slots` slots hold any, if that can be."""
         for first, n in self._slots.trim(max_committed_slots):
-            discard(self._start + first * self.slot_bytes, n * self.slot_bytes)
+            for fence in self.fences(first, n):
+                fence.wait()  # a late write would bring pages back
+            self._space.discard(first * self.slot_bytes, n * self.slot_bytes)
+
+    # bytes
+
+    def filling(self, first: int, n: int, *, poison: bool = False) -> Work:
+        """The work of filling `n` slots with zeros; with `poison` every byte becomes 0xFF, so that a late reader is found out."""
+        at, nbytes = self._place(first, n)
+        return lambda: self._space.fill(at, nbytes, _POISON if poison else 0)
+
+    def copying(self, first: int, n: int, source: Arena, source_first: int) -> Work:
+        """The work of copying `n` slots of another arena into those from `first` on."""
+        at, nbytes = self._place(first, n)
+        from_, _ = source._place(source_first, n)
+        return lambda: self._space.copy_from(source._space, from_, at, nbytes)
 
     def buffer(self, first: int, n: int = 1) -> memoryview:
         """The bytes of `n` slots, writable; page-aligned, so fit for direct I/O."""
-        self._check(first, n)
-        start = first * self.slot_bytes
-        return memoryview(self._open()).cast("B")[start : start + n * self.slot_bytes]
+        return self._space.buffer(*self._place(first, n))
 
     def wrapping(self, first: int, n: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """A function that gives the whole of `n` slots as a flat tensor, over a fresh storage: 1 microsecond a call.
+        """A function that gives the whole of `n` slots as a flat tensor, over a fresh storage.
 
-        The death of a storage then tells that nothing made from it is left. Not to be called in inference mode:
-        what is made there could neither be saved for backward nor written later.
+        The death of a storage then tells that nothing made from it is left.
         """
-        self._check(first, n)
-        numel = n * self.slot_bytes // dtype.itemsize
-        return partial(torch.frombuffer, self._open(), dtype=dtype, count=numel, offset=first * self.slot_bytes)
+        return self._space.wrapping(*self._place(first, n), dtype)
 
     def close(self) -> None:
         """Lets go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena."""
-        if self._memory is not None:
-            if os.getpid() == self._owner:
-                self.trim(0)
-            self._memory = None
+        try:
+            self._space.expect_open()
+        except StateError:  # closed before, or another process's
+            pass
+        else:
+            self.trim(0)
+        self._space.close()
 
-    def _check(self, first: int, n: int) -> None:
+    def _place(self, first: int, n: int) -> tuple[int, int]:
+        """Offset and bytes of `n` slots."""
         if first < 0 or n < 1 or first + n > self.virtual_slots:
             raise IndexError(f"slots {first} to {first + n - 1} of an arena of {self.virtual_slots}")
-
-    def _open(self) -> ctypes.Array[ctypes.c_char]:
-        if self._memory is None:
-            raise StateError(f"the {self.name} arena is closed")
-        if os.getpid() != self._owner:
-            raise StateError(
-                f"the {self.name} arena belongs to process {self._owner}, and this one was forked from it: "
-                "use the model in the process that manages it, or start workers with the spawn method"
-            )
-        return self._memory
+        return first * self.slot_bytes, n * self.slot_bytes

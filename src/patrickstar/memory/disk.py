@@ -29,7 +29,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import default_disk_bytes, free_bytes, kept_in_memory, prepare_directory
-from patrickstar.memory.lanes import InlineLane, Lane, Ticket
+from patrickstar.memory.lanes import Work
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import MIB, format_bytes
 
@@ -64,7 +64,7 @@ class DiskPool:
         directory: made if its parent exists.
         units: bytes of every unit that rests on disk, multiples of 4096; offsets follow the order given.
         budget_bytes: what the files may take; `None` for 90 % of what is free there.
-        io: the calls to use. lane: what runs the transfers.
+        io: the calls to use.
 
     Raises:
         BudgetError: the units take more than the budget.
@@ -78,7 +78,6 @@ class DiskPool:
         units: Mapping[PlaneRef, int],
         budget_bytes: int | None = None,
         io: FileIO | None = None,
-        lane: Lane | None = None,
     ) -> None:
         for ref, size in units.items():
             if size < 1 or size % ALIGNMENT:
@@ -86,7 +85,6 @@ class DiskPool:
         self.directory = directory
         self.nbytes = sum(units.values())
         self._io = io if io is not None else FileIO()
-        self._lane = lane if lane is not None else InlineLane()
 
         self._extents: dict[PlaneRef, Extent] = {}
         self._prepared: dict[PlaneRef, Extent] = {}
@@ -143,18 +141,18 @@ class DiskPool:
             raise StateError(f"the disk pool in {self.directory} is closed")
         return self._extents[ref]
 
-    def read(self, ref: PlaneRef, buffer: memoryview) -> Ticket:
-        """Issues the transfer of a unit into page-aligned memory of its size. `wait` raises `DeviceError`."""
+    def reading(self, ref: PlaneRef, buffer: memoryview) -> Work:
+        """The work of filling page-aligned memory of a unit's size with the unit. It raises `DeviceError`."""
         extent = self._extent_for(ref, buffer)
-        return self._lane.issue(lambda: self._transfer(self._io.preadv, extent, buffer, doing="reading"))
+        return lambda: self._transfer(self._io.preadv, extent, buffer, doing="reading")
 
-    def write(self, ref: PlaneRef, buffer: memoryview) -> Ticket:
-        """Issues the transfer of a unit from page-aligned memory of its size. `wait` raises `DeviceError`."""
+    def writing(self, ref: PlaneRef, buffer: memoryview) -> Work:
+        """The work of writing a unit from page-aligned memory of its size. It raises `DeviceError`."""
         extent = self._extent_for(ref, buffer)
-        return self._lane.issue(lambda: self._transfer(self._io.pwritev, extent, buffer, doing="writing"))
+        return lambda: self._transfer(self._io.pwritev, extent, buffer, doing="writing")
 
     def close(self) -> None:
-        """Removes the files. Transfers in flight must have been waited for."""
+        """Removes the files. No transfer may be under way."""
         self._cleanup()
 
     def _prepare(self, budget_bytes: int | None) -> None:

@@ -3,15 +3,17 @@
 On a tier a unit's bytes are in slots of that tier's arena, or in an extent of the disk pool. What may be trusted where is the matter of
 `plan/residency.py`, whose state the store owns.
 
-    Create   slots are taken and filled with zeros
+    Create   slots are taken, and filled with zeros before their first use
     Copy     slots are taken where the copy arrives; the bytes follow; a ticket is kept
     Wait     the ticket's wait: from now on the copy holds the bytes
-    Drop     the slots are given back, poisoned where asked for
+    Drop     the slots are given back, poisoned where asked for, with a fence until that is over
+
+All bytes are moved and filled on lanes, each work after those that it depends on: what is written comes after the fences of its slots, and what is
+read after their filling.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,8 +27,9 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.lanes import CompletedTicket
+from patrickstar.memory.lanes import Ticket, Work
 from patrickstar.memory.leases import Leases
+from patrickstar.memory.links import Links
 from patrickstar.memory.payload import InFlight, Payload, Released, Resident, readable_on
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
@@ -41,7 +44,7 @@ class ChunkStore:
 
     Args:
         state: where every unit is; belongs to the store from now on, to be read by everybody.
-        arenas: an arena for each memory tier in use; disk: the disk tier, or None.
+        arenas: an arena for each memory tier in use; disk: the disk tier, or None. links: the lanes between them.
         dtype: torch type of a unit's elements.
         ledger: is told of every slot taken and given back, and of every byte that crosses a link; what rests below the compute tier is in it.
         poison: whether slots given back are filled with NaN.
@@ -58,6 +61,7 @@ class ChunkStore:
         *,
         arenas: Mapping[Tier, Arena],
         disk: DiskPool | None,
+        links: Links,
         dtype: Callable[[PlaneRef], torch.dtype],
         ledger: Ledger,
         poison: bool = False,
@@ -65,6 +69,7 @@ class ChunkStore:
         self.state = state
         self._arenas = arenas
         self._disk = disk
+        self._links = links
         self._dtype = dtype
         self._ledger = ledger
         self._compute = state.compute
@@ -78,6 +83,8 @@ class ChunkStore:
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
         self._in_flight: dict[tuple[PlaneRef, Tier], InFlight] = {}
+        self._filling: dict[tuple[PlaneRef, Tier], Ticket] = {}
+        self._unsettled = False
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
         self._beside_bytes = self._most_beside_bytes = 0
 
@@ -106,6 +113,10 @@ class ChunkStore:
         payload = self.payload(ref, tier)
         if not readable_on(payload, tier):
             raise InvariantError(1, f"{ref} is used on the {tier.label}, where it is {type(payload).__name__}")
+        filling = self._filling.get((ref, tier))
+        if filling is not None:
+            filling.wait()
+            del self._filling[ref, tier]
         return self._arenas[tier].wrapping(self._at[tier][ref], self.state.slots[ref], self._dtype(ref))
 
     def payload(self, ref: PlaneRef, tier: Tier) -> Payload:
@@ -148,6 +159,10 @@ class ChunkStore:
                     self._give_up(action)
                 self._land()
                 raise
+            except BaseException:  # an interruption by the user, of whom the next may come while this lands
+                self._unsettled = True
+                self.settle()
+                raise
             residency.apply(self.state, action)
             if self.keep_log:
                 self.log.append(action)
@@ -156,11 +171,18 @@ class ChunkStore:
         """Undoes a transfer whose wait has failed."""
         ref, tier = action.ref, action.tier
         del self.state.in_flight[ref]
+        del self._in_flight[ref, tier]
         if tier is self._compute:
             self._move(Drop(ref, tier, self.state.slots[ref]))
             self.state.slots_used -= self.state.slots[ref]
         elif tier is not self.state.home[ref]:
             self._move(Drop(ref, tier, self.state.slots[ref]))
+
+    def settle(self) -> None:
+        """Ends what an interruption has left under way, if one has."""
+        if self._unsettled:
+            self._land()
+            self._unsettled = False
 
     def _land(self) -> None:
         """Waits for all transfers under way, and leaves nothing staged."""
@@ -190,12 +212,12 @@ class ChunkStore:
             case Create(ref, tier, slots):
                 if ref not in self._at[tier]:  # at home it may have rested before
                     self._take(ref, tier, slots)
-                buffer = self._buffer(ref, tier)
-                ctypes.memset(_address(buffer), 0, len(buffer))
+                self._fill(ref, tier, slots)
             case Copy(ref, src, dst, _):
                 self._copy(ref, src, dst)
             case Wait(ref, tier):
-                self._in_flight.pop((ref, tier)).ticket.wait()
+                self._in_flight[ref, tier].ticket.wait()
+                del self._in_flight[ref, tier]
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
 
@@ -240,7 +262,7 @@ class ChunkStore:
         for tier, places in self._at.items():
             if ref in places:
                 self._wrap.pop(ref, None)
-                self._arenas[tier].give(places.pop(ref), self.state.slots[ref], poison=self._poison)
+                self._give_slots(ref, tier, places.pop(ref), self.state.slots[ref])
 
     # pages, and what lies beside
 
@@ -264,7 +286,8 @@ class ChunkStore:
         self._ledger.nonmodel(self._compute, self._beside_bytes)
 
     def close(self) -> None:
-        """Gives everything back. Whatever still refers to a slot keeps the slot's memory."""
+        """Gives everything back, when nothing is under way any more. Whatever still refers to a slot keeps the slot's memory."""
+        self._links.close()
         self._wrap.clear()
         for arena in self._arenas.values():
             arena.close()
@@ -284,7 +307,7 @@ class ChunkStore:
     def _give(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         if tier is self._compute:
             self._wrap.pop(ref, None)
-        self._arenas[tier].give(self._at[tier].pop(ref), slots, poison=self._poison)
+        self._give_slots(ref, tier, self._at[tier].pop(ref), slots)
         if not self._is_reserved(ref, tier):
             self._tell_ledger()
             self._ledger.remove(tier, slots * self._arenas[tier].slot_bytes)
@@ -292,8 +315,25 @@ class ChunkStore:
     def _is_reserved(self, ref: PlaneRef, tier: Tier) -> bool:
         return tier is not self._compute and self.state.home[ref] is tier
 
-    def _buffer(self, ref: PlaneRef, tier: Tier) -> memoryview:
-        return self._arenas[tier].buffer(self._at[tier][ref], self.state.slots[ref])
+    def _give_slots(self, ref: PlaneRef, tier: Tier, first: int, slots: int) -> None:
+        """Gives slots back to their arena, behind what is still under way on them."""
+        fence, arena = self._filling.pop((ref, tier), None), self._arenas[tier]
+        if self._poison:
+            work, before = arena.filling(first, slots, poison=True), [] if fence is None else [fence]
+            fence = self._links.lane(tier, tier).issue(work, before, nbytes=slots * arena.slot_bytes)
+        arena.give(first, slots, fence=fence)
+
+    def _fill(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
+        """Has a unit's slots filled with zeros."""
+        arena, first = self._arenas[tier], self._at[tier][ref]
+        before = [*arena.fences(first, slots), *self._under_way(ref, tier)]
+        work, nbytes = arena.filling(first, slots), slots * arena.slot_bytes
+        self._filling[ref, tier] = self._links.lane(tier, tier).issue(work, before, nbytes=nbytes)
+
+    def _under_way(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
+        """The filling that must be over before a unit's slots are read or written."""
+        filling = self._filling.get((ref, tier))
+        return [] if filling is None else [filling]
 
     def _copy(self, ref: PlaneRef, src: Tier, dst: Tier) -> None:
         slots = self.state.slots[ref]
@@ -301,14 +341,8 @@ class ChunkStore:
         if taken:
             self._take(ref, dst, slots)
         try:
-            if dst is Tier.DISK:
-                ticket = self._pool().write(ref, self._buffer(ref, src))
-            elif src is Tier.DISK:
-                ticket = self._pool().read(ref, self._buffer(ref, dst))
-            else:
-                source, target = self._buffer(ref, src), self._buffer(ref, dst)
-                ctypes.memmove(_address(target), _address(source), len(source))
-                ticket = CompletedTicket()
+            work, before = self._copying(ref, src, dst, slots)
+            ticket = self._links.lane(src, dst).issue(work, before, nbytes=self.state.unit_bytes(ref))
         except BaseException:
             if taken:  # the transfer has not been issued: the state knows nothing of it, and neither may the slots
                 self._give(ref, dst, slots)
@@ -317,10 +351,18 @@ class ChunkStore:
         self._in_flight[ref, dst] = InFlight(ticket, src, dst, self._at[memory][ref])
         self._ledger.move(src, dst, slots * self._arenas[memory].slot_bytes)
 
+    def _copying(self, ref: PlaneRef, src: Tier, dst: Tier, slots: int) -> tuple[Work, list[Ticket]]:
+        """The work of a transfer, and what it comes after."""
+        if dst is Tier.DISK:
+            first = self._at[src][ref]
+            return self._pool().writing(ref, self._arenas[src].buffer(first, slots)), self._under_way(ref, src)
+        first = self._at[dst][ref]
+        before = [*self._arenas[dst].fences(first, slots), *self._under_way(ref, dst)]
+        if src is Tier.DISK:
+            return self._pool().reading(ref, self._arenas[dst].buffer(first, slots)), before
+        work = self._arenas[dst].copying(first, slots, self._arenas[src], self._at[src][ref])
+        return work, [*before, *self._under_way(ref, src)]
+
     def _pool(self) -> DiskPool:
         assert self._disk is not None, "a plan moves units to a disk tier that does not exist"
         return self._disk
-
-
-def _address(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

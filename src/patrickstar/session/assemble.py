@@ -12,6 +12,7 @@ from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.options import Options
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
@@ -22,6 +23,7 @@ from patrickstar.hooks import watch_root
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.filesystem import expect_usable
+from patrickstar.memory.links import Links, MakeLane, lanes_of
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
@@ -60,14 +62,27 @@ from patrickstar.step.training import Training
 from patrickstar.step.update import Updates
 from patrickstar.step.values import Weights
 from patrickstar.tracing.offline import OfflineTracer
+from patrickstar.units import parse_rate
 
 __all__ = ["assemble"]
 
 _log = logging.getLogger("patrickstar")
 
 
-def assemble(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: MemoryOptions) -> Session:
-    """The session for arguments of `manage`, which have been checked. Raises what `manage` raises: model and optimizer are then as before."""
+def assemble(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: MemoryOptions,
+    *,
+    make_lane: MakeLane | None = None,
+) -> Session:
+    """The session for arguments of `manage`, which have been checked.
+
+    Args:
+        make_lane: lanes in place of those that the options ask for.
+    Raises:
+        what `manage` raises: model and optimizer are then as before.
+    """
     named = check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
@@ -93,6 +108,7 @@ def assemble(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: 
         budgets,
         lambda ref: torch_type(formats.now.of(ref, layout)),
         gradients=gradients,
+        make_lane=make_lane or _lanes(memory.options),
     )
     try:
         return _build_session(
@@ -113,6 +129,12 @@ def assemble(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: 
         raise
 
 
+def _lanes(options: Options) -> MakeLane:
+    link = options.emulated_link
+    rate = None if link is None else parse_rate(link, name="emulated_link")
+    return lanes_of(bytes_per_second=rate, stress_seed=options.stress_seed)
+
+
 def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
     """Tells whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
     if optimizer is None:
@@ -128,6 +150,7 @@ def _build_store(
     dtype_of: Callable[[PlaneRef], torch.dtype],
     *,
     gradients: GradientUse,
+    make_lane: MakeLane,
 ) -> ChunkStore:
     machine = budgets.machine
     # More addresses than slots can ever be in use, all of it fp32 and trained: runs of adjacent free ones are always found.
@@ -147,7 +170,15 @@ def _build_store(
     for ref, tier in state.home.items():
         if tier is not machine.compute:
             ledger.add(tier, state.unit_bytes(ref))
-    return ChunkStore(state, arenas=arenas, disk=pool, dtype=dtype_of, ledger=ledger, poison=memory.options.poison)
+    return ChunkStore(
+        state,
+        arenas=arenas,
+        disk=pool,
+        links=Links(make_lane),
+        dtype=dtype_of,
+        ledger=ledger,
+        poison=memory.options.poison,
+    )
 
 
 def _build_session(

@@ -1,63 +1,109 @@
-"""A lane whose transfers complete when told, so that a race becomes a test of two orders."""
+"""Lanes without threads whose works are done when they are told, or waited for: so that a race becomes a test of two orders.
+
+Only the thread that waits does anything: a work of a lane with threads that comes after one of these would wait for ever.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from random import Random
 
-from patrickstar.memory.lanes import CompletedTicket
+from patrickstar.errors import StateError
+from patrickstar.memory.lanes import CompletedTicket, Ticket, Work, end_of
 
-__all__ = ["ManualLane", "ManualTicket"]
+__all__ = ["ManualLane", "ManualTicket", "RandomLane"]
 
 
 class ManualLane:
-    """Keeps what is issued until `complete` or a `wait`: bytes that are used before their wait are not there yet."""
+    """Keeps what is issued until `complete` or a `wait`: bytes that are used before their wait are not there yet.
+
+    What a ticket is waited for is done first, and nothing else but what it comes after.
+    """
 
     def __init__(self) -> None:
-        self._pending: deque[ManualTicket] = deque()
+        self._pending: list[ManualTicket] = []
+        self._closed = False
 
     @property
     def pending(self) -> int:
-        """Transfers issued and not yet run."""
+        """Works issued and not yet done."""
         return len(self._pending)
 
-    def issue(self, work: Callable[[], None]) -> ManualTicket:
-        ticket = ManualTicket(self, work)
+    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
+        if self._closed:
+            return CompletedTicket(StateError("the lane is closed"))
+        ticket = ManualTicket(self, work, tuple(after))
         self._pending.append(ticket)
         return ticket
 
     def complete(self, n: int = 1) -> None:
-        """Run the `n` transfers that were issued first."""
-        assert n <= len(self._pending), f"{n} transfers are to complete, {len(self._pending)} are pending"
-        for _ in range(n):
-            self._pending.popleft()._run()
+        """Does the `n` works that were issued first."""
+        assert n <= len(self._pending), f"{n} works are to be done, {len(self._pending)} are pending"
+        for ticket in self._pending[:n]:
+            self.do(ticket)
+
+    def wait_for(self, ticket: ManualTicket) -> None:
+        """Does what must be done for a ticket to be done."""
+        self.do(ticket)
+
+    def do(self, ticket: ManualTicket) -> None:
+        """Does one work now, and those of other tickets that it comes after."""
+        if not ticket.done:
+            self._pending.remove(ticket)
+            ticket.end()
+
+    def drain(self) -> None:
+        while self._pending:
+            self.wait_for(self._pending[-1])
+
+    def close(self) -> None:
+        self.drain()
+        self._closed = True
+
+
+class RandomLane(ManualLane):
+    """Before a work that is waited for, does some of the others in a random order: one that takes an order for granted is found out."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self._random = random
+
+    def wait_for(self, ticket: ManualTicket) -> None:
+        while not ticket.done:
+            self.do(self._random.choice(self._pending))
 
 
 class ManualTicket:
-    """A transfer of a `ManualLane`."""
+    """A work of a `ManualLane`."""
 
-    def __init__(self, lane: ManualLane, work: Callable[[], None]) -> None:
+    def __init__(self, lane: ManualLane, work: Work, after: Collection[Ticket]) -> None:
         self._lane = lane
 
-        self._work: Callable[[], None] | None = work
+        self._work: Work | None = work
+        self._after = after
         self._end: CompletedTicket | None = None
+        self._calls: list[Callable[[], None]] = []
 
     @property
     def done(self) -> bool:
         return self._end is not None
 
     def wait(self) -> None:
-        """Run the lane up to this transfer, as a stream would have by the time a wait for it returns."""
-        while self._end is None:
-            self._lane.complete()
+        if self._end is None:
+            self._lane.wait_for(self)
+        assert self._end is not None
         self._end.wait()
 
-    def _run(self) -> None:
-        assert self._work is not None
-        try:
-            self._work()
-        except Exception as error:
-            self._end = CompletedTicket(error)
+    def when_done(self, call: Callable[[], None]) -> None:
+        if self._end is None:
+            self._calls.append(call)
         else:
-            self._end = CompletedTicket()
-        self._work = None  # what it moved is not kept alive by a ticket
+            call()
+
+    def end(self) -> None:
+        """Does the work."""
+        assert self._work is not None
+        self._end = end_of(self._work, self._after)
+        self._work, self._after = None, ()  # what it moved is not kept alive by a ticket
+        for call in self._calls:
+            call()

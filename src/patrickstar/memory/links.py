@@ -1,0 +1,69 @@
+"""Links between tiers: a lane for each, in each direction, and one for filling the slots of a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from patrickstar.core.machine import Tier
+from patrickstar.memory.lanes import InlineLane, Lane
+from patrickstar.memory.stressed_lane import StressedLane
+from patrickstar.memory.thread_lane import PacedLane, ThreadLane
+
+__all__ = ["Links", "MakeLane", "lanes_of"]
+
+MakeLane = Callable[[Tier, Tier], Lane]
+"""Makes the lane from one tier to another; from a tier to itself: that which fills slots there."""
+
+
+class Links:
+    """The lanes of a session, made when they are first used."""
+
+    def __init__(self, make: MakeLane) -> None:
+        self._make = make
+        self._lanes: dict[tuple[Tier, Tier], Lane] = {}
+
+    def lane(self, src: Tier, dst: Tier) -> Lane:
+        """The lane from one tier to another, or the one that fills slots of a tier."""
+        found = self._lanes.get((src, dst))
+        if found is None:
+            found = self._lanes[src, dst] = self._make(src, dst)
+        return found
+
+    def drain(self) -> None:
+        """Waits until nothing is under way."""
+        for lane in self._lanes.values():
+            lane.drain()
+
+    def close(self) -> None:
+        """Drains all lanes, and ends them."""
+        self.drain()  # of all, first: works of one may come after those of another
+        for lane in self._lanes.values():
+            lane.close()
+
+
+def lanes_of(*, bytes_per_second: float | None = None, stress_seed: int | None = None) -> MakeLane:
+    """The lanes of a session: threads for the disk, so that both directions are used at once; the rest where it is asked for.
+
+    Args:
+        bytes_per_second: of the emulated device's link, in each direction. stress_seed: makes every work late by chance.
+    """
+    random = None if stress_seed is None else Random(stress_seed)  # noqa: S311 - times to be late by
+
+    def make(src: Tier, dst: Tier) -> Lane:
+        name = f"{src.value}>{dst.value}"
+        lane: Lane
+        if bytes_per_second is not None and {src, dst} == {Tier.DEVICE, Tier.HOST}:
+            lane = PacedLane(name, bytes_per_second=bytes_per_second)
+        elif random is not None:
+            lane = ThreadLane(name, works=_STRESSED_WORKS)
+        elif Tier.DISK in (src, dst):
+            lane = ThreadLane(name)
+        else:
+            lane = InlineLane()
+        return lane if random is None else StressedLane(lane, Random(random.random()))  # noqa: S311
+
+    return make
+
+
+_STRESSED_WORKS = 3  # at once, so that they overtake each other

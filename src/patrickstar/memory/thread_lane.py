@@ -1,0 +1,138 @@
+"""Lanes whose works are done by threads, beside the caller: freely, or as a link of some speed would."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
+
+from patrickstar.errors import DeviceError, StateError
+from patrickstar.memory.lanes import Ticket, Work
+
+__all__ = ["PacedLane", "ThreadLane"]
+
+
+class _Ticket:
+    """The end of a work that a thread does."""
+
+    def __init__(self, end: Future[None]) -> None:
+        self._end = end
+
+    @property
+    def done(self) -> bool:
+        return self._end.done()
+
+    def wait(self) -> None:
+        self._end.result()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._end.add_done_callback(lambda _: call())
+
+
+class ThreadLane:
+    """A lane that does up to `works` works at once, each in a thread; threads are started when there is a work for them.
+
+    A lane that is dropped without `close` does what was issued; its threads end then.
+    """
+
+    def __init__(self, name: str, *, works: int = 1) -> None:
+        self.name = name
+        self._pool = ThreadPoolExecutor(works, thread_name_prefix=f"patrickstar {name}")
+        self._ends: set[Future[None]] = set()
+        self._lock = Lock()
+        self._process = os.getpid()
+
+    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
+        end: Future[None] = Future()
+        with self._lock:
+            self._ends.add(end)
+        end.add_done_callback(self._forget)
+        before = tuple(after)  # the caller may go on with its own
+        _when_all(before, lambda: self._start(work, before, end))
+        return _Ticket(end)
+
+    def _start(self, work: Work, after: Collection[Ticket], end: Future[None]) -> None:
+        try:
+            self._pool.submit(_do, work, after, end)
+        except RuntimeError as error:  # it is closed, or the system gives no thread
+            if not end.done():
+                kind = StateError if "shutdown" in str(error) else DeviceError
+                end.set_exception(kind(f"the lane {self.name} does nothing any more: {error}"))
+
+    def _forget(self, end: Future[None]) -> None:
+        with self._lock:
+            self._ends.discard(end)
+
+    def drain(self) -> None:
+        while os.getpid() == self._process:  # a forked child has no such threads, and nothing to wait for
+            with self._lock:
+                ends = set(self._ends)
+            if not ends:
+                return
+            wait(ends)
+
+    def close(self) -> None:
+        self.drain()
+        self._pool.shutdown()
+
+
+class PacedLane(ThreadLane):
+    """A lane that takes as long as a link of some speed would: one transfer after another, asleep for what is left of its time.
+
+    `bytes_per_second`: of the link, in this direction.
+    """
+
+    def __init__(self, name: str, *, bytes_per_second: float) -> None:
+        super().__init__(name)
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+        ready_at = 0.0
+
+        def note() -> None:
+            nonlocal ready_at
+            ready_at = time.monotonic()
+
+        def paced() -> None:
+            # From when it could begin, not from when its thread woke up: sleeps are a little too long, and must not add up.
+            self._free_at = max(self._free_at, ready_at) + nbytes / self._bytes_per_second
+            work()
+            left = self._free_at - time.monotonic()
+            if left > 0:
+                time.sleep(left)
+
+        _when_all(after, note)
+        return super().issue(paced, after)
+
+
+def _when_all(tickets: Collection[Ticket], call: Callable[[], None]) -> None:
+    """Calls once all of these works have ended."""
+    lock, left = Lock(), len(tickets) + 1
+
+    def one_less() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            call()
+
+    for ticket in tickets:
+        ticket.when_done(one_less)
+    one_less()
+
+
+def _do(work: Work, after: Collection[Ticket], end: Future[None]) -> None:
+    if end.done():  # it could not be started, and somebody has been told
+        return
+    try:
+        for ticket in after:
+            ticket.wait()
+        work()
+    except BaseException as error:  # whatever it is: somebody waits for the end
+        end.set_exception(error)
+    else:
+        end.set_result(None)

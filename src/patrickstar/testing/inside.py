@@ -1,0 +1,22 @@
+"""Sessions in which a part of the library is exchanged for another that keeps the same contract: no bit may depend on which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.config.arguments import check_arguments
+from patrickstar.memory.links import MakeLane
+from patrickstar.session.assemble import assemble
+from patrickstar.session.session import Session
+
+__all__ = ["manage_inside"]
+
+
+def manage_inside(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, make_lane: MakeLane, **arguments: Any
+) -> Session:
+    """As `patrickstar.manage(model, optimizer, **arguments)`, with these lanes. Raises what `manage` raises."""
+    return assemble(model, optimizer, check_arguments(**arguments), make_lane=make_lane)

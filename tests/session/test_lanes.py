@@ -1,0 +1,144 @@
+"""No bit depends on when transfers and fillings end, nor on the order in which they do, as far as tickets leave these open."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from patrickstar.core.machine import Tier
+from patrickstar.memory.lanes import Lane, Ticket, Work
+from patrickstar.memory.links import MakeLane, lanes_of
+from patrickstar.memory.thread_lane import ThreadLane
+from patrickstar.testing.manual_lane import ManualLane, RandomLane
+from tests.session.builders import MACHINES, Pair, backward
+
+MakePair = Callable[..., Pair]
+
+
+def manual(src: Tier, dst: Tier) -> Lane:
+    return ManualLane()
+
+
+def in_random_order(seed: int) -> MakeLane:
+    random = Random(seed)
+    return lambda src, dst: RandomLane(random)
+
+
+def threads(works: int) -> MakeLane:
+    return lambda src, dst: ThreadLane(f"{src.value}>{dst.value}", works=works)
+
+
+LANES: dict[str, Callable[[], MakeLane]] = {
+    "as late as their wait": lambda: manual,
+    "in an order by chance": lambda: in_random_order(0),
+    "one a lane": lambda: threads(1),
+    "four a lane": lambda: threads(4),
+    "late by chance": lambda: lanes_of(stress_seed=0),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("when", LANES)
+def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair(make_lane=LANES[when](), **MACHINES[machine](tmp_path / "disk"))
+    pair.train(2)
+    pair.expect_same()
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("make", [in_random_order, lambda seed: lanes_of(stress_seed=seed)])
+def test_no_bit_depends_on_any_seed(
+    make: Callable[[int], MakeLane], machine: str, seed: int, make_pair: MakePair, tmp_path: Path
+) -> None:
+    pair = make_pair(make_lane=make(seed), **MACHINES[machine](tmp_path / "disk"))
+    pair.train(2)
+    pair.expect_same()
+
+
+def test_close_ends_what_is_under_way(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    lanes = list[ManualLane]()
+
+    def make(src: Tier, dst: Tier) -> Lane:
+        lanes.append(ManualLane())
+        return lanes[-1]
+
+    pair = make_pair(make_lane=make, **on_disk)
+    pair.train(1)
+    log = list[str]()
+    lanes[0].issue(lambda: log.append("done"))
+    pair.session.close()
+    assert log == ["done"]
+    assert not any(lane.pending for lane in lanes)
+
+
+class Interrupted:
+    """A lane with threads, of whose waits one is interrupted by the user before the work has ended."""
+
+    waits = 0
+    at: int | None = None
+
+    def __init__(self) -> None:
+        self.lane = ThreadLane("test", works=2)
+
+    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+        ticket = self.lane.issue(lambda: (time.sleep(1e-3), work())[0], after, nbytes=nbytes)
+        return InterruptedTicket(ticket)
+
+    def drain(self) -> None:
+        self.lane.drain()
+
+    def close(self) -> None:
+        self.lane.close()
+
+
+class InterruptedTicket:
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.when_done = ticket.when_done
+
+    @property
+    def done(self) -> bool:
+        return self.ticket.done
+
+    def wait(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            Interrupted.waits += 1
+            if Interrupted.waits == Interrupted.at:
+                Interrupted.at = None
+                raise KeyboardInterrupt
+        self.ticket.wait()
+
+
+@pytest.fixture
+def interrupted() -> Iterator[type[Interrupted]]:
+    Interrupted.at = None
+    yield Interrupted
+    Interrupted.at = None
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("number", [1, 2, 5, 9, 14])
+def test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_again(
+    number: int, machine: str, interrupted: type[Interrupted], make_pair: MakePair, tmp_path: Path
+) -> None:
+    pair = make_pair(make_lane=lambda src, dst: Interrupted(), **MACHINES[machine](tmp_path / "disk"))
+    pair.train(2)
+    interrupted.waits, interrupted.at = 0, number
+    with pytest.raises(KeyboardInterrupt):
+        backward(pair.model, number=2)
+    state = pair.session._parts.executor.store.state
+    assert not state.in_flight
+    assert not state.staged
+    pair.optimizer.zero_grad()
+    pair.train(2, first=2)
+    pair.expect_same()
