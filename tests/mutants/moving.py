@@ -6,6 +6,10 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MOVING"]
 
+LANES = "tests/session/test_lanes.py::test_no_bit_depends_on_when_works_end"
+INTERRUPTED = (
+    "tests/session/test_lanes.py::test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_again"
+)
 FAULTS = "tests/session/test_faults_caught.py"
 DISK_TIER = "tests/session/test_disk_tier.py"
 TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
@@ -13,6 +17,76 @@ TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 ONCE = "self._ledger.moved({link!r}) == 4 * self.state.slots[ref] * self._arenas[self._compute].slot_bytes"
 
 MOVING: tuple[Mutant, ...] = (
+    Mutant(
+        name="a-wait-is-dropped",
+        file="memory/store.py",
+        old="                self._in_flight[ref, tier].ticket.wait()\n",
+        new="",
+        tests=(f"{LANES}[as late as their wait-cpu+disk]",),
+    ),
+    Mutant(
+        name="a-fence-is-ignored",
+        file="memory/arena.py",
+        old="return [fence for fence in dict.fromkeys(found) if not fence.done]",
+        new="return []",
+        tests=(f"{LANES}[in an order by chance-emulated]",),
+    ),
+    Mutant(
+        name="a-unit-is-used-before-its-zeros",
+        file="memory/store.py",
+        old="            filling.wait()\n",
+        new="            pass\n",
+        tests=("tests/memory/test_store.py::test_zeros_are_there_when_a_unit_is_used",),
+    ),
+    Mutant(
+        name="a-unit-leaves-before-its-zeros",
+        file="memory/store.py",
+        old="return [] if filling is None else [filling]",
+        new="return []",
+        tests=("tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros",),
+    ),
+    Mutant(
+        name="slots-are-given-back-before-their-zeros",
+        file="memory/store.py",
+        old="fence, arena = self._filling.pop((ref, tier), None), self._arenas[tier]",
+        new="self._filling.pop((ref, tier), None); fence, arena = None, self._arenas[tier]",
+        tests=("tests/memory/test_store.py::test_slots_that_are_given_back_at_once_have_their_zeros_behind_them",),
+    ),
+    Mutant(
+        name="pages-go-back-before-works-end",
+        file="memory/arena.py",
+        old="                fence.wait()  # a late write would bring pages back\n",
+        new="                pass\n",
+        tests=("tests/memory/test_arena.py::test_pages_go_back_when_the_works_on_them_are_over",),
+    ),
+    Mutant(
+        name="a-thread-waits-for-nothing",
+        file="memory/thread_lane.py",
+        old="        _when_all(before, lambda: self._start(work, before, end))",
+        new="        self._start(work, (), end)",
+        tests=("tests/memory/test_lanes.py::test_a_work_begins_when_all_that_it_comes_after_has_ended[thread]",),
+    ),
+    Mutant(
+        name="a-session-ends-before-its-works",
+        file="memory/store.py",
+        old="        self._links.close()\n",
+        new="",
+        tests=("tests/session/test_lanes.py::test_close_ends_what_is_under_way",),
+    ),
+    Mutant(
+        name="an-interruption-leaves-transfers-under-way",
+        file="memory/store.py",
+        old="                self._unsettled = True\n                self.settle()\n",
+        new="",
+        tests=(f"{INTERRUPTED}[2-emulated]",),
+    ),
+    Mutant(
+        name="a-second-interruption-leaves-transfers-under-way",
+        file="step/executor.py",
+        old="            store.settle()\n            held",
+        new="            held",
+        tests=("tests/session/test_lanes.py::test_what_a_second_interruption_has_left_ends_with_the_next_use",),
+    ),
     Mutant(
         name="a-forked-child-is-given-the-slots-of-its-parent",
         file="memory/store.py",

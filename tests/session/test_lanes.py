@@ -85,7 +85,7 @@ class Interrupted:
     """A lane with threads, of whose waits one is interrupted by the user before the work has ended."""
 
     waits = 0
-    at: int | None = None
+    at: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.lane = ThreadLane("test", works=2)
@@ -113,17 +113,16 @@ class InterruptedTicket:
     def wait(self) -> None:
         if threading.current_thread() is threading.main_thread():
             Interrupted.waits += 1
-            if Interrupted.waits == Interrupted.at:
-                Interrupted.at = None
+            if Interrupted.waits in Interrupted.at:
                 raise KeyboardInterrupt
         self.ticket.wait()
 
 
 @pytest.fixture
 def interrupted() -> Iterator[type[Interrupted]]:
-    Interrupted.at = None
+    Interrupted.at = frozenset()
     yield Interrupted
-    Interrupted.at = None
+    Interrupted.at = frozenset()
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -133,12 +132,27 @@ def test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_ag
 ) -> None:
     pair = make_pair(make_lane=lambda src, dst: Interrupted(), **MACHINES[machine](tmp_path / "disk"))
     pair.train(2)
-    interrupted.waits, interrupted.at = 0, number
+    interrupted.waits, interrupted.at = 0, frozenset({number})
     with pytest.raises(KeyboardInterrupt):
         backward(pair.model, number=2)
     state = pair.session._parts.executor.store.state
     assert not state.in_flight
     assert not state.staged
+    pair.optimizer.zero_grad()
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+def test_what_a_second_interruption_has_left_ends_with_the_next_use(
+    interrupted: type[Interrupted], make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(make_lane=lambda src, dst: Interrupted(), **on_disk)
+    pair.train(2)
+    interrupted.waits, interrupted.at = 0, frozenset({3, 4})
+    with pytest.raises(KeyboardInterrupt):
+        backward(pair.model, number=2)
+    assert interrupted.waits == 4
+    assert pair.session._parts.executor.store.state.in_flight
     pair.optimizer.zero_grad()
     pair.train(2, first=2)
     pair.expect_same()
