@@ -120,30 +120,24 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="one-write-back-to-the-host-is-skipped",
         file="memory/store.py",
-        old="                ctypes.memmove(_address(target), _address(source), len(source))",
-        new=f"                if src is not self._compute or not {ONCE.format(link='D>H')}:\n"
-        "                    ctypes.memmove(_address(target), _address(source), len(source))",
+        old="        work = self._arenas[dst].copying(first, slots, self._arenas[src], self._at[src][ref])\n",
+        new="        work = self._arenas[dst].copying(first, slots, self._arenas[src], self._at[src][ref])\n"
+        f"        if src is self._compute and {ONCE.format(link='D>H')}:\n            work = lambda: None\n",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
         name="one-write-back-to-the-disk-is-skipped",
         file="memory/store.py",
-        old="ticket = self._pool().write(ref, self._buffer(ref, src))",
-        new=f"ticket = CompletedTicket() if {ONCE.format(link='H>K')} else self._pool().write(ref, self._buffer(ref, src))",
+        old="return self._pool().writing(ref, self._arenas[src].buffer(first, slots)), self._under_way(ref, src)",
+        new=f"return (lambda: None) if {ONCE.format(link='H>K')} else "
+        "self._pool().writing(ref, self._arenas[src].buffer(first, slots)), self._under_way(ref, src)",
         tests=(f"{TRAINING_ON}[cpu+disk-next-use-deferred]",),
-    ),
-    Mutant(
-        name="a-slot-is-used-before-its-wait",
-        file="memory/store.py",
-        old="self._in_flight.pop((ref, tier)).ticket.wait()",
-        new="self._in_flight.pop((ref, tier))",
-        tests=(f"{FAULTS}::test_a_transfer_may_end_as_late_as_its_wait",),
     ),
     Mutant(
         name="first-contents-are-what-the-slot-held-before",
         file="memory/store.py",
-        old="ctypes.memset(_address(buffer), 0, len(buffer))",
-        new="pass",
+        old="                self._fill(ref, tier, slots)\n",
+        new="",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
@@ -184,7 +178,7 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="trimmed-pages-are-not-given-back",
         file="memory/arena.py",
-        old="discard(self._start + first * self.slot_bytes, n * self.slot_bytes)",
+        old="self._space.discard(first * self.slot_bytes, n * self.slot_bytes)",
         new="pass",
         tests=("tests/memory/test_arena.py::test_trim_gives_the_pages_of_free_slots_back_at_once",),
     ),

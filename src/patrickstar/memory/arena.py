@@ -91,7 +91,7 @@ class Arena:
         return first
 
     def fences(self, first: int, n: int = 1) -> list[Ticket]:
-        """What is still under way on `n` slots from `first` on, from before they were taken."""
+        """Tickets of what is still under way on `n` slots from `first` on, from before they were taken."""
         if not self._fences:
             return []
         found = [self._fences.pop(slot) for slot in range(first, first + n) if slot in self._fences]
@@ -116,12 +116,12 @@ class Arena:
     # bytes
 
     def filling(self, first: int, n: int, *, poison: bool = False) -> Work:
-        """The work of filling `n` slots with zeros; with `poison` every byte becomes 0xFF, so that a late reader is found out."""
+        """A work: fills `n` slots with zeros; with `poison` every byte becomes 0xFF, so that a late reader is found out."""
         at, nbytes = self._place(first, n)
         return lambda: self._space.fill(at, nbytes, _POISON if poison else 0)
 
     def copying(self, first: int, n: int, source: Arena, source_first: int) -> Work:
-        """The work of copying `n` slots of another arena into those from `first` on."""
+        """A work: copies `n` slots of another arena into those from `first` on."""
         at, nbytes = self._place(first, n)
         from_, _ = source._place(source_first, n)
         return lambda: self._space.copy_from(source._space, from_, at, nbytes)

@@ -18,5 +18,5 @@ __all__ = ["manage_inside"]
 def manage_inside(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, make_lane: MakeLane, **arguments: Any
 ) -> Session:
-    """As `patrickstar.manage(model, optimizer, **arguments)`, with these lanes. Raises what `manage` raises."""
+    """Does what `patrickstar.manage(model, optimizer, **arguments)` does, with these lanes. Raises what that raises."""
     return assemble(model, optimizer, check_arguments(**arguments), make_lane=make_lane)

@@ -62,7 +62,7 @@ class ManualLane:
 
 
 class RandomLane(ManualLane):
-    """Before a work that is waited for, does some of the others in a random order: one that takes an order for granted is found out."""
+    """A lane that does some other works in a random order before one that is waited for: who takes an order for granted is found out."""
 
     def __init__(self, random: Random) -> None:
         super().__init__()
