@@ -45,10 +45,10 @@ def disk_bandwidth(directory: str) -> dict[str, float]:
     pool = DiskPool(Path(directory), units=units)
     buffer = memoryview(reserve(8 * _MIB)).cast("B")
     found = {}
-    for name, transfer in (("write", pool.write), ("read", pool.read)):
+    for name, transfer in (("write", pool.writing), ("read", pool.reading)):
         began = time.perf_counter()
         for ref in units:
-            transfer(ref, buffer).wait()
+            transfer(ref, buffer)()
         found[name] = sum(units.values()) / (time.perf_counter() - began)
     pool.close()
     return found
