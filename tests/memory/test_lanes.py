@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.stressed_lane import StressedLane
 from patrickstar.memory.thread_lane import PacedLane, ThreadLane
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
+from tests.forked import in_forked_child
 
 LANES: dict[str, Callable[[], Lane]] = {
     "inline": InlineLane,
@@ -170,6 +172,21 @@ def test_where_the_system_gives_no_thread_a_wait_says_so(monkeypatch: pytest.Mon
     ticket = lane.issue(lambda: None)
     with pytest.raises(Exception, match="the lane H>K does nothing any more: can't start new thread"):
         ticket.wait()
+
+
+def test_a_forked_child_waits_for_nothing_that_its_parents_threads_do() -> None:
+    lane, may_end = ThreadLane("test"), threading.Event()
+    ticket = lane.issue(lambda: may_end.wait(10) and None)
+
+    def close() -> str:
+        signal.alarm(10)  # a hang is an end too
+        lane.close()
+        return "closed"
+
+    assert in_forked_child(close) == "closed"
+    assert not ticket.done
+    may_end.set()
+    lane.close()
 
 
 def test_a_paced_lane_takes_the_time_of_its_link_one_transfer_after_another() -> None:

@@ -1,4 +1,4 @@
-"""The same run as the oracle's, under the library: through its public names only."""
+"""The same run as the oracle's, under the library: through its public names only, but that each row has lanes of its own kind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 import patrickstar
 from patrickstar.checkpoint.find import open_step
+from patrickstar.testing.inside import manage_inside
+from tests.parity.lanes import lanes_for
 from tests.parity.matrix import Row
 from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate
 from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
@@ -50,9 +52,10 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
     batches = case.batches(seed=0, count=steps * row.accumulation)
     plain = getattr(torch.optim, case.algorithm)(groups, lr=1.0)  # each group has its own rate
     by_call = row.clipping and row.accumulation > 1
-    session = patrickstar.manage(
+    session = manage_inside(
         model,
         plain,
+        make_lane=lanes_for(row),
         precision=row.precision.partition("-")[0],
         step=row.step,
         max_grad_norm=case.max_norm if row.clipping and not by_call else None,

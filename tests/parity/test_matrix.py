@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 
 from tests.parity.cover import cover, every, pairs, wide
+from tests.parity.lanes import LANES, lanes_named
 from tests.parity.limits import LIMITED, LIMITS
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS
@@ -99,6 +100,13 @@ def test_every_row_has_its_budget_and_its_plans() -> None:
     assert set(DIGESTS) == {*rows, *FORECASTS}
     for name, row in rows.items():
         assert set(LIMITS[name]) == (set() if row.budget == "fits" else set(LIMITED[row.tier]))
+
+
+def test_all_lanes_meet_every_value_in_pairs_and_every_model_in_all_rows() -> None:
+    for rows, dimensions in ((PAIRS, [name for name in DIMENSIONS if name != "model"]), ((*PAIRS, *WIDE), ["model"])):
+        met = {(lanes_named(row), name, getattr(row, name)) for row in rows for name in dimensions}
+        every_value = {(name, getattr(row, name)) for row in rows for name in dimensions}
+        assert met == {(lanes, *value) for lanes in LANES for value in every_value}
 
 
 @pytest.mark.campaign

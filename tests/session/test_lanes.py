@@ -16,7 +16,8 @@ from patrickstar.memory.lanes import Lane, Ticket, Work
 from patrickstar.memory.links import MakeLane, lanes_of
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
-from tests.session.builders import MACHINES, Pair, backward
+from patrickstar.units import MIB
+from tests.session.builders import EMULATED, MACHINES, Pair, backward
 
 MakePair = Callable[..., Pair]
 
@@ -61,6 +62,22 @@ def test_no_bit_depends_on_any_seed(
     make: Callable[[int], MakeLane], machine: str, seed: int, make_pair: MakePair, tmp_path: Path
 ) -> None:
     pair = make_pair(make_lane=make(seed), **MACHINES[machine](tmp_path / "disk"))
+    pair.train(2)
+    pair.expect_same()
+
+
+def test_an_emulated_link_takes_its_time_and_changes_no_bit(make_pair: MakePair) -> None:
+    pair = make_pair(with_options={"emulated_link": "4MiB/s"}, **EMULATED)
+    began = time.monotonic()
+    pair.train(2)
+    elapsed = time.monotonic() - began
+    moved = pair.session.stats().moved
+    assert elapsed >= max(moved["H>D"], moved["D>H"]) / (4 * MIB)
+    pair.expect_same()
+
+
+def test_late_transfers_change_no_bit(machine: dict[str, Any], make_pair: MakePair) -> None:
+    pair = make_pair(with_options={"stress_seed": 3}, **machine)
     pair.train(2)
     pair.expect_same()
 

@@ -1,0 +1,59 @@
+"""Lanes under which each row of the matrix is run: no bit and no plan depends on them, so that they make no rows of their own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Final
+
+from patrickstar.memory.links import MakeLane, lanes_of
+from patrickstar.memory.thread_lane import ThreadLane
+from patrickstar.testing.manual_lane import ManualLane, RandomLane
+from tests.parity.matrix import PAIRS, WIDE, Row
+from tests.parity.zoo import CASES
+
+__all__ = ["LANES", "lanes_for", "lanes_named"]
+
+
+def _in_random_order(seed: int) -> MakeLane:
+    random = Random(seed)
+    return lambda src, dst: RandomLane(random)
+
+
+def _threads(works: int) -> MakeLane:
+    return lambda src, dst: ThreadLane(f"{src.value}>{dst.value}", works=works)
+
+
+LANES: Final[Mapping[str, Callable[[int], MakeLane]]] = {
+    "as it comes": lambda seed: lanes_of(),
+    "late by chance": lambda seed: lanes_of(stress_seed=seed),
+    "in a random order": _in_random_order,
+    "as late as their wait": lambda seed: lambda src, dst: ManualLane(),
+    "a work a lane": lambda seed: _threads(1),
+    "two works a lane": lambda seed: _threads(2),
+    "four works a lane": lambda seed: _threads(4),
+}
+"""By name, given a seed."""
+
+
+def _in_turn() -> dict[Row, str]:
+    """The rows of each model have all lanes in turn, and models begin with different ones."""
+    named, next_of = {}, {model: number for number, model in enumerate(CASES)}
+    for row in (*PAIRS, *WIDE):
+        named[row] = list(LANES)[next_of[row.model] % len(LANES)]
+        next_of[row.model] -= 1  # backwards: so all pairs are had, which `test_matrix.py` counts
+    return named
+
+
+_NAMED: Final = _in_turn()
+
+
+def lanes_named(row: Row) -> str:
+    """The name of the lanes of a row."""
+    return _NAMED.get(row, "as it comes")
+
+
+def lanes_for(row: Row) -> MakeLane:
+    """The lanes of a row."""
+    return LANES[lanes_named(row)](zlib.crc32(str(row).encode()))
