@@ -16,6 +16,20 @@ WRITTEN = "Touch(PlaneRef(chunk, plane), True) for plane in planes"
 
 TRAINING: tuple[Mutant, ...] = (
     Mutant(
+        name="squares-are-added-in-another-order",
+        file="optim/norm.py",
+        old="torch.add(left[:, 0::2], left[:, 1::2], out=half)",
+        new="torch.add(left[:, :rows], left[:, rows:], out=half)",
+        tests=("tests/optim/test_norm.py::test_each_sum_has_its_place",),
+    ),
+    Mutant(
+        name="a-last-block-keeps-squares-of-others",
+        file="optim/norm.py",
+        old="            self._squares[filled : start + rows * _WIDTH].zero_()\n",
+        new="",
+        tests=("tests/optim/test_norm.py::test_pieces_of_any_length_have_the_sum_of_whole_tensors",),
+    ),
+    Mutant(
         name="a-gradient-that-no-backward-has-used-is-forgotten-at-the-step",
         file="step/training.py",
         old="            self._update_rest()\n",

@@ -294,13 +294,34 @@ def add_up(
 
 
 def global_norm(gradients: Tensors) -> Tensor:
-    """The norm over all gradients, fp32: squares summed in fp64 by blocks of each tensor, in order, rounded once."""
+    """The norm over all gradients, fp32: squares summed in fp64 by a tree for each block of each tensor, in order, rounded once."""
     total = 0.0
     for gradient in gradients.values():  # in the order of `named_parameters`
-        flat = gradient.contiguous().reshape(-1)
-        for start in range(0, flat.numel(), NORM_BLOCK):
-            total += flat[start : start + NORM_BLOCK].double().square().sum().item()
+        flat = in_memory_order(gradient).numpy().astype(np.float64)
+        for start in range(0, flat.size, NORM_BLOCK):
+            total += sum_of_squares(flat[start : start + NORM_BLOCK])
     return torch.tensor(math.sqrt(total), dtype=torch.float64).float()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor as 1-D, in the order in which it lies in memory."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.detach().permute(order).reshape(-1)
+
+
+def sum_of_squares(block: np.ndarray[Any, Any]) -> float:
+    """Of up to 65,536 elements, in rows of 16: neighbours are added until a row is left, then halves until a number is."""
+    squares = np.zeros(NORM_BLOCK)
+    with np.errstate(invalid="ignore", over="ignore"):
+        squares[: block.size] = block * block
+        rows = squares.reshape(-1, 16)
+        while len(rows) > 1:
+            rows = rows.reshape(-1, 2, 16)
+            rows = rows[:, 0] + rows[:, 1]
+        (row,) = rows
+        for width in (8, 4, 2, 1):
+            row = np.array([row[i] + row[i + width] for i in range(width)])
+    return float(row[0])
 
 
 def clip(gradients: Tensors, max_norm: float) -> Tensor:

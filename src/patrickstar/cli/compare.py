@@ -28,8 +28,9 @@ from patrickstar.config.engine.settings import OptimizerSettings
 BETAS: Final = (0.9, 0.999)
 EPS: Final = 1e-8
 WEIGHT_DECAY: Final = 0.01
-# Elements whose squares are summed together, in fp64: part of the definition of the norm.
+# Elements whose squares are summed together, in fp64, as rows of a tree: part of the definition of the norm.
 NORM_BLOCK: Final = 65_536
+NORM_ROW: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +195,26 @@ def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
     """Scales gradients in place so that their global norm is at most `max_norm`."""
     total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
-        for block in gradient.reshape(-1).split(NORM_BLOCK):
-            total += block.double().square().sum()
+        in_memory_order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+        for block in gradient.permute(in_memory_order).reshape(-1).split(NORM_BLOCK):
+            total += sum_of_squares(block)
     norm = total.sqrt().float()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(factor)
+
+
+def sum_of_squares(block: torch.Tensor) -> torch.Tensor:
+    """The squares of a block, in fp64, added as `docs/bits.md` has it: rows of 16 pairwise, then halves of the row that is left."""
+    squares = block.new_zeros(NORM_BLOCK, dtype=torch.float64)
+    squares[: len(block)] = block
+    rows = squares.square_().view(-1, NORM_ROW)
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    row = rows[0]
+    while len(row) > 1:
+        row = row[: len(row) // 2] + row[len(row) // 2 :]
+    return row[0]
 
 
 def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
