@@ -20,8 +20,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-wait-is-dropped",
         file="memory/store.py",
-        old="                self._in_flight[ref, tier].ticket.wait()\n",
-        new="",
+        old="                self._tickets[ref, tier].wait()\n",
+        new="                pass\n",
         tests=(f"{LANES}[as late as their wait-cpu+disk]",),
     ),
     Mutant(
@@ -29,7 +29,7 @@ MOVING: tuple[Mutant, ...] = (
         file="memory/arena.py",
         old="return [fence for fence in dict.fromkeys(found) if not fence.done]",
         new="return []",
-        tests=(f"{LANES}[in an order by chance-emulated]",),
+        tests=(f"{LANES}[in a random order-emulated]",),
     ),
     Mutant(
         name="a-unit-is-used-before-its-zeros",
@@ -79,6 +79,14 @@ MOVING: tuple[Mutant, ...] = (
         old="                self._unsettled = True\n                self.settle()\n",
         new="",
         tests=(f"{INTERRUPTED}[2-emulated]",),
+    ),
+    Mutant(
+        name="a-ticket-goes-before-its-arrival-is-noted",
+        file="memory/store.py",
+        old="        residency.apply(self.state, action)\n        if isinstance(action, Wait):",
+        new="        if isinstance(action, Wait):\n            self._tickets.pop((action.ref, action.tier), None)\n"
+        "        residency.apply(self.state, action)\n        if isinstance(action, Wait):",
+        tests=("tests/session/test_lanes.py::test_an_interruption_between_a_wait_and_its_note_is_settled[emulated-1]",),
     ),
     Mutant(
         name="a-second-interruption-leaves-transfers-under-way",
@@ -150,7 +158,7 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-failed-transfer-is-not-undone",
         file="memory/store.py",
-        old="                if isinstance(action, Wait):\n                    self._give_up(action)",
+        old="                self._give_up(action)",
         new="                pass",
         tests=(f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",),
     ),

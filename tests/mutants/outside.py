@@ -109,8 +109,8 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="bytes-that-cross-a-link-count-twice",
         file="memory/store.py",
-        old="self._ledger.move(src, dst, slots *",
-        new="self._ledger.move(src, dst, 2 * slots *",
+        old="self._ledger.move(src, dst, nbytes)",
+        new="self._ledger.move(src, dst, 2 * nbytes)",
         tests=(
             "tests/session/test_simulation.py::test_reactive_steps_move_what_the_pilot_decided_and_nothing_else[cpu+disk]",
         ),

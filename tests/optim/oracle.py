@@ -83,3 +83,17 @@ def special_planes():
     weights = [SPECIAL[index % 11] for index in range(numel)]
     squares = [abs(SPECIAL[index % 13]) for index in range(numel)]
     return [torch.tensor(plane) for plane in (weights, grads, moments, squares)]
+
+
+def sum_of_squares(block):
+    """The sum of squares of up to 65,536 elements, one number of Python's at a time."""
+    squares = [float(x) ** 2 for x in block.tolist()]
+    squares += [0.0] * (65_536 - len(squares))
+    rows = [squares[start : start + 16] for start in range(0, 65_536, 16)]
+    while len(rows) > 1:
+        rows = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(rows[0::2], rows[1::2], strict=True)]
+    row = rows[0]
+    while len(row) > 1:
+        half = len(row) // 2
+        row = [row[i] + row[i + half] for i in range(half)]
+    return row[0]

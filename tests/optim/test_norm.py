@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm, clip_factor
-from tests.optim.oracle import different
+from tests.optim.oracle import different, sum_of_squares
 
 
 def norm_of(tensors):
@@ -16,27 +16,13 @@ def norm_of(tensors):
     return norm.result()
 
 
-def tree(block):
-    """The sum of squares of up to 65,536 elements, one number of Python's at a time."""
-    squares = [float(x) ** 2 for x in block.tolist()]
-    squares += [0.0] * (65_536 - len(squares))
-    rows = [squares[start : start + 16] for start in range(0, 65_536, 16)]
-    while len(rows) > 1:
-        rows = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(rows[0::2], rows[1::2], strict=True)]
-    row = rows[0]
-    while len(row) > 1:
-        half = len(row) // 2
-        row = [row[i] + row[i + half] for i in range(half)]
-    return row[0]
-
-
 def defined_sum(tensors):
     """The definition, written out over whole tensors."""
     total = 0.0
     for tensor in tensors:
         flat = tensor.reshape(-1)
         for start in range(0, flat.numel(), 65_536):
-            total += tree(flat[start : start + 65_536])
+            total += sum_of_squares(flat[start : start + 65_536])
     return total
 
 
@@ -93,7 +79,7 @@ def test_blocks_are_counted_from_the_start_of_each_tensor():
         together.add(second)
         together.end_tensor()
         blocks = [first, second[:BLOCK_NUMEL], second[BLOCK_NUMEL:]]
-        assert sum_of_norm(apart) == sum(map(tree, blocks))
+        assert sum_of_norm(apart) == sum(map(sum_of_squares, blocks))
         seen_apart.append(sum_of_norm(apart))
         seen_together.append(sum_of_norm(together))
     assert seen_apart != seen_together, "a forgotten end_tensor() would not be seen"
@@ -185,7 +171,7 @@ def test_each_sum_has_its_place():
         norm = GlobalNorm()
         norm.add_tensor(tensor)
         sums.append(sum_of_norm(norm))
-    assert sums == [tree(tensor) for tensor in tensors]
+    assert sums == [sum_of_squares(tensor) for tensor in tensors]
     assert sums != [float(tensor.double().square().sum()) for tensor in tensors]
 
 

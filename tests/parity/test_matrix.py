@@ -7,8 +7,9 @@ from itertools import combinations
 
 import pytest
 
+from tests.lanes import LANES
 from tests.parity.cover import cover, every, pairs, wide
-from tests.parity.lanes import LANES, lanes_named
+from tests.parity.lanes import lanes_named
 from tests.parity.limits import LIMITED, LIMITS
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.optim.oracle import sum_of_squares
 from tests.parity import oracle
 from tests.parity.compare import differences, same_bits
 from tests.parity.oracle import clip_factor, fma, global_norm, narrow, update
@@ -176,27 +177,11 @@ def test_one_step_of_torchs_fused_optimizer_has_equal_moments_and_bits_but_in_it
             assert (ulps_between(weight, p.detach(), before[parameter_name].detach(), rates[id(p)]) <= 1).all()
 
 
-def tree(block: torch.Tensor) -> float:
-    """The sum of the squares of a block, as pairs of pairs."""
-
-    def add(rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) == 1:
-            return rows[0]
-        return add(rows[: len(rows) // 2]) + add(rows[len(rows) // 2 :])
-
-    squares = torch.zeros(65_536, dtype=torch.float64)
-    squares[: len(block)] = block.double().square()
-    row = add(squares.view(4096, 16))
-    while len(row) > 1:
-        row = row[: len(row) // 2] + row[len(row) // 2 :]
-    return float(row)
-
-
 def test_the_global_norm_is_the_norm_by_blocks_of_65536() -> None:
     generator = torch.Generator().manual_seed(1)
     gradients = {"a": torch.randn(200, 500, generator=generator), "b": torch.randn(7, generator=generator)}
     flat = gradients["a"].reshape(-1)
-    total = sum(tree(block) for block in (flat[:65_536], flat[65_536:], gradients["b"]))
+    total = sum(sum_of_squares(block) for block in (flat[:65_536], flat[65_536:], gradients["b"]))
     assert same_bits(global_norm(gradients), torch.tensor(math.sqrt(total), dtype=torch.float64).float())
     exact = sum(Fraction(float(x)) ** 2 for x in [*flat.tolist(), *gradients["b"].tolist()])
     assert abs(Fraction(global_norm(gradients).item()) ** 2 / exact - 1) < Fraction(1, 2**22)

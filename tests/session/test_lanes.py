@@ -6,48 +6,28 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
 from patrickstar.core.machine import Tier
 from patrickstar.memory.lanes import Lane, Ticket, Work
-from patrickstar.memory.links import MakeLane, lanes_of
 from patrickstar.memory.thread_lane import ThreadLane
-from patrickstar.testing.manual_lane import ManualLane, RandomLane
+from patrickstar.plan import residency
+from patrickstar.plan.actions import Action, Wait
+from patrickstar.plan.residency import Residency
+from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
+from tests.lanes import LANES
 from tests.session.builders import EMULATED, MACHINES, Pair, backward
 
 MakePair = Callable[..., Pair]
 
 
-def manual(src: Tier, dst: Tier) -> Lane:
-    return ManualLane()
-
-
-def in_random_order(seed: int) -> MakeLane:
-    random = Random(seed)
-    return lambda src, dst: RandomLane(random)
-
-
-def threads(works: int) -> MakeLane:
-    return lambda src, dst: ThreadLane(f"{src.value}>{dst.value}", works=works)
-
-
-LANES: dict[str, Callable[[], MakeLane]] = {
-    "as late as their wait": lambda: manual,
-    "in an order by chance": lambda: in_random_order(0),
-    "one a lane": lambda: threads(1),
-    "four a lane": lambda: threads(4),
-    "late by chance": lambda: lanes_of(stress_seed=0),
-}
-
-
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("when", LANES)
 def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair(make_lane=LANES[when](), **MACHINES[machine](tmp_path / "disk"))
+    pair = make_pair(make_lane=LANES[when](0), **MACHINES[machine](tmp_path / "disk"))
     pair.train(2)
     pair.expect_same()
     pair.train(1, first=2)
@@ -57,11 +37,9 @@ def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: Ma
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("make", [in_random_order, lambda seed: lanes_of(stress_seed=seed)])
-def test_no_bit_depends_on_any_seed(
-    make: Callable[[int], MakeLane], machine: str, seed: int, make_pair: MakePair, tmp_path: Path
-) -> None:
-    pair = make_pair(make_lane=make(seed), **MACHINES[machine](tmp_path / "disk"))
+@pytest.mark.parametrize("when", ["in a random order", "late by chance"])
+def test_no_bit_depends_on_any_seed(when: str, machine: str, seed: int, make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair(make_lane=LANES[when](seed), **MACHINES[machine](tmp_path / "disk"))
     pair.train(2)
     pair.expect_same()
 
@@ -170,6 +148,30 @@ def test_what_a_second_interruption_has_left_ends_with_the_next_use(
         backward(pair.model, number=2)
     assert interrupted.waits == 4
     assert pair.session._parts.executor.store.state.in_flight
+    pair.optimizer.zero_grad()
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("number", [1, 4, 11])
+def test_an_interruption_between_a_wait_and_its_note_is_settled(
+    number: int, machine: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(**machine)
+    pair.train(2)
+    apply, waits = residency.apply, list[Wait]()
+
+    def interrupted(state: Residency, action: Action) -> None:
+        if isinstance(action, Wait):
+            waits.append(action)
+            if len(waits) == number:
+                raise KeyboardInterrupt
+        apply(state, action)
+
+    monkeypatch.setattr(residency, "apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backward(pair.model, number=2)
+    assert not pair.session._parts.executor.store.state.in_flight
     pair.optimizer.zero_grad()
     pair.train(2, first=2)
     pair.expect_same()

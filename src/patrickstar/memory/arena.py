@@ -39,7 +39,6 @@ class Arena:
             raise ValueError(f"slots of {slot_bytes} bytes: expected a multiple of {SLOT_ALIGNMENT}")
         self.slot_bytes = slot_bytes
         self.virtual_slots = virtual_slots
-        self.name = name
 
         self._slots = SlotMap(virtual_slots)
         self._space: Space = HostSpace(slot_bytes * virtual_slots, name=name)

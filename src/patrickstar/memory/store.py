@@ -30,7 +30,6 @@ from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Ticket, Work
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.links import Links
-from patrickstar.memory.payload import InFlight, Payload, Released, Resident, readable_on
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.residency import InvariantError, Residency
@@ -82,7 +81,7 @@ class ChunkStore:
         self.committed_slots = 0
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
-        self._in_flight: dict[tuple[PlaneRef, Tier], InFlight] = {}
+        self._tickets: dict[tuple[PlaneRef, Tier], Ticket] = {}
         self._filling: dict[tuple[PlaneRef, Tier], Ticket] = {}
         self._unsettled = False
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
@@ -110,22 +109,16 @@ class ChunkStore:
         return self._wrapping(ref, Tier.HOST)()
 
     def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
-        payload = self.payload(ref, tier)
-        if not readable_on(payload, tier):
-            raise InvariantError(1, f"{ref} is used on the {tier.label}, where it is {type(payload).__name__}")
+        first, (_, arriving) = self._at[tier].get(ref), self.state.in_flight.get(ref, (None, None))
+        if first is None or arriving is tier:
+            raise InvariantError(
+                1, f"{ref} is used on the {tier.label}, {'without slots' if first is None else 'still on its way'}"
+            )
         filling = self._filling.get((ref, tier))
         if filling is not None:
             filling.wait()
             del self._filling[ref, tier]
-        return self._arenas[tier].wrapping(self._at[tier][ref], self.state.slots[ref], self._dtype(ref))
-
-    def payload(self, ref: PlaneRef, tier: Tier) -> Payload:
-        """The condition of a unit's bytes on a memory tier."""
-        on_its_way = self._in_flight.get((ref, tier))
-        if on_its_way is not None:
-            return on_its_way
-        slot = self._at[tier].get(ref)
-        return Released() if slot is None else Resident(tier, slot, self.state.slots[ref])
+        return self._arenas[tier].wrapping(first, self.state.slots[ref], self._dtype(ref))
 
     @property
     def has_disk(self) -> bool:
@@ -151,19 +144,13 @@ class ChunkStore:
             try:
                 if is_profiled_now:
                     with record_function(str(action)):
-                        self._move(action)
+                        self._move_and_apply(action)
                 else:
-                    self._move(action)
-            except DeviceError:
-                if isinstance(action, Wait):
-                    self._give_up(action)
-                self._land()
-                raise
-            except BaseException:  # an interruption by the user, of whom the next may come while this lands
+                    self._move_and_apply(action)
+            except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
                 self._unsettled = True
                 self.settle()
                 raise
-            residency.apply(self.state, action)
             if self.keep_log:
                 self.log.append(action)
 
@@ -171,7 +158,7 @@ class ChunkStore:
         """Undoes a transfer whose wait has failed."""
         ref, tier = action.ref, action.tier
         del self.state.in_flight[ref]
-        del self._in_flight[ref, tier]
+        del self._tickets[ref, tier]
         if tier is self._compute:
             self._move(Drop(ref, tier, self.state.slots[ref]))
             self.state.slots_used -= self.state.slots[ref]
@@ -179,7 +166,7 @@ class ChunkStore:
             self._move(Drop(ref, tier, self.state.slots[ref]))
 
     def settle(self) -> None:
-        """Ends what an interruption has left under way, if one has."""
+        """Ends what a failure or an interruption has left under way, if one has."""
         if self._unsettled:
             self._land()
             self._unsettled = False
@@ -193,7 +180,7 @@ class ChunkStore:
             except DeviceError:
                 self._give_up(action)
             else:
-                residency.apply(self.state, action)
+                self._apply(action)
         # What is newer than the disk goes back to the compute tier, and is written when it next has to leave.
         for ref, newer in list(self.state.staged.items()):
             if newer and ref not in self.state.resident:
@@ -205,7 +192,13 @@ class ChunkStore:
 
     def _move_and_apply(self, action: Action) -> None:
         self._move(action)
+        self._apply(action)
+
+    def _apply(self, action: Action) -> None:
+        """Notes what has been moved. A ticket goes last: waiting again does no harm, and without one an interruption could not be settled."""
         residency.apply(self.state, action)
+        if isinstance(action, Wait):
+            self._tickets.pop((action.ref, action.tier), None)
 
     def _move(self, action: Action) -> None:
         match action:
@@ -216,8 +209,7 @@ class ChunkStore:
             case Copy(ref, src, dst, _):
                 self._copy(ref, src, dst)
             case Wait(ref, tier):
-                self._in_flight[ref, tier].ticket.wait()
-                del self._in_flight[ref, tier]
+                self._tickets[ref, tier].wait()
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
 
@@ -319,16 +311,15 @@ class ChunkStore:
         """Gives slots back to their arena, behind what is still under way on them."""
         fence, arena = self._filling.pop((ref, tier), None), self._arenas[tier]
         if self._poison:
-            work, before = arena.filling(first, slots, poison=True), [] if fence is None else [fence]
-            fence = self._links.lane(tier, tier).issue(work, before, nbytes=slots * arena.slot_bytes)
+            before = [] if fence is None else [fence]
+            fence = self._links.lane(tier, tier).issue(arena.filling(first, slots, poison=True), before)
         arena.give(first, slots, fence=fence)
 
     def _fill(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         """Has a unit's slots filled with zeros."""
         arena, first = self._arenas[tier], self._at[tier][ref]
         before = [*arena.fences(first, slots), *self._under_way(ref, tier)]
-        work, nbytes = arena.filling(first, slots), slots * arena.slot_bytes
-        self._filling[ref, tier] = self._links.lane(tier, tier).issue(work, before, nbytes=nbytes)
+        self._filling[ref, tier] = self._links.lane(tier, tier).issue(arena.filling(first, slots), before)
 
     def _under_way(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
         """The filling that must be over before a unit's slots are read or written."""
@@ -336,20 +327,19 @@ class ChunkStore:
         return [] if filling is None else [filling]
 
     def _copy(self, ref: PlaneRef, src: Tier, dst: Tier) -> None:
-        slots = self.state.slots[ref]
+        slots, nbytes = self.state.slots[ref], self.state.unit_bytes(ref)
         taken = dst is not Tier.DISK and ref not in self._at[dst]
         if taken:
             self._take(ref, dst, slots)
         try:
             work, before = self._copying(ref, src, dst, slots)
-            ticket = self._links.lane(src, dst).issue(work, before, nbytes=self.state.unit_bytes(ref))
+            ticket = self._links.lane(src, dst).issue(work, before, nbytes=nbytes)
         except BaseException:
             if taken:  # the transfer has not been issued: the state knows nothing of it, and neither may the slots
                 self._give(ref, dst, slots)
             raise
-        memory = src if dst is Tier.DISK else dst
-        self._in_flight[ref, dst] = InFlight(ticket, src, dst, self._at[memory][ref])
-        self._ledger.move(src, dst, slots * self._arenas[memory].slot_bytes)
+        self._tickets[ref, dst] = ticket
+        self._ledger.move(src, dst, nbytes)
 
     def _copying(self, ref: PlaneRef, src: Tier, dst: Tier, slots: int) -> tuple[Work, list[Ticket]]:
         """The work of a transfer, and what it comes after."""
