@@ -16,6 +16,7 @@ from patrickstar.memory.links import Links
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Copy, Create, Drop, Wait
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.snapshot import Snapshot
 from patrickstar.testing.manual_lane import ManualLane
 
 D, H = Tier.DEVICE, Tier.HOST
@@ -25,7 +26,7 @@ SLOT_BYTES = 4096
 
 def store_of_one_slot(make_lane: Callable[[Tier, Tier], Lane]) -> ChunkStore:
     """Two units without contents that rest on the host, and room for one of them on the device."""
-    state = Residency(D, SLOT_BYTES, {ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, free={ONE, OTHER})
+    state = Residency.of(Snapshot(D, SLOT_BYTES, {ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, newest={}, taken={}))
     arenas = {tier: Arena(SLOT_BYTES, virtual_slots=slots, name=tier.label) for tier, slots in ((D, 1), (H, 2))}
     ledger = Ledger()
     ledger.add(H, 2 * SLOT_BYTES)
@@ -58,8 +59,8 @@ def test_a_unit_that_leaves_at_once_leaves_with_its_zeros() -> None:
     store = store_of_one_slot(slow_filling)
     filled(store, OTHER, 5.0)
     store.carry_out([Create(ONE, D), Copy(ONE, D, H), Wait(ONE, H), Drop(ONE, D)])
-    assert store.tensor_at_home(ONE).eq(0).all()
-    assert store.tensor_at_home(OTHER).eq(5).all()
+    assert store.tensor(ONE, H).eq(0).all()
+    assert store.tensor(OTHER, H).eq(5).all()
     store.close()
 
 
@@ -84,7 +85,7 @@ def test_an_interruption_at_issue_leaves_no_slot_taken() -> None:
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             store.carry_out([Copy(ONE, H, D)])
-    assert (store.state.slots_used, store.committed_slots) == (0, 1)
+    assert (store.state.slots_used[D], store.committed_slots) == (0, 1)
     assert not store.state.in_flight
     store.carry_out([Create(OTHER, D)])
     assert store.tensor(OTHER).eq(0).all()

@@ -69,14 +69,14 @@ HOMES: tuple[Mutant, ...] = (
     Mutant(
         name="gradients-at-home-where-it-computes-count-for-ever",
         file="plan/placement.py",
-        old="(ref in kept or ref not in state.free)",
+        old="(ref in kept or not state.is_free(ref))",
         new="True",
         tests=(f"{PLACEMENT}::test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept",),
     ),
     Mutant(
         name="gradients-that-have-contents-do-not-count",
         file="plan/placement.py",
-        old="(ref in kept or ref not in state.free)",
+        old="(ref in kept or not state.is_free(ref))",
         new="ref in kept",
         tests=(f"{PLACEMENT}::test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept",),
     ),

@@ -179,8 +179,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="pages-of-slots-that-activations-need-stay",
         file="step/executor.py",
-        old="                store.trim()\n            if rows is not None:",
-        new="                pass\n            if rows is not None:",
+        old="                store.trim()\n            if rows_bytes:",
+        new="                pass\n            if rows_bytes:",
         tests=(f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for",),
     ),
     Mutant(

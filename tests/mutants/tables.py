@@ -10,20 +10,6 @@ TESTS = "tests/session/test_tables.py"
 
 TABLES = (
     Mutant(
-        name="rows-are-read-at-home-while-the-device-has-newer-ones",
-        file="plan/rows.py",
-        old="        if copy is DIRTY:",
-        new="        if copy is DIRTY and rows.writes:",
-        tests=("tests/plan/test_rows.py::test_what_must_happen_before_rows_are_used",),
-    ),
-    Mutant(
-        name="rows-are-added-at-home-while-the-device-keeps-its-copy",
-        file="plan/rows.py",
-        old="        if rows.writes and copy in (CLEAN, DIRTY):",
-        new="        if False:",
-        tests=("tests/plan/test_rows.py::test_what_must_happen_before_rows_are_used",),
-    ),
-    Mutant(
         name="what-lookups-of-one-backward-bring-is-added-one-by-one",
         file="step/events.py",
         old="        self._rows.add(name, ids, gradient, padding)",
@@ -54,7 +40,7 @@ TABLES = (
     Mutant(
         name="rows-that-cross-the-link-are-not-counted",
         file="step/executor.py",
-        old="                store.ledger.move(*link_of(rows), rows.nbytes)",
+        old="                store.ledger.move(*link_of_rows(touches), rows_bytes)",
         new="                pass",
         tests=(f"{TESTS}::test_only_rows_cross_the_link_until_the_step",),
     ),

@@ -14,8 +14,8 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.fit import worst_moment
-from patrickstar.plan.plan import CopyState, Snapshot
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
+from patrickstar.plan.snapshot import Snapshot
 
 CHUNK_NUMEL = 16
 SLOT_BYTES = CHUNK_NUMEL * 4
@@ -71,23 +71,13 @@ def resting(
 def state_of(
     text: str, *, compute: Tier = Tier.HOST, home: Tier = Tier.DISK, slots: Mapping[str, int] | None = None
 ) -> Residency:
-    """A state from text such as `"c0.weight clean, c1.weight away"`; slots are 1 where not given."""
-    conditions = {unit(word): condition for word, condition in (entry.split() for entry in text.split(", "))}
-    return Residency.of(
-        Snapshot(
-            compute=compute,
-            slot_bytes=SLOT_BYTES,
-            home={ref: compute if condition == "here" else home for ref, condition in conditions.items()},
-            slots={ref: (slots or {}).get(str(ref), 1) for ref in conditions},
-            resident=_copies(conditions),
-            free=frozenset(ref for ref, condition in conditions.items() if condition in ("free", "void")),
-        )
-    )
-
-
-def _copies(conditions: Mapping[PlaneRef, str]) -> dict[PlaneRef, CopyState]:
-    copies = {"here": CopyState.HERE, "clean": CopyState.CLEAN, "dirty": CopyState.DIRTY, "void": CopyState.DIRTY}
-    return {ref: copies[condition] for ref, condition in conditions.items() if condition in copies}
+    """A state from text such as `"c0.weight clean, c1.weight away"`, in the words of a snapshot; slots are 1 where not given."""
+    lines = [f"on {compute.value}, slots of {SLOT_BYTES} bytes"]
+    for entry in text.split(", "):
+        word, condition = entry.split()
+        ref, rests = unit(word), compute if condition == "here" else home
+        lines.append(f"  {ref.plane} {rests.value} {condition} {ref.chunk}x{(slots or {}).get(word, 1)}")
+    return Residency.of(Snapshot.parse("\n".join(lines)))
 
 
 @dataclass(frozen=True)
@@ -132,23 +122,48 @@ def traces(draw: st.DrawFn, refs: Sequence[PlaneRef], *, most_moments: int = 8, 
 
 
 @st.composite
-def starts(draw: st.DrawFn, layout: Layout, refs: Sequence[PlaneRef], compute: Tier) -> Residency:
-    """Every unit at some home and in some condition."""
+def starts(
+    draw: st.DrawFn, layout: Layout, refs: Sequence[PlaneRef], compute: Tier, *, flights: bool = False
+) -> Residency:
+    """Every unit at some home and in some condition; with copies on the host on the way to the disk, and `flights`: on their way."""
+    words = {
+        (compute, compute): ["free", "here", "void"],
+        (Tier.DEVICE, Tier.HOST): ["free", "away", "clean", "dirty", "void", "stale"],
+        (Tier.HOST, Tier.DISK): ["free", "away", "clean", "dirty", "void"],
+        (Tier.DEVICE, Tier.DISK): [
+            *["free", "away", "clean", "dirty", "void", "stale"],
+            *[
+                "free,stale",
+                "void,stale",
+                "away,clean",
+                "away,dirty",
+                "clean,clean",
+                "clean,dirty",
+                "clean,stale",
+                "dirty,stale",
+            ],
+        ],
+    }
+    moving = {
+        (Tier.DEVICE, Tier.HOST): ["away:H>D", "dirty:D>H"],
+        (Tier.HOST, Tier.DISK): ["away:K>H", "dirty:H>K"],
+        (Tier.DEVICE, Tier.DISK): [
+            "away:K>H",
+            "away,clean:H>D",
+            "away,dirty:H>D",
+            "dirty:D>H",
+            "away,dirty:H>K",
+            "clean,dirty:H>K",
+        ],
+    }
     below = [Tier.HOST, Tier.DISK] if compute is Tier.DEVICE else [Tier.DISK]
-    kinds = [(tier, word) for tier in [*below, *below, compute] for word in ("free", "away", "clean", "dirty", "void")]
-    home, resident, free = {}, {}, set()
+    lines = [f"on {compute.value}, slots of {bytes_of_slot(layout, FP32)} bytes"]
     for ref in refs:
-        home[ref], condition = draw(st.sampled_from(kinds))
-        if condition in ("free", "void"):
-            free.add(ref)
-        if home[ref] is compute and condition != "free":
-            resident[ref] = CopyState.HERE
-        elif condition in ("dirty", "void"):
-            resident[ref] = CopyState.DIRTY
-        elif condition == "clean":
-            resident[ref] = CopyState.CLEAN
-    slots = {ref: slots_of(ref, layout, FP32) for ref in refs}
-    return Residency.of(Snapshot(compute, bytes_of_slot(layout, FP32), home, slots, resident, frozenset(free)))
+        home = draw(st.sampled_from([*below, *below, compute]))
+        pair = (compute, home)
+        word = draw(st.sampled_from(words[pair] + (moving.get(pair, []) if flights else [])))
+        lines.append(f"  {ref.plane} {home.value} {word} {ref.chunk}x{slots_of(ref, layout, FP32)}")
+    return Residency.of(Snapshot.parse("\n".join(lines)))
 
 
 @st.composite

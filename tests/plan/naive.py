@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from patrickstar.core.machine import Machine
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.plan.plan import Plan
@@ -17,10 +17,11 @@ def replay(plan: Plan, machine: Machine, trace: Trace) -> tuple[list[int], dict[
     compute = plan.start.compute.value
     home = {str(ref): tier.value for ref, tier in plan.start.home.items()}
     size = {str(ref): slots * SLOT_BYTES for ref, slots in plan.start.slots.items()}
-    here = {str(ref) for ref in plan.start.resident}
-    staged: set[str] = set()
+    here = {str(ref) for ref in plan.start.taken[plan.start.compute]}
+    staged = {str(ref) for ref in plan.start.taken.get(Tier.HOST, ()) if compute != "H"}
     rest = {letter: sum(size[ref] for ref in home if home[ref] == letter != compute) for letter in "DHK"}
-    peak, moved, curve = dict(rest), {"H>D": 0, "D>H": 0, "H>K": 0, "K>H": 0}, []
+    on_the_way = sum(size[ref] for ref in staged)
+    peak, moved, curve = {**rest, "H": rest["H"] + on_the_way}, {"H>D": 0, "D>H": 0, "H>K": 0, "K>H": 0}, []
     for index, moment in enumerate(trace.moments):
         line = next((line for line in lines if line.startswith(f"{index}: ")), ": ")
         for words in filter(None, line.split(": ", 1)[1].split(", ")):
@@ -45,8 +46,8 @@ def replay(plan: Plan, machine: Machine, trace: Trace) -> tuple[list[int], dict[
 
 def needed_bytes(instance: Instance) -> list[int]:
     """What each moment must hold at once, from the definition."""
-    start, here, needed = instance.start, set(), []
-    here = {ref for ref in start.resident if start.home[ref] is start.compute and ref not in start.free}
+    start, needed = instance.start, []
+    here = {ref for ref, home in start.home.items() if home is start.compute and ref in start.newest}
     for index, moment in enumerate(instance.trace.moments):
         pinned = {touch.ref for touch in moment.touches} | set(moment.held)
         here |= {ref for ref in pinned if start.home[ref] is start.compute}

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError
+from patrickstar.plan.actions import Drop
 from patrickstar.plan.eviction import NEVER, POLICIES, Ranking, Uses, eviction_order, policy_named
-from patrickstar.plan.plan import CopyState
-from patrickstar.plan.residency import mark_written
+from patrickstar.plan.residency import apply, mark_written
 from tests.plan.builders import Instance, few, instances, state_of, trace_of, unit, units
 
 TRACE = trace_of("c0.weight", "c1.weight", "c2.weight", "c1.weight", "c0.weight")
@@ -19,7 +20,9 @@ TRACE = trace_of("c0.weight", "c1.weight", "c2.weight", "c1.weight", "c0.weight"
 def order(policy: str, state: str, now: int, trace: Trace = TRACE, following: Trace | None = None) -> list[str]:
     residency = state_of(state)
     worth = POLICIES[policy](Uses(trace, following))
-    return list(map(str, eviction_order(residency.resident, state=residency, worth=worth, now=now)))
+    return list(
+        map(str, eviction_order(residency.taken[Tier.HOST], state=residency, tier=Tier.HOST, worth=worth, now=now))
+    )
 
 
 def test_next_use_gives_up_what_is_used_furthest_away() -> None:
@@ -78,32 +81,41 @@ def test_a_ranking_keeps_up_the_order_as_units_are_used(instance: Instance, poli
     state = instance.start.copy()
     worth = POLICIES[policy](Uses(instance.trace, instance.following))
     ranking = Ranking(state, worth=worth)
-    ranked_at = dict.fromkeys(state.resident, -1)
     for now, moment in enumerate(instance.trace.moments):
         for touch in moment.touches:
-            state.free.discard(touch.ref)
-            state.void.discard(touch.ref)
-            state.resident.setdefault(touch.ref, CopyState.CLEAN)
+            if state.in_flight or not state.is_newest(touch.ref, state.compute):
+                continue
             if touch.writes:
                 mark_written(state, touch.ref)
-            ranking.used(touch.ref, now)
-            ranked_at[touch.ref] = now
-        evictable = [ref for ref, copy in state.resident.items() if copy is not CopyState.HERE]
-        assert all(worth(ref, now) == worth(ref, ranked_at[ref]) for ref in evictable)
-        want = eviction_order(evictable, state=state, worth=worth, now=now)
-        assert list(ranking(())) == want
-        if want and data.draw(st.booleans()):
-            gone = data.draw(st.sampled_from(want))
-            del state.resident[gone]
-            ranking.gone(gone)
-            assert gone not in ranking
+            ranking.used(now, touch.ref)
+        for tier, taken in state.taken.items():
+            evictable = [ref for ref in taken if state.home[ref] is not tier and ref not in state.stale[tier]]
+            touched = {ref for ref in evictable if any(ref == touch.ref for touch in moment.touches)}
+            want = eviction_order(evictable, state=state, tier=tier, worth=worth, now=now)
+            if all(state.is_newest(ref, state.compute) or ref not in touched for ref in evictable):
+                assert list(ranking(tier, ())) == want
+            gone = [ref for ref in want if not state.is_dirty(ref, tier)]
+            if gone and data.draw(st.booleans()):
+                ref = data.draw(st.sampled_from(gone))
+                apply(state, Drop(ref, tier, state.slots[ref]))
+                ranking.moved(ref)
 
 
 def test_units_at_home_here_are_not_ranked() -> None:
     state = state_of("c0.weight here, c1.weight clean")
     ranking = Ranking(state, worth=lambda ref, now: now)
-    ranking.used(unit("c0.weight"), 0)
-    assert list(ranking(state.resident)) == units("c1.weight")
+    ranking.used(0, unit("c0.weight"))
+    assert list(ranking(Tier.HOST, ())) == units("c1.weight")
+
+
+def test_from_the_host_below_a_device_goes_first_what_saves_nothing_there() -> None:
+    text = "c0.weight away,clean, c1.weight clean,clean, c2.weight clean,dirty, c3.weight away,dirty"
+    state = state_of(text, compute=Tier.DEVICE)
+    ranking = Ranking(state, worth=lambda _ref, _now: 0)
+    assert list(ranking(Tier.HOST, ())) == units("c1.weight c0.weight c2.weight c3.weight")
+    apply(state, Drop(unit("c1.weight"), Tier.DEVICE))
+    ranking.moved(unit("c1.weight"))
+    assert list(ranking(Tier.HOST, ())) == units("c0.weight c1.weight c2.weight c3.weight")
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest_one() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.plan import Condition, Plan, Snapshot
+from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.snapshot import Condition, Snapshot
 from tests.plan.builders import (
     Instance,
     few,
@@ -123,13 +124,13 @@ def test_neighbours_of_one_size_share_an_entry() -> None:
 
 
 def test_every_condition_has_a_name() -> None:
-    text = "c0.weight here, c1.weight clean, c2.weight dirty, c3.weight away, c4.weight free, c5.weight void"
+    text = "c0.weight here, c1.weight clean, c2.weight dirty, c3.weight away, c4.weight free, c5.weight void, c6.weight stale"
     snapshot = state_of(text).snapshot()
-    assert [snapshot.condition(unit(f"c{chunk}.weight")).value for chunk in range(6)] == [
+    assert [snapshot.condition(unit(f"c{chunk}.weight")).value for chunk in range(7)] == [
         word.split()[1] for word in text.split(", ")
     ]
     assert {snapshot.condition(ref) for ref in snapshot.home} == set(Condition)
-    assert snapshot.slots_used == 4
+    assert snapshot.slots_used == 5
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ def test_every_condition_has_a_name() -> None:
         "slots",
         "on D, slots of 4 bytes\n  weight H away 0-",
         "on D, slots of 4 bytes\n  weight H lost 0",
+        "on D, slots of 4 bytes\n  weight H away:H>>D 0",
         "on D, slots of 4 bytes\n  weight H away 0-3\n  weight H free 3",
     ],
 )
@@ -149,5 +151,6 @@ def test_what_is_no_snapshot_is_refused(text: str) -> None:
 def test_a_snapshot_does_not_change_with_the_state_it_was_taken_of() -> None:
     state = state_of("c0.weight clean")
     snapshot = state.snapshot()
-    state.resident.clear()
+    state.newest.clear()
+    state.taken[state.compute].clear()
     assert snapshot.condition(unit("c0.weight")) is Condition.CLEAN

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from patrickstar.core.machine import Tier
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.render import render, render_diff, render_moment
 from tests.plan.builders import (
+    SLOT_BYTES,
     Instance,
     device_over_host,
     few,
@@ -63,8 +64,9 @@ def test_lru_gives_its_own_reasons() -> None:
     assert render_moment(plan, TRACE, 2)[0] == "drop c1.weight x2 (clean; last used at moment 1)"
 
 
-def test_a_staged_transfer_is_told_as_one() -> None:
-    machine, start = device_over_host(3), resting(LAYOUT, compute=Tier.DEVICE)
+def test_a_transfer_through_the_host_is_told_as_one() -> None:
+    start = resting(LAYOUT, compute=Tier.DEVICE)
+    machine = Machine(Tier.DEVICE, {**device_over_host(3).budget, Tier.HOST: 2 * SLOT_BYTES})
     plan = make_plan(TRACE, layout=LAYOUT, machine=machine, start=start)
     assert render_moment(plan, TRACE, 1) == [
         "write back c0.weight D>H H>K and drop it (next use 0 moments into the next trace)",

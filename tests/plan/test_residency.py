@@ -12,17 +12,18 @@ from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait, parse_action
 from patrickstar.plan.check import check
-from patrickstar.plan.plan import CopyState, Plan
+from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import (
     InvariantError,
     apply,
     bytes_of_slot,
+    give_up,
     mark_free,
     mark_written,
     release,
     slots_of,
 )
-from patrickstar.plan.room import make_room
+from patrickstar.plan.snapshot import Condition
 from tests.plan.builders import PLENTY, Instance, few, instances, layout_of, state_of, unit, units
 
 
@@ -30,7 +31,7 @@ def test_writing_makes_a_clean_copy_dirty() -> None:
     state = state_of("c0.weight clean, c1.weight here")
     mark_written(state, unit("c0.weight"))
     mark_written(state, unit("c1.weight"))
-    assert list(state.resident.values()) == [CopyState.DIRTY, CopyState.HERE]
+    assert list(map(state.snapshot().condition, units("c0.weight c1.weight"))) == [Condition.DIRTY, Condition.HERE]
 
 
 @pytest.mark.parametrize("condition", ["away", "free", "void"])
@@ -62,17 +63,31 @@ def test_a_transfer_pins_what_it_reads() -> None:
         with pytest.raises(InvariantError, match=r"^\(5\)"):
             touch(state, unit("c0.weight"))
     with pytest.raises(InvariantError, match=r"^\(5\)"):
-        make_room(state, needed=[], capacity_slots=1, order=sorted)
-    with pytest.raises(InvariantError, match=r"^\(5\)"):
-        state.snapshot()
-
-
-def test_a_staged_unit_must_move_on_before_a_moment() -> None:
-    state = state_of("c0.weight away", compute=Tier.DEVICE)
-    for action in ("c0.weight K>H", "c0.weight H?"):
-        apply(state, parse_action(action))
-    with pytest.raises(InvariantError, match=r"^\(9\)"):
         state.expect_settled()
+
+
+@pytest.mark.parametrize(
+    ("condition", "tier", "after"),
+    [
+        ("clean,clean", Tier.DEVICE, "dirty,stale"),
+        ("clean,dirty", Tier.HOST, "stale,dirty"),
+        ("away,clean", Tier.HOST, "away,dirty"),
+        ("clean", Tier.DEVICE, "dirty"),
+    ],
+)
+def test_writing_on_one_tier_leaves_nothing_current_on_another(condition: str, tier: Tier, after: str) -> None:
+    state = state_of(f"c0.weight {condition}", compute=Tier.DEVICE)
+    mark_written(state, unit("c0.weight"), tier)
+    assert str(state.snapshot()).split()[-2] == after
+
+
+@pytest.mark.parametrize("action", ["c0.weight K>H", "c0.weight H>D"])
+def test_a_transfer_that_failed_leaves_what_was_there(action: str) -> None:
+    state = state_of("c0.weight away" if "K" in action else "c0.weight away,dirty", compute=Tier.DEVICE)
+    before = state.copy()
+    apply(state, parse_action(action))
+    give_up(state, unit("c0.weight"))
+    assert state == before
 
 
 @pytest.mark.parametrize(
@@ -154,8 +169,12 @@ def test_apply_allows_exactly_what_the_replay_of_versions_finds_nothing_wrong_wi
             action = data.draw(st.sampled_from(list(verdicts)))
             state = verdicts[action]
             taken.append((action,))
-            written = [ref for ref in state.resident if ref not in {*state.void, *state.in_flight, *state.staged}]
-            touches = data.draw(st.lists(st.sampled_from(sorted(written)), max_size=1)) if written else []
-            moments.append(Moment(Phase.FORWARD, "", tuple(Touch(ref, writes=True) for ref in touches)))
-            for ref in touches:
-                mark_written(state, ref)
+            places = [(ref, tier) for ref, tiers in state.newest.items() for tier in tiers if tier is not Tier.DISK]
+            places = sorted(place for place in places if place[0] not in state.in_flight)
+            touches = [
+                Touch(ref, True, None if tier is state.compute else tier)
+                for ref, tier in (data.draw(st.lists(st.sampled_from(places), max_size=1)) if places else [])
+            ]
+            moments.append(Moment(Phase.FORWARD, "", tuple(touches)))
+            for touch in touches:
+                mark_written(state, touch.ref, touch.tier)

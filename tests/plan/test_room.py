@@ -6,22 +6,29 @@ import pytest
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD
-from patrickstar.plan.plan import CopyState
+from patrickstar.core.trace import Touch
 from patrickstar.plan.residency import Residency, apply
-from patrickstar.plan.room import NoRoom, make_room
+from patrickstar.plan.room import make_room
+from patrickstar.plan.snapshot import Condition
+from patrickstar.plan.staging import NoRoom
 from tests.plan.builders import layout_of, resting, state_of, unit, units
 
 
-def room_for(state: Residency, needed: str, *, slots: int, pinned: str = "") -> list[str]:
+def by_id(_, refs):
+    return sorted(refs)
+
+
+def room_for(state: Residency, needed: str, *, slots: int, pinned: str = "", host: int = 9) -> list[str]:
     """The actions that `make_room` asks for with victims in order of id, having changed nothing."""
     before = state.copy()
-    actions = make_room(state, needed=units(needed), pinned=units(pinned), capacity_slots=slots, order=sorted)
+    capacity = {Tier.HOST: host, state.compute: slots}
+    touches = [Touch.parse(word) for word in needed.split()]
+    actions = make_room(state, touches=touches, held=units(pinned), capacity=capacity, order=by_id)
     assert state == before
     for action in actions:
         apply(state, action)
-    state.expect_settled()
-    assert state.slots_used <= slots
-    assert all(ref in state.resident for ref in units(needed))
+    assert all(state.slots_used[tier] <= capacity[tier] for tier in state.taken)
+    assert all(state.is_newest(touch.ref, touch.tier or state.compute) for touch in touches)
     return list(map(str, actions))
 
 
@@ -36,14 +43,13 @@ def test_a_missing_unit_is_copied_and_waited_for() -> None:
 def test_a_free_unit_is_created_not_fetched() -> None:
     state = state_of("c0.grad free")
     assert room_for(state, "c0.grad", slots=1) == ["c0.grad 0>H"]
-    assert state.resident[unit("c0.grad")] is CopyState.DIRTY
-    assert not state.free
+    assert state.snapshot().condition(unit("c0.grad")) is Condition.DIRTY
 
 
 def test_a_created_unit_whose_home_is_here_is_at_home() -> None:
     state = resting(layout_of(1), home=Tier.HOST, planes=[GRAD], free=units("c0.grad"))
     assert room_for(state, "c0.grad", slots=1) == ["c0.grad 0>H"]
-    assert state.resident[unit("c0.grad")] is CopyState.HERE
+    assert state.snapshot().condition(unit("c0.grad")) is Condition.HERE
 
 
 def test_a_clean_victim_is_dropped_without_a_transfer() -> None:
@@ -66,12 +72,96 @@ def test_transfers_of_a_kind_are_all_issued_before_the_first_is_waited_for() -> 
     ]  # fmt: skip
 
 
-def test_between_device_and_disk_a_unit_passes_through_one_slot_set_of_the_host() -> None:
+def test_between_device_and_disk_a_unit_passes_through_the_host_and_stays_there() -> None:
     state = state_of("c0.weight dirty, c1.weight away", compute=Tier.DEVICE)
     assert room_for(state, "c1.weight", slots=1) == [
-        "c0.weight D>H", "c0.weight H?", "c0.weight D!", "c0.weight H>K", "c0.weight K?", "c0.weight H!",
-        "c1.weight K>H", "c1.weight H?", "c1.weight H>D", "c1.weight D?", "c1.weight H!",
+        "c0.weight D>H", "c0.weight H?", "c0.weight D!",
+        "c1.weight K>H", "c1.weight H?", "c1.weight H>D", "c1.weight D?",
     ]  # fmt: skip
+    assert str(state.snapshot()).splitlines()[1:] == ["  weight K away,dirty 0", "  weight K clean,clean 1"]
+
+
+def test_a_host_with_one_slot_is_passed_through_by_one_after_another() -> None:
+    state = state_of("c0.weight dirty, c1.weight away, c2.weight away", compute=Tier.DEVICE)
+    assert room_for(state, "c1.weight c2.weight", slots=2, host=1) == [
+        "c0.weight D>H", "c0.weight H?", "c0.weight D!",
+        "c0.weight H>K", "c0.weight K?", "c0.weight H!", "c1.weight K>H", "c1.weight H?", "c1.weight H>D", "c1.weight D?",
+        "c1.weight H!", "c2.weight K>H", "c2.weight H?", "c2.weight H>D", "c2.weight D?",
+    ]  # fmt: skip
+
+
+def test_what_the_host_has_is_not_read_from_the_disk() -> None:
+    state = state_of("c0.weight away,dirty, c1.weight away,clean", compute=Tier.DEVICE)
+    assert room_for(state, "c0.weight c1.weight", slots=2, host=2) == [
+        "c0.weight H>D", "c1.weight H>D", "c0.weight D?", "c1.weight D?",
+    ]  # fmt: skip
+
+
+def test_dirty_copies_leave_the_host_through_the_disk_and_stale_ones_at_once() -> None:
+    state = state_of("c0.weight away,dirty, c1.weight dirty,stale, c2.weight away", compute=Tier.DEVICE)
+    assert room_for(state, "c2.weight", slots=2, host=1) == [
+        "c1.weight H!",
+        "c0.weight H>K", "c0.weight K?", "c0.weight H!", "c2.weight K>H", "c2.weight H?", "c2.weight H>D", "c2.weight D?",
+    ]  # fmt: skip
+
+
+def test_a_host_that_homes_have_made_smaller_gives_way_even_where_nothing_is_missing() -> None:
+    state = state_of("c0.weight away,clean, c1.weight away,dirty, c2.weight clean,clean", compute=Tier.DEVICE)
+    assert room_for(state, "", slots=2, host=1) == [
+        "c1.weight H>K", "c0.weight H!", "c1.weight K?", "c1.weight H!",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("condition", "reads", "writes"),
+    [
+        ("away", "", ""),
+        ("clean", "", "c0.grad D!"),
+        ("dirty", "c0.grad D>H, c0.grad H?", "c0.grad D>H, c0.grad H?, c0.grad D!"),
+        ("free", "c0.grad 0>H", "c0.grad 0>H"),
+        ("void", "c0.grad D!, c0.grad 0>H", "c0.grad D!, c0.grad 0>H"),
+        ("dirty:D>H", "c0.grad H?", "c0.grad H?, c0.grad D!"),
+        ("away:H>D", "", "c0.grad D?, c0.grad D!"),
+    ],
+)
+def test_what_must_happen_before_a_unit_is_used_on_the_host(condition: str, reads: str, writes: str) -> None:
+    for touch, wanted in (("c0.grad@H", reads), ("c0.grad@H*", writes)):
+        before = state_of(f"c0.grad {condition}", compute=Tier.DEVICE, home=Tier.HOST)
+        assert ", ".join(room_for(before, touch, slots=1)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("condition", "actions"),
+    [
+        ("away", "c0.grad K>H, c0.grad H?"),
+        ("away,clean", ""),
+        ("dirty", "c0.grad D>H, c0.grad H?, c0.grad D!"),
+        ("dirty,stale", "c0.grad H!, c0.grad D>H, c0.grad H?, c0.grad D!"),
+        ("free,stale", "c0.grad H!, c0.grad 0>H"),
+        ("away:K>H", "c0.grad H?"),
+        ("away,dirty:H>K", "c0.grad K?"),
+    ],
+)
+def test_what_rests_on_the_disk_is_used_on_the_host_too(condition: str, actions: str) -> None:
+    assert ", ".join(room_for(state_of(f"c0.grad {condition}", compute=Tier.DEVICE), "c0.grad@H*", slots=1)) == actions
+
+
+def test_what_is_on_its_way_is_waited_for_and_not_fetched_again() -> None:
+    state = state_of("c0.weight away:K>H, c1.weight dirty:H>K, c2.weight away")
+    assert room_for(state, "c0.weight c1.weight", slots=2) == ["c0.weight H?"]
+    assert room_for(state, "c1.weight*", slots=2) == ["c1.weight K?"]
+
+
+def test_a_write_back_under_way_is_waited_for_where_its_slots_are_needed() -> None:
+    state = state_of("c0.weight dirty:H>K, c1.weight away")
+    assert room_for(state, "c1.weight", slots=1) == ["c0.weight K?", "c0.weight H!", "c1.weight K>H", "c1.weight H?"]
+
+
+def test_what_is_still_arriving_leaves_last() -> None:
+    state = state_of("c0.weight away:K>H, c1.weight clean, c2.weight away")
+    assert room_for(state, "c2.weight", slots=2) == ["c1.weight H!", "c2.weight K>H", "c2.weight H?"]
+    state = state_of("c0.weight away:K>H, c2.weight away")
+    assert room_for(state, "c2.weight", slots=1) == ["c0.weight H?", "c0.weight H!", "c2.weight K>H", "c2.weight H?"]
 
 
 def test_capacity_below_what_is_in_use_evicts_without_a_miss() -> None:
@@ -107,12 +197,18 @@ def test_small_victims_stay_where_a_large_one_makes_their_going_needless() -> No
 def test_an_order_may_offer_what_may_not_go_and_nothing_twice_counts() -> None:
     state = state_of("c0.weight clean, c1.weight clean, c2.weight here, c3.weight away")
     offered = units("c9.weight c3.weight c2.weight c1.weight c0.weight c0.weight")
-    actions = make_room(state, needed=units("c1.weight"), capacity_slots=2, order=lambda _: offered)
+    actions = make_room(state, touches=[Touch(unit("c1.weight"))], capacity={Tier.HOST: 2}, order=lambda *_: offered)
     assert list(map(str, actions)) == ["c0.weight H!"]
 
 
 def test_no_room_says_what_is_needed_at_once() -> None:
     state = state_of("c0.weight here, c1.weight clean, c2.weight dirty, c3.weight away", slots={"c3.weight": 2})
     with pytest.raises(NoRoom) as refused:
-        make_room(state, needed=units("c3.weight"), pinned=units("c1.weight"), capacity_slots=3, order=sorted)
+        make_room(
+            state,
+            touches=[Touch(unit("c3.weight"))],
+            held=units("c1.weight"),
+            capacity={Tier.HOST: 3},
+            order=by_id,
+        )
     assert (refused.value.needed_slots, refused.value.capacity_slots) == (4, 3)  # 2 needed, 1 pinned, 1 at home here

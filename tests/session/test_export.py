@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import patrickstar
 from patrickstar import ConfigError, DeviceError, StateError
+from patrickstar.core.machine import Tier
 from tests.parity.compare import same_bits
 from tests.session.builders import EMULATED, Pair, adamw, expect_bits, mlp, options, store_of, train, values
 
@@ -213,7 +214,7 @@ def test_exporting_needs_the_slots_of_a_weight_and_no_more(tmp_path: Path) -> No
     with patrickstar.manage(model, options=options(), **EMULATED | {"device_memory": "24KiB"}) as session:
         session.export(tmp_path / "out")
         assert session.stats().peak["device"] <= 24 << 10
-        assert store_of(session).state.slots_used <= 3
+        assert store_of(session).state.slots_used[Tier.DEVICE] <= 3
     expect_bits(values(model), safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
+from patrickstar.core.machine import Tier
 from patrickstar.memory.process import resident_bytes
 from patrickstar.step import pressure
 from patrickstar.step.pressure import Pressure
@@ -81,10 +82,10 @@ def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_n
     pair.train(1)
     executor = pair.session._parts.executor
     pair.session.state_dict()["2.weight"]  # no stretch is under way any more
-    assert executor.store.state.slots_used > 1
+    assert executor.store.state.slots_used[Tier.HOST] > 1
     with executor.making(TIGHT):
         pair.session.state_dict()["0.weight"]
-        assert executor.store.state.slots_used == 1
+        assert executor.store.state.slots_used[Tier.HOST] == 1
     pair.expect_same()
 
 
@@ -135,7 +136,7 @@ def test_chunks_make_room_for_what_the_process_holds_beside_them(
     with caplog.at_level(logging.WARNING, "patrickstar"):
         pair.train(1, first=1)
         pair.session.state_dict()["0.weight"]
-    assert executor.store.state.slots_used == 1
+    assert executor.store.state.slots_used[Tier.HOST] == 1
     assert "more than host_memory allows" in caplog.text
     pair.expect_same()
 

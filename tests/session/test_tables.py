@@ -156,7 +156,7 @@ def test_plans_with_rows_keep_all_invariants_and_parse_back() -> None:
             step(session, model(*batch(number)))
         plan, trace = session.plan, session.trace
         assert type(trace).parse(str(trace)) == trace
-        assert any(moment.rows is not None and moment.rows.writes for moment in trace.moments)
+        assert any(touch.tier and touch.writes for moment in trace.moments for touch in moment.touches)
         assert check(plan, trace, session.layout, plan.machine) == []
 
 

@@ -7,8 +7,9 @@ A trace prints one line a moment, and parses back:
     backward wte.weight 4096..81920 c0.grad* c0.weight held c2.weight
     step wte.weight 0 c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight* ends c0.weight
 
-that is: phase, label, non-model bytes (`4096..81920` where some are alive as the moment begins), what is touched (`*`: written), what is
-still in use from earlier moments, and what is used for the last time. A label has its odd characters escaped as in a URL; an empty one prints as `-`.
+that is: phase, label, non-model bytes (`4096..81920` where some are alive as the moment begins), what is touched (`*`: written; `@H`: on the
+host, below a device), what is still in use from earlier moments, and what is used for the last time. A label has its odd characters escaped as
+in a URL; an empty one prints as `-`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from enum import Enum
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 
 
@@ -36,39 +38,29 @@ class Phase(str, Enum):
 
 
 class Touch(NamedTuple):
-    """A unit that must be resident at a moment. Prints as `c3.grad`, or `c3.grad*` where the moment writes it."""
+    """A unit that a moment uses. Prints as `c3.grad`, or `c3.grad*` where the moment writes it.
+
+    Its last contents must be on the tier that computes, or on `tier`, one below that: `c3.grad@H*`. Where it is written they are nowhere else.
+    """
 
     ref: PlaneRef
     writes: bool = False
+    tier: Tier | None = None
 
     def __str__(self) -> str:
-        return f"{self.ref}*" if self.writes else str(self.ref)
+        return f"{self.ref}{f'@{self.tier.value}' if self.tier else ''}{'*' if self.writes else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Touch:
         """The touch that prints as `text`."""
-        return cls(PlaneRef.parse(text.removesuffix("*")), writes=text.endswith("*"))
+        ref, _, tier = text.removesuffix("*").partition("@")
+        return cls(PlaneRef.parse(ref), writes=text.endswith("*"), tier=Tier(tier) if tier else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of some units, `nbytes` in all. Prints as `rows 4096 c0.weight c1.weight`, `rows* 4096 c0.grad` where rows are added to.
-
-    The units rest on the host while a device computes: it must have their last contents, and where rows are added nobody else may.
-    """
-
-    refs: tuple[PlaneRef, ...]
-    nbytes: int
-    writes: bool = False
-
-    def __str__(self) -> str:
-        return " ".join(["rows*" if self.writes else "rows", str(self.nbytes), *map(str, self.refs)])
-
-    @classmethod
-    def parse(cls, words: list[str]) -> Rows:
-        """The rows that print as `words`."""
-        kind, nbytes, *refs = words
-        return cls(tuple(map(PlaneRef.parse, refs)), int(nbytes), writes=kind == "rows*")
+def link_of_rows(touches: Iterable[Touch]) -> tuple[Tier, Tier]:
+    """The tiers from which and to which rows go that are read, or added to, where these units rest."""
+    writes = any(touch.writes for touch in touches if touch.tier is not None)
+    return (Tier.DEVICE, Tier.HOST) if writes else (Tier.HOST, Tier.DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +74,7 @@ class Moment:
         nonmodel_bytes: peak of everything on the compute tier that is no chunk, from this moment to the next.
         live_bytes: what of that is alive as the moment begins.
         ends: units whose use ends with this moment; plans do not need it, readers do.
-        rows: of units that are used where they rest, if any.
+        rows_bytes: of rows that cross the link, of units that are touched where they rest.
     """
 
     phase: Phase
@@ -92,10 +84,10 @@ class Moment:
     nonmodel_bytes: int = 0
     live_bytes: int = 0
     ends: tuple[PlaneRef, ...] = ()
-    rows: Rows | None = None
+    rows_bytes: int = 0
 
     def __post_init__(self) -> None:
-        touches = {touch.ref: touch for touch in sorted(self.touches, key=lambda touch: (touch.ref, touch.writes))}
+        touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
         object.__setattr__(self, "touches", tuple(touches.values()))
         object.__setattr__(self, "held", tuple(sorted(set(self.held))))
         object.__setattr__(self, "ends", tuple(sorted(set(self.ends))))
@@ -108,8 +100,8 @@ class Moment:
     def __str__(self) -> str:
         nonmodel = f"{self.live_bytes}..{self.nonmodel_bytes}" if self.live_bytes else str(self.nonmodel_bytes)
         words = [self.phase.value, _escape(self.label), nonmodel, *map(str, self.touches)]
-        if self.rows is not None:
-            words.append(str(self.rows))
+        if self.rows_bytes:
+            words += ["rows", str(self.rows_bytes)]
         if self.held:
             words += ["held", *map(str, self.held)]
         if self.ends:
@@ -127,8 +119,7 @@ class Moment:
         live_bytes, _, nonmodel_bytes = nonmodel.rpartition("..")
         rest, ends = _split_at(rest, "ends")
         rest, held = _split_at(rest, "held")
-        at = next((index for index, word in enumerate(rest) if word in ("rows", "rows*")), len(rest))
-        touches, rows = rest[:at], rest[at:]
+        touches, rows = _split_at(rest, "rows")
         return cls(
             phase=Phase(phase),
             label=unquote(label) if label != "-" else "",
@@ -137,7 +128,7 @@ class Moment:
             nonmodel_bytes=int(nonmodel_bytes),
             live_bytes=int(live_bytes or 0),
             ends=tuple(map(PlaneRef.parse, ends)),
-            rows=Rows.parse(rows) if rows else None,
+            rows_bytes=sum(map(int, rows)),
         )
 
 
@@ -209,6 +200,10 @@ def _changes(mine: Moment, theirs: Moment) -> list[str]:
         else:
             phrases.append(f"{field.name} {ours} -> {other}")
     return phrases
+
+
+def _in_order(touch: Touch) -> tuple[PlaneRef, str, bool]:
+    return touch.ref, touch.tier or "", touch.writes
 
 
 def _split_at(words: list[str], word: str) -> tuple[list[str], Iterable[str]]:

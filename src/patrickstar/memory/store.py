@@ -93,20 +93,18 @@ class ChunkStore:
         """The torch type of a unit's elements."""
         return self._dtype(ref)
 
-    def tensor(self, ref: PlaneRef) -> Tensor:
-        """A 1-D tensor over a fresh storage of a unit's slots on the compute tier. The slots may move unless a lease is taken.
+    def tensor(self, ref: PlaneRef, tier: Tier | None = None) -> Tensor:
+        """A 1-D tensor over a fresh storage of a unit's slots, on the compute tier or on one below. The slots may move unless a lease is taken.
 
         Raises:
             InvariantError: the bytes are not there, or still on their way. StateError: the store is closed, or of another process.
         """
+        if tier is not None and tier is not self._compute:
+            return self._wrapping(ref, tier)()
         wrap = self._wrap.get(ref)
         if wrap is None or os.getpid() != self._process:
             wrap = self._wrap[ref] = self._wrapping(ref, self._compute)
         return wrap()
-
-    def tensor_at_home(self, ref: PlaneRef) -> Tensor:
-        """A 1-D tensor over a unit that rests on the host, below the compute tier. InvariantError: its bytes are not there."""
-        return self._wrapping(ref, Tier.HOST)()
 
     def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
         first, (_, arriving) = self._at[tier].get(ref), self.state.in_flight.get(ref, (None, None))
@@ -157,13 +155,10 @@ class ChunkStore:
     def _give_up(self, action: Wait) -> None:
         """Undoes a transfer whose wait has failed."""
         ref, tier = action.ref, action.tier
-        del self.state.in_flight[ref]
+        if self.state.has_slots_to_take(ref, tier):
+            self._move(Drop(ref, tier, self.state.slots[ref]))
+        residency.give_up(self.state, ref)
         del self._tickets[ref, tier]
-        if tier is self._compute:
-            self._move(Drop(ref, tier, self.state.slots[ref]))
-            self.state.slots_used -= self.state.slots[ref]
-        elif tier is not self.state.home[ref]:
-            self._move(Drop(ref, tier, self.state.slots[ref]))
 
     def settle(self) -> None:
         """Ends what a failure or an interruption has left under way, if one has."""
@@ -172,7 +167,7 @@ class ChunkStore:
             self._unsettled = False
 
     def _land(self) -> None:
-        """Waits for all transfers under way, and leaves nothing staged."""
+        """Waits for all transfers under way."""
         for ref, (_, tier) in list(self.state.in_flight.items()):
             action = Wait(ref, tier)
             try:
@@ -181,14 +176,6 @@ class ChunkStore:
                 self._give_up(action)
             else:
                 self._apply(action)
-        # What is newer than the disk goes back to the compute tier, and is written when it next has to leave.
-        for ref, newer in list(self.state.staged.items()):
-            if newer and ref not in self.state.resident:
-                self._move_and_apply(Copy(ref, Tier.HOST, self._compute, self.state.slots[ref]))
-                self._move_and_apply(Wait(ref, self._compute))
-            self._move_and_apply(Drop(ref, Tier.HOST, self.state.slots[ref]))
-            if newer:
-                residency.mark_written(self.state, ref)
 
     def _move_and_apply(self, action: Action) -> None:
         self._move(action)
@@ -213,9 +200,9 @@ class ChunkStore:
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
 
-    def wrote(self, ref: PlaneRef) -> None:
-        """Notes that a resident unit has been written on the compute tier."""
-        residency.mark_written(self.state, ref)
+    def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
+        """Notes that a unit has been written, on the compute tier or on one below."""
+        residency.mark_written(self.state, ref, tier)
 
     def forget(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more; its slots go when room is needed."""
@@ -223,7 +210,7 @@ class ChunkStore:
 
     def release(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more, and gives its slots back."""
-        if ref in self.state.free and ref not in self.state.resident:
+        if self.state.is_free(ref) and not any(ref in refs for refs in self.state.taken.values()):
             return
         self.carry_out(residency.release(self.state, ref))
 
@@ -305,7 +292,7 @@ class ChunkStore:
             self._ledger.remove(tier, slots * self._arenas[tier].slot_bytes)
 
     def _is_reserved(self, ref: PlaneRef, tier: Tier) -> bool:
-        return tier is not self._compute and self.state.home[ref] is tier
+        return not self.state.has_slots_to_take(ref, tier)
 
     def _give_slots(self, ref: PlaneRef, tier: Tier, first: int, slots: int) -> None:
         """Gives slots back to their arena, behind what is still under way on them."""

@@ -1,15 +1,16 @@
 """Invariants of every plan. `check()` returns violations; it never repairs.
 
-(1) A unit touched or held at a moment is resident on the compute tier then, arrived, with its last contents.
+(1) A unit that a moment touches or holds is on the tier where that happens, arrived, with its last contents.
     Otherwise an operation reads bytes still in flight, or older than what was written.
 (2) Slots in use plus non-model bytes never exceed a tier's budget, and no slot is given back twice.
     A budget is a promise about what the process holds.
-(3) A pinned unit is neither moved nor dropped.
+(3) A pinned unit is neither moved nor dropped, nor written elsewhere.
     Somebody has its address: an operation, or a tensor that autograd saved.
 (4) The last valid copy of a unit is never dropped, nor is a stale one copied in its place.
     A clean copy may go without a transfer only because another tier holds the same bytes.
 (5) Each issue has exactly one wait, before first use and before its slots are used for anything else.
-    A transfer that nobody waits for may read or write its slots at any later time.
+    A transfer that nobody waits for may read or write its slots at any later time. One that outlasts the plan is
+    written down at its end, and the next one's to wait for.
 (6) All ranks of a group issue the same collectives in the same order.
     Otherwise they wait for each other for ever. One rank has none: any action that is not one of the four local kinds
     is a violation.
@@ -18,50 +19,82 @@
 (8) Each gradient is reduced once per step boundary.
     One rank has nothing to reduce, but the same mistake to make: a gradient that has contents is not begun again
     from zeros, or what was accumulated is lost.
-(9) A step ends where it began: nothing in flight or staged, homes unchanged, no contents lost, and the end that is
-    written down is where the actions lead.
+(9) Homes are unchanged, no contents are lost, and the end that is written down is where the actions lead.
     Otherwise the next plan starts from a state that is not there.
 
-The replay here shares no code with `residency.apply`. It knows nothing of clean and dirty: every write makes a new
-version of a unit, copies carry versions, and a tier is valid where it holds the newest.
+Nothing here is shared with `residency.apply`. A plan is read unit by unit, each from its first moment to its last: bytes
+are told apart by who wrote them when, a transfer carries what its source had at its issue, and only afterwards is it
+added up what all units take together.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from types import MappingProxyType
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.core.trace import Moment, Rows, Trace
+from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.plan import Condition, Plan, Snapshot
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.snapshot import Snapshot
 
 _PLACE = re.compile(r"\(\d\) moment (\d+) ")
+
+_At = tuple[int, int]
+"""A place in a plan: the number of a moment, and of an action before it, or one of these two."""
+
+_USE, _FREE = 1 << 30, (1 << 30) + 1
+_PLAN, _START = (-2, 0), (-1, 0)
 
 
 def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[str]:
     """Violations, in the order of the plan, as `(4) moment 17 backward h.3.mlp.w1: c3.weight D!: ...`."""
-    replay = _Replay(plan.start, machine)
-    replay.where = "the plan"
+    found, start, end = _Found(), plan.start, plan.end
     if plan.layout != layout.digest():
-        replay.violated(9, f"it is for layout {plan.layout}, not {layout.digest()}")
+        found.add(_PLAN, 9, f"it is for layout {plan.layout}, not {layout.digest()}")
     if len(plan.moments) != len(trace):
-        replay.violated(9, f"it has {len(plan.moments)} moments, the trace {len(trace)}")
-    freed_after = plan.freed_after()
+        found.add(_PLAN, 9, f"it has {len(plan.moments)} moments, the trace {len(trace)}")
+    histories = {ref: _History(ref, start, found) for ref in sorted(start.home)}
+    _tell(histories, plan, trace, found)
+    at_end = (len(trace), 0)
+    if (end.compute, end.slot_bytes, end.home, end.slots) != (start.compute, start.slot_bytes, start.home, start.slots):
+        found.add(at_end, 9, "homes or sizes of units are not those of the start")
+    else:
+        freed = {ref for _, ref in plan.frees}
+        for ref, history in histories.items():
+            history.end(at_end, end, may_be_lost=ref in freed or ref not in start.newest)
+    _add_up(histories.values(), start, trace, machine, found)
+    return found.texts(trace)
+
+
+def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: _Found) -> None:
+    """Tells each unit what is done with it."""
+    compute, freed_after = plan.start.compute, plan.freed_after()
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=False)):
-        replay.where = f"moment {trace.name(index)}"
-        pinned = {touch.ref for touch in moment.touches} | set(moment.held)
-        for action in actions:
-            replay.act(action, pinned, moment)
-        replay.happen(moment, pinned)
+        pinned = {*moment.held, *(touch.ref for touch in moment.touches if touch.tier in (None, compute))}
+        for number, action in enumerate(actions):
+            if action.ref not in histories:
+                found.add((index, number), 9, f"{action}: there is no such unit")
+            else:
+                histories[action.ref].act((index, number), action, is_pinned=action.ref in pinned)
+        at = (index, _USE)
+        for ref in sorted(pinned):
+            histories[ref].use(at, compute)
+        for touch in moment.touches:
+            history, tier = histories[touch.ref], touch.tier or compute
+            if tier is not compute:
+                history.use(at, tier)
+                if touch.writes and touch.ref in pinned:
+                    found.add(
+                        at, 3, f"{touch.ref} is written on the {tier.label} while it is in use on the {compute.label}"
+                    )
+            if touch.writes:
+                history.write(at, tier)
         for ref in freed_after.get(index, ()):
-            replay.free(ref)
-    replay.where = "the end"
-    replay.end(plan.end, freed={ref for _, ref in plan.frees})
-    return replay.violations
+            histories[ref].free((index, _FREE))
 
 
 def show(violations: Iterable[str], plan: Plan, trace: Trace) -> str:
@@ -85,231 +118,198 @@ def show(violations: Iterable[str], plan: Plan, trace: Trace) -> str:
     return "\n".join(lines)
 
 
-class _Replay:
-    """Versions of every unit on every tier, and the slots they take, action by action.
+@dataclass(slots=True)
+class _Found:
+    """Violations, each with its place."""
 
-    Attributes:
-        newest: the version last written; 0 for a unit without contents.
-        held: versions that have arrived, by unit and tier.
-        flights: transfers not waited for, by unit and where to: where from, and the version they carry.
-        taken: slots in use outside homes below the compute tier, by unit and tier.
-        used: bytes of each tier in use.
+    _all: list[tuple[_At, int, str]] = field(default_factory=list)
+
+    def add(self, at: _At, number: int, text: str) -> None:
+        self._all.append((at, number, text))
+
+    def texts(self, trace: Trace) -> list[str]:
+        def where(moment: int) -> str:
+            names = {_PLAN[0]: "the plan", _START[0]: "the start", len(trace): "the end"}
+            return names[moment] if moment in names else f"moment {trace.name(moment)}"
+
+        return [f"({number}) {where(at[0])}: {text}" for at, number, text in sorted(self._all, key=lambda one: one[0])]
+
+
+class _History:
+    """One unit, from the start to the end: who wrote the bytes on each tier, and where it takes room.
+
+    `changes`: by place, the tier where room is taken or given back, and how many slots of it.
     """
 
-    def __init__(self, start: Snapshot, machine: Machine) -> None:
-        self.start = start
-        self.machine = machine
+    def __init__(self, ref: PlaneRef, start: Snapshot, found: _Found) -> None:
+        self._ref = ref
+        self._found = found
+        self._home = start.home[ref]
+        self._slots = start.slots[ref]
+        self._compute = start.compute
+        self._writer = "before" if ref in start.newest else None
+        self._bytes: dict[Tier, str | None] = dict.fromkeys(start.newest.get(ref, ()), self._writer)
+        self._room = {tier for tier, refs in start.taken.items() if ref in refs}
+        self._under_way: dict[Tier, tuple[Tier, str | None]] = {}
+        if ref in start.in_flight:
+            src, dst = start.in_flight[ref]
+            self._under_way[dst] = src, self._bytes.get(src)
 
-        self.where = ""
-        self.violations: list[str] = []
-        self.newest: dict[PlaneRef, int] = {}
-        self.held: dict[tuple[PlaneRef, Tier], int] = {}
-        self.flights: dict[tuple[PlaneRef, Tier], tuple[Tier, int]] = {}
-        self.taken: dict[tuple[PlaneRef, Tier], int] = {}
-        self.used = dict.fromkeys(Tier, 0)
-        for ref, home in start.home.items():
-            self._begin(ref, home)
-        self.where = "the start"
-        for tier in Tier:
-            if tier is not start.compute:
-                self._expect_within_budget(tier)
+        self.changes = [(_START, tier, self._slots) for tier in self._room]
+        if self._home is not self._compute:
+            self.changes.append((_START, self._home, self._slots))
 
-    def _begin(self, ref: PlaneRef, home: Tier) -> None:
-        compute, slots = self.start.compute, self.start.slots[ref]
-        condition = self.start.condition(ref)
-        if home is not compute:
-            self.used[home] += slots * self.start.slot_bytes
-        if condition not in (Condition.FREE, Condition.AWAY):
-            self._take(ref, compute, slots)
-        if condition in (Condition.FREE, Condition.VOID):
-            self.newest[ref] = 0
+    def _wrong(self, at: _At, number: int, text: str) -> None:
+        self._found.add(at, number, text)
+
+    def _is_last(self, tier: Tier) -> bool:
+        return self._writer is not None and self._bytes.get(tier) == self._writer
+
+    def _needs_room(self, tier: Tier) -> bool:
+        return tier is self._compute or tier is not self._home
+
+    def act(self, at: _At, action: Action, *, is_pinned: bool) -> None:
+        if not isinstance(action, Wait | Copy | Drop | Create):
+            self._wrong(at, 6, f"{action}: not an action of one rank")
             return
-        self.newest[ref] = 2 if condition is Condition.DIRTY else 1
-        if home is not compute:
-            self.held[ref, home] = 1
-        if condition is not Condition.AWAY:
-            self.held[ref, compute] = self.newest[ref]
+        if not isinstance(action, Wait) and action.slots != self._slots:
+            self._wrong(at, 7, f"{action}: the unit takes {self._slots} slots")
+        match action:
+            case Copy(_, src, dst):
+                self._copy(at, action, src, dst, is_pinned=is_pinned)
+            case Wait(_, tier):
+                if tier not in self._under_way:
+                    self._wrong(at, 5, f"{action}: no such transfer has been issued")
+                else:
+                    _, self._bytes[tier] = self._under_way.pop(tier)
+            case Drop(_, tier):
+                self._drop(at, action, tier, is_pinned=is_pinned)
+            case Create(_, tier):
+                self._create(at, action, tier)
 
-    def violated(self, number: int, text: str) -> None:
-        self.violations.append(f"({number}) {self.where}: {text}")
+    def _copy(self, at: _At, action: Copy, src: Tier, dst: Tier, *, is_pinned: bool) -> None:
+        if src is self._compute and is_pinned:
+            self._wrong(at, 3, f"{action}: it is in use at this moment")
+        way = [tier for tier in Tier if not _is_above(tier, self._compute) and not _is_above(self._home, tier)]
+        if src not in way or dst not in way or abs(way.index(src) - way.index(dst)) != 1:
+            self._wrong(at, 9, f"{action}: it rests on the {self._home.label}, and this is not its way there or back")
+        if src in self._under_way:
+            self._wrong(at, 5, f"{action}: the transfer to the {src.label} has not been waited for")
+        elif not self._is_last(src):
+            self._wrong(at, 4, f"{action}: the {src.label} does not hold its last contents")
+        if dst in self._under_way:
+            self._wrong(at, 5, f"{action}: issued again before its wait")
+        if self._needs_room(dst):
+            self._take(at, action, dst)
+        self._under_way[dst] = src, self._bytes.get(src)
+        self._bytes.pop(dst, None)
 
-    def act(self, action: Action, pinned: Collection[PlaneRef], moment: Moment) -> None:
-        if action.ref not in self.start.home:
-            self.violated(9, f"{action}: there is no such unit")
-            return
-        if not isinstance(action, Wait) and action.slots != self.start.slots[action.ref]:
-            self.violated(7, f"{action}: the unit takes {self.start.slots[action.ref]} slots")
-        if isinstance(action, Copy):
-            self._copy(action, pinned)
-        elif isinstance(action, Wait):
-            self._wait(action)
-        elif isinstance(action, Drop):
-            self._drop(action, pinned)
-        elif isinstance(action, Create):
-            self._create(action)
-        else:
-            self.violated(6, f"{action}: not an action of one rank")
-        if isinstance(action, Copy | Create):
-            # Only where slots are taken: what a plan starts with may exceed a budget until it has evicted.
-            tier = action.dst if isinstance(action, Copy) else action.tier
-            if tier is not self.start.home[action.ref] or tier is self.start.compute:
-                self._expect_within_budget(tier, moment.nonmodel_bytes if tier is self.start.compute else 0)
-
-    def _copy(self, action: Copy, pinned: Collection[PlaneRef]) -> None:
-        ref, src, dst = action.ref, action.src, action.dst
-        home, compute = self.start.home[ref], self.start.compute
-        if src is compute and ref in pinned:
-            self.violated(3, f"{action}: it is in use at this moment")
-        if abs(_DEPTH[src] - _DEPTH[dst]) != 1 or not all(_between(tier, compute, home) for tier in (src, dst)):
-            self.violated(9, f"{action}: it rests on the {home.label}, and this is not its way there or back")
-        if (ref, src) in self.flights:
-            self.violated(5, f"{action}: the transfer to the {src.label} has not been waited for")
-        elif self.newest[ref] == 0 or self.held.get((ref, src), 0) < self.newest[ref]:
-            self.violated(4, f"{action}: the {src.label} does not hold its last contents")
-        if (ref, dst) in self.flights:
-            self.violated(5, f"{action}: issued again before its wait")
-        if dst is not home:
-            if (ref, dst) in self.taken:
-                self.violated(5, f"{action}: it has slots on the {dst.label} already")
+    def _drop(self, at: _At, action: Drop, tier: Tier, *, is_pinned: bool) -> None:
+        if tier is self._compute and is_pinned and self._is_last(tier):
+            self._wrong(at, 3, f"{action}: it is in use at this moment")
+        if tier in self._under_way or any(src is tier for src, _ in self._under_way.values()):
+            self._wrong(at, 5, f"{action}: a transfer still uses these slots")
+        if tier not in self._room:
+            if tier is self._home:
+                self._wrong(at, 4, f"{action}: this is its home")
             else:
-                self._take(ref, dst, action.slots)
-        self.flights[ref, dst] = src, self.held.get((ref, src), 0)
-        self.held.pop((ref, dst), None)
-
-    def _wait(self, action: Wait) -> None:
-        ref, tier = action.ref, action.tier
-        if (ref, tier) not in self.flights:
-            self.violated(5, f"{action}: no such transfer has been issued")
+                self._wrong(at, 2, f"{action}: it has no slots there")
             return
-        _, self.held[ref, tier] = self.flights.pop((ref, tier))
+        was_last = self._is_last(tier)
+        self._bytes.pop(tier, None)
+        if was_last and not any(map(self._is_last, Tier)):
+            self._wrong(at, 4, f"{action}: it is the last valid copy")
+        self._room.discard(tier)
+        self.changes.append((at, tier, -self._slots))
 
-    def _drop(self, action: Drop, pinned: Collection[PlaneRef]) -> None:
-        ref, tier = action.ref, action.tier
-        if tier is self.start.compute and ref in pinned and self.newest[ref]:
-            self.violated(3, f"{action}: it is in use at this moment")
-        if (ref, tier) in self.flights or any(at == ref and src is tier for (at, _), (src, _) in self.flights.items()):
-            self.violated(5, f"{action}: a transfer still uses these slots")
-        if (ref, tier) not in self.taken:
-            if tier is self.start.home[ref]:
-                self.violated(4, f"{action}: this is its home")
-            else:
-                self.violated(2, f"{action}: it has no slots there")
+    def _create(self, at: _At, action: Create, tier: Tier) -> None:
+        if self._writer is not None:
+            self._wrong(at, 8 if self._ref.plane == GRAD else 4, f"{action}: it has contents")
+        is_between = not _is_above(tier, self._compute) and not _is_above(self._home, tier)
+        if tier is Tier.DISK or (tier is not self._compute and not is_between):
+            self._wrong(at, 9, f"{action}: first contents are made in memory on its way home")
+        if self._room:
+            self._wrong(at, 5, f"{action}: it has slots already")
+        elif self._needs_room(tier):
+            self._take(at, action, tier)
+        self.write(at, tier)
+
+    def _take(self, at: _At, action: Action, tier: Tier) -> None:
+        if tier in self._room:
+            self._wrong(at, 5, f"{action}: it has slots on the {tier.label} already")
             return
-        version = self.held.pop((ref, tier), 0)
-        newest = self.newest[ref]
-        if newest and version == newest and not any(self.held.get((ref, other)) == newest for other in Tier):
-            self.violated(4, f"{action}: it is the last valid copy")
-        self._give(ref, tier)
+        self._room.add(tier)
+        self.changes.append((at, tier, self._slots))
 
-    def _create(self, action: Create) -> None:
-        ref, compute = action.ref, self.start.compute
-        if self.newest[ref]:
-            self.violated(8 if ref.plane == GRAD else 4, f"{action}: it has contents")
-        if action.tier is not compute and not (action.tier is Tier.HOST is self.start.home[ref]):
-            self.violated(9, f"{action}: first contents are made on the {compute.label}, or at home on the host")
-        if any(at == ref for at, _ in self.taken):
-            self.violated(5, f"{action}: it has slots already")
-        elif action.tier is compute:
-            self._take(ref, action.tier, action.slots)
-        self._write(ref, action.tier)
+    def use(self, at: _At, tier: Tier) -> None:
+        """A moment reads or writes the unit on this tier."""
+        if tier in self._under_way:
+            self._wrong(at, 5, f"{self._ref} is used before the wait for its transfer")
+        if self._writer is None or self._bytes.get(tier) is None:
+            self._wrong(at, 1, f"{self._ref} is used but is not on the {tier.label}")
+        elif not self._is_last(tier):
+            self._wrong(at, 1, f"{self._ref} is used but the {tier.label} holds older contents")
 
-    def happen(self, moment: Moment, pinned: Collection[PlaneRef]) -> None:
-        """Replays a moment itself: what it uses must be there, what it writes is newer than every other copy."""
-        compute = self.start.compute
-        for ref in sorted(pinned):
-            if (ref, compute) in self.flights:
-                self.violated(5, f"{ref} is used before the wait for its transfer")
-            newest = self.newest.get(ref, 0)
-            version = self.held.get((ref, compute), 0)
-            if not version:
-                self.violated(1, f"{ref} is used but is not on the {compute.label}")
-            elif version < newest:
-                self.violated(1, f"{ref} is used but the {compute.label} holds older contents")
-        for touch in moment.touches:
-            if touch.writes and touch.ref in self.newest:
-                if any(at == touch.ref and src is compute for (at, _), (src, _) in self.flights.items()):
-                    self.violated(5, f"{touch.ref} is written while a transfer reads it")
-                self._write(touch.ref, compute)
-        if moment.rows is not None:
-            self._use_rows(moment.rows)
-        self._expect_within_budget(compute, moment.nonmodel_bytes)
+    def write(self, at: _At, tier: Tier) -> None:
+        """Somebody writes the unit on this tier: these bytes are nowhere else."""
+        if self._under_way:
+            self._wrong(at, 5, f"{self._ref} is written while a transfer reads it")
+        self._writer = self._bytes[tier] = f"moment {at[0]}, {at[1]}"
 
-    def _use_rows(self, rows: Rows) -> None:
-        for ref in rows.refs:
-            home, newest = self.start.home[ref], self.newest.get(ref, 0)
-            if any(at == ref for at, _ in self.flights):
-                self.violated(5, f"rows of {ref} are used while it is on its way")
-            if not newest or self.held.get((ref, home), 0) < newest:
-                self.violated(1, f"rows of {ref} are used, and the {home.label} does not hold its last contents")
-            if rows.writes:
-                if (ref, self.start.compute) in self.taken:
-                    self.violated(1, f"rows of {ref} are added to on the {home.label} while it has slots elsewhere")
-                self._write(ref, home)
+    def free(self, at: _At) -> None:
+        """Nobody wants the unit's contents any more."""
+        if self._under_way:
+            self._wrong(at, 5, f"{self._ref} is freed while it is on its way")
+        self._writer = None
+        self._bytes.clear()
 
-    def _write(self, ref: PlaneRef, tier: Tier) -> None:
-        self.newest[ref] += 1
-        self.held[ref, tier] = self.newest[ref]
-
-    def free(self, ref: PlaneRef) -> None:
-        """Replays that nobody wants the unit's contents any more."""
-        if any(at == ref for at, _ in self.flights):
-            self.violated(5, f"{ref} is freed while it is on its way")
-        self.newest[ref] = 0
-        for tier in Tier:
-            self.held.pop((ref, tier), None)
-
-    def end(self, end: Snapshot, *, freed: Collection[PlaneRef]) -> None:
-        """Checks the state after the last moment: everything arrived, nothing lost, and all of it written down."""
-        start = self.start
-        for ref, tier in sorted(self.flights):
-            self.violated(5, f"the transfer of {ref} to the {tier.label} was never waited for")
-        for ref, tier in sorted(self.taken):
-            if tier is not start.compute:
-                self.violated(9, f"{ref} is still staged on the {tier.label}")
-        if (end.compute, end.slot_bytes, end.home, end.slots) != (
-            start.compute,
-            start.slot_bytes,
-            start.home,
-            start.slots,
-        ):
-            self.violated(9, "homes or sizes of units are not those of the start")
-            return
-        for ref in sorted(start.home):
-            condition = self._condition(ref)
-            if ref not in start.free and ref not in freed and condition in (Condition.FREE, Condition.VOID):
-                self.violated(9, f"{ref} has lost its contents")
-            if condition is not end.condition(ref):
-                self.violated(9, f"{ref} is {condition.value}, the plan says {end.condition(ref).value}")
-
-    def _condition(self, ref: PlaneRef) -> Condition:
-        compute, home, newest = self.start.compute, self.start.home[ref], self.newest[ref]
-        here = (ref, compute) in self.taken
-        if not newest:
-            return Condition.VOID if here else Condition.FREE
-        if not here:
-            return Condition.AWAY
-        if home is compute:
-            return Condition.HERE
-        return Condition.CLEAN if self.held.get((ref, home), 0) == newest else Condition.DIRTY
-
-    def _take(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
-        self.taken[ref, tier] = slots
-        self.used[tier] += slots * self.start.slot_bytes
-
-    def _give(self, ref: PlaneRef, tier: Tier) -> None:
-        self.used[tier] -= self.taken.pop((ref, tier)) * self.start.slot_bytes
-
-    def _expect_within_budget(self, tier: Tier, nonmodel_bytes: int = 0) -> None:
-        used, budget = self.used[tier], self.machine.budget.get(tier, 0)
-        if used + nonmodel_bytes > budget:
-            self.violated(
-                2, f"the {tier.label} holds {used} bytes of chunks and {nonmodel_bytes} others; budget {budget}"
-            )
+    def end(self, at: _At, end: Snapshot, *, may_be_lost: bool) -> None:
+        """Compares with what the plan says of its end."""
+        ref = self._ref
+        for tier, (src, _) in self._under_way.items():
+            if end.in_flight.get(ref) != (src, tier):
+                self._wrong(at, 5, f"the transfer of {ref} to the {tier.label} was never waited for")
+        if ref in end.in_flight and end.in_flight[ref][1] not in self._under_way:
+            self._wrong(at, 9, f"{ref} is not on its way to the {end.in_flight[ref][1].label}, as the plan says")
+        if self._writer is None and not may_be_lost:
+            self._wrong(at, 9, f"{ref} has lost its contents")
+        newest = {tier for tier in Tier if self._is_last(tier)}
+        room = {tier for tier, refs in end.taken.items() if ref in refs}
+        if newest != end.newest.get(ref, frozenset()):
+            said = _names(end.newest.get(ref, ()))
+            self._wrong(at, 9, f"the last contents of {ref} are on {_names(newest)}, the plan says {said}")
+        if room != self._room:
+            self._wrong(at, 9, f"{ref} has slots on {_names(self._room)}, the plan says {_names(room)}")
 
 
-_DEPTH = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
+def _add_up(histories: Iterable[_History], start: Snapshot, trace: Trace, machine: Machine, found: _Found) -> None:
+    """Finds places where slots are taken, and moments, at which units together take more of a tier than there is beside non-model bytes."""
+    compute, used = start.compute, dict.fromkeys(Tier, 0)
+    for tier in Tier:
+        if tier is not compute:
+            resting = sum(start.slots[ref] for ref, home in start.home.items() if home is tier) * start.slot_bytes
+            if resting > machine.budget.get(tier, 0):
+                found.add(_START, 2, _overfull(tier, resting, 0, machine))
+    changes = [change for history in histories for change in history.changes]
+    moments = [((index, _USE), tier, 0) for index in range(len(trace)) for tier in start.taken]
+    for at, tier, slots in sorted([*changes, *moments], key=lambda change: change[0]):
+        used[tier] += slots * start.slot_bytes
+        # What a plan starts with may exceed a budget until it has evicted.
+        if at != _START and slots >= 0:
+            others = trace.moments[at[0]].nonmodel_bytes if tier is compute and at[0] < len(trace) else 0
+            if used[tier] + others > machine.budget.get(tier, 0):
+                found.add(at, 2, _overfull(tier, used[tier], others, machine))
 
 
-def _between(tier: Tier, compute: Tier, home: Tier) -> bool:
-    """Tells whether a tier lies on the way between the one that computes and a home below it."""
-    return _DEPTH[compute] <= _DEPTH[tier] <= _DEPTH[home]
+def _overfull(tier: Tier, used: int, others: int, machine: Machine) -> str:
+    return f"the {tier.label} holds {used} bytes of chunks and {others} others; budget {machine.budget.get(tier, 0)}"
+
+
+def _is_above(tier: Tier, other: Tier) -> bool:
+    """Tells whether one tier is nearer to the processor than another."""
+    order = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    return order.index(tier) < order.index(other)
+
+
+def _names(tiers: Iterable[Tier]) -> str:
+    return " and ".join(f"the {tier.label}" for tier in sorted(tiers, key=lambda tier: tier.label)) or "no tier"

@@ -1,7 +1,8 @@
-"""Orders in which units leave the compute tier. A policy orders candidates; it moves nothing.
+"""Orders in which units leave a tier. A policy orders candidates; it moves nothing.
 
 A policy says how much a copy is worth keeping, as a number: the copy of least worth goes first. Ties go clean before
-dirty, since a clean copy leaves without a transfer, and then by id, so that every rank decides alike.
+dirty, since a clean copy leaves without a transfer, and then by id, so that every rank decides alike. From the host below a
+device goes first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
 
 - `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean.
 - `lru`: worth more the later it was used last.
@@ -17,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Trace
+from patrickstar.core.trace import Moment, Trace
 from patrickstar.errors import ConfigError, nearest
-from patrickstar.plan.residency import DIRTY, HERE, Residency
+from patrickstar.plan.residency import Residency
 
 NEVER: Final = sys.maxsize
 
@@ -41,15 +43,15 @@ class Uses:
         self.n_following = len(follower)
         self._at: dict[PlaneRef, list[int]] = {}
         for index, moment in enumerate(trace.moments):
-            for touch in moment.touches:
-                self._at.setdefault(touch.ref, []).append(index)
+            for ref in _uses(moment):
+                self._at.setdefault(ref, []).append(index)
         period = len(trace) + len(follower)
         self._after = {ref: period + at[0] for ref, at in self._at.items()}
         self._before = {ref: at[-1] - period for ref, at in self._at.items()}
         for index in reversed(range(len(follower))):
-            self._after.update((touch.ref, len(trace) + index) for touch in follower.moments[index].touches)
+            self._after.update((ref, len(trace) + index) for ref in _uses(follower.moments[index]))
         for index, moment in enumerate(follower.moments):
-            self._before.update((touch.ref, index - len(follower)) for touch in moment.touches)
+            self._before.update((ref, index - len(follower)) for ref in _uses(moment))
 
     def after(self, ref: PlaneRef, now: int) -> int:
         """The first moment after `now` that touches the unit, or `NEVER`."""
@@ -64,6 +66,11 @@ class Uses:
         if at and at[0] <= now:
             return at[bisect_right(at, now) - 1]
         return self._before.get(ref, -NEVER)
+
+
+def _uses(moment: Moment) -> list[PlaneRef]:
+    """The units that a moment uses on the tier that computes."""
+    return [touch.ref for touch in moment.touches if touch.tier is None]
 
 
 def worth_by_next_use(uses: Uses) -> Worth:
@@ -93,9 +100,21 @@ def policy_named(name: str) -> Callable[[Uses], Worth]:
     return POLICIES[name]
 
 
-def eviction_order(candidates: Iterable[PlaneRef], *, state: Residency, worth: Worth, now: int) -> list[PlaneRef]:
-    """Candidates, best victim first: of least worth, then clean before dirty, then by id. What `Ranking` keeps up."""
-    return sorted(candidates, key=lambda ref: (worth(ref, now), state.resident.get(ref) is DIRTY, ref))
+def eviction_order(
+    candidates: Iterable[PlaneRef], *, state: Residency, tier: Tier, worth: Worth, now: int
+) -> list[PlaneRef]:
+    """Candidates for leaving a tier, best victim first: what saves nothing there, then of least worth, then clean before dirty, then by id."""
+    return sorted(candidates, key=lambda ref: _key(state, ref, tier, worth(ref, now)))
+
+
+_Key = tuple[bool, int, bool, PlaneRef]
+
+
+def _key(state: Residency, ref: PlaneRef, tier: Tier, worth: int) -> _Key:
+    if tier is state.compute:
+        return True, worth, state.is_dirty(ref, tier), ref
+    is_dirty = not state.is_newest(ref, state.home[ref])
+    return is_dirty or not state.is_newest(ref, state.compute), worth, is_dirty, ref
 
 
 class Ranking:
@@ -107,32 +126,43 @@ class Ranking:
 
     def __init__(self, state: Residency, *, worth: Worth, now: int = -1) -> None:
         self._state = state
-        self._worth = worth
+        self._worth_now = worth
 
-        self._keys = {
-            ref: (worth(ref, now), copy is DIRTY, ref) for ref, copy in state.resident.items() if copy is not HERE
-        }
-        self._sorted = sorted(self._keys.values())
+        self._worth: dict[PlaneRef, int] = {}
+        self._keys: dict[Tier, dict[PlaneRef, _Key]] = {tier: {} for tier in state.taken}
+        self._sorted: dict[Tier, list[_Key]] = {tier: [] for tier in state.taken}
+        for ref in {ref for refs in state.taken.values() for ref in refs}:
+            self.used(now, ref)
 
-    def __call__(self, candidates: Iterable[PlaneRef]) -> Iterator[PlaneRef]:  # noqa: ARG002 - it has its own
-        return (ref for _, _, ref in self._sorted)
+    def __call__(self, tier: Tier, candidates: Iterable[PlaneRef]) -> Iterator[PlaneRef]:  # noqa: ARG002 - it has its own
+        return (ref for _, _, _, ref in self._sorted[tier])
 
     def __contains__(self, ref: PlaneRef) -> bool:
-        return ref in self._keys
+        return ref in self._keys[self._state.compute]
 
-    def used(self, ref: PlaneRef, now: int) -> None:
-        """Notes that a unit is resident and used at moment `now`, whose writes are marked already."""
-        copy = self._state.resident[ref]
-        if copy is HERE:
-            return
-        old, new = self._keys.get(ref), (self._worth(ref, now), copy is DIRTY, ref)
-        if old is not None:
-            del self._sorted[bisect_left(self._sorted, old)]
-        insort(self._sorted, new)
-        self._keys[ref] = new
+    def used(self, now: int, *refs: PlaneRef) -> None:
+        """Notes that units are used at moment `now`, whose writes are marked already."""
+        self._worth.update((ref, self._worth_now(ref, now)) for ref in refs)
+        self.moved(*refs)
 
-    def gone(self, ref: PlaneRef) -> None:
-        """Notes that a unit is no longer resident."""
-        key = self._keys.pop(ref, None)
-        if key is not None:
-            del self._sorted[bisect_left(self._sorted, key)]
+    def moved(self, *refs: PlaneRef) -> None:
+        """Notes that copies of units have come or gone, or are no longer what they were."""
+        for ref in refs:
+            self._rank(ref)
+
+    def _rank(self, ref: PlaneRef) -> None:
+        state = self._state
+        for tier, taken in state.taken.items():
+            keys = self._keys[tier]
+            old, new = keys.get(ref), None
+            if ref in taken and state.home[ref] is not tier and ref not in state.stale[tier]:
+                worth = self._worth.get(ref)
+                new = _key(state, ref, tier, self._worth_now(ref, -1) if worth is None else worth)
+            if old == new:
+                continue
+            if old is not None:
+                del self._sorted[tier][bisect_left(self._sorted[tier], old)]
+                del keys[ref]
+            if new is not None:
+                insort(self._sorted[tier], new)
+                keys[ref] = new

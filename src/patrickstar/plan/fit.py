@@ -18,7 +18,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.plan import CopyState, frees_by_moment
+from patrickstar.plan.plan import frees_by_moment
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 from patrickstar.units import GIB, KIB, MIB
 
@@ -60,7 +60,7 @@ def worst_moment(trace: Trace, *, start: Residency, frees: Iterable[tuple[int, P
         frees: as for `make_plan`.
     """
     at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
-    resident = {ref for ref, copy in start.resident.items() if copy is CopyState.HERE and ref not in start.void}
+    resident = {ref for ref in at_home if not start.is_free(ref)}
     return _worst(
         trace, slots=start.slots, slot_bytes=start.slot_bytes, at_home=at_home, resident=resident, frees=frees
     )
@@ -102,8 +102,8 @@ def _worst(
 
 
 def pinned_at(moment: Moment) -> list[PlaneRef]:
-    """The units that must be resident at a moment and may not leave: touched, or held from earlier moments."""
-    pinned = [touch.ref for touch in moment.touches]
+    """The units that must be on the tier that computes at a moment and may not leave it: touched there, or held from earlier moments."""
+    pinned = [touch.ref for touch in moment.touches if touch.tier is None]
     return [*pinned, *(ref for ref in moment.held if ref not in pinned)] if moment.held else pinned
 
 
@@ -176,6 +176,20 @@ def refuse_moment(
         available_bytes=budget_bytes,
         smallest_bytes=smallest_bytes,
         fixed_bytes=fixed_bytes,
+    )
+
+
+def refuse_host(needed_slots: int, moment: str, *, state: Residency, host_bytes: int) -> BudgetError:
+    """An error for a moment that needs so many slots at once of the host below a device, beside homes."""
+    needed = needed_slots + state.slots_resting[Tier.HOST]
+    return refuse_moment(
+        tier=Tier.HOST,
+        moment=moment,
+        slot_bytes=state.slot_bytes,
+        slots=needed,
+        nonmodel_bytes=0,
+        budget_bytes=host_bytes,
+        smallest_bytes=needed * state.slot_bytes,
     )
 
 

@@ -1,6 +1,6 @@
 """Making a plan from a trace. At each moment: make room, carry that out on the state, note what the moment did.
 
-    for each moment:  make_room ──> actions ──> apply ──> mark_written, mark_free
+    for each moment:  make_room ──> actions ──> apply ──> mark_moment
                           ^
                   eviction order: a policy over the uses still to come
 
@@ -9,20 +9,20 @@ One pass, with an eviction order kept sorted as units are used: close to linear 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.machine import Machine
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Drop
+from patrickstar.core.trace import Moment, Touch, Trace
+from patrickstar.plan.actions import Action, Wait
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
-from patrickstar.plan.fit import expect_room, pinned_at, worst_moment
+from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
-from patrickstar.plan.residency import Residency, apply, mark_free, mark_written
-from patrickstar.plan.room import Order, make_room
-from patrickstar.plan.rows import prepare_rows, state_after
+from patrickstar.plan.residency import Residency, apply, mark_moment
+from patrickstar.plan.room import capacity_of, make_room
+from patrickstar.plan.staging import NoRoom, Order
 
 
 def make_plan(
@@ -54,35 +54,42 @@ def make_plan(
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
     before = state.snapshot()
-    budget_bytes, slot_bytes = machine.budget[machine.compute], state.slot_bytes
     moments: list[tuple[Action, ...]] = []
     for index, moment in enumerate(trace.moments):
-        capacity_slots = (budget_bytes - moment.nonmodel_bytes) // slot_bytes
-        actions = _before(state, moment, capacity_slots=capacity_slots, order=ranking)
+        done = freed_after.get(index, ())
+        try:
+            actions = _before(state, moment, done, machine=machine, order=ranking)
+        except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
+            host_bytes = machine.budget[Tier.HOST]
+            raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
         for action in actions:
             apply(state, action)
-            if isinstance(action, Drop) and action.tier is state.compute:
-                ranking.gone(action.ref)
-        for touch in moment.touches:
-            if touch.writes:
-                mark_written(state, touch.ref)
-            ranking.used(touch.ref, index)
-        for ref in moment.held:
-            if ref not in ranking:
-                ranking.used(ref, index)
-        for ref in freed_after.get(index, ()):
-            mark_free(state, ref)
-            ranking.gone(ref)
+        mark_moment(state, moment, done)
+        ranking.moved(*(action.ref for action in actions), *done)
+        ranking.used(
+            index, *(touch.ref for touch in moment.touches), *(ref for ref in moment.held if ref not in ranking)
+        )
         moments.append(tuple(actions))
     return Plan(layout.digest(), policy, machine, before, tuple(moments), state.snapshot(), freed)
 
 
-def _before(state: Residency, moment: Moment, *, capacity_slots: int, order: Order) -> list[Action]:
-    """Actions that must happen before the moment."""
-    pinned = pinned_at(moment)
-    actions: list[Action] = []
-    if state.void or state.slots_used > capacity_slots or not all(ref in state.resident for ref in pinned):
-        actions = make_room(state, needed=pinned, capacity_slots=capacity_slots, order=order)
-    if moment.rows is not None:
-        actions += prepare_rows(state_after(state, actions), moment.rows)
-    return actions
+def _before(
+    state: Residency, moment: Moment, freed: Collection[PlaneRef], *, machine: Machine, order: Order
+) -> list[Action]:
+    """Actions that must happen before the moment. `freed`: units whose contents it is the last to want."""
+    compute = state.compute
+    slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes
+    capacity = capacity_of(state, slots, host_bytes=machine.budget.get(Tier.HOST, 0))
+    held = [Touch(ref) for ref in moment.held]
+    is_ready = (
+        not state.stale[compute]
+        and all(state.slots_used[tier] <= slots for tier, slots in capacity.items())
+        and not state.in_flight
+        and all(touch.tier is None and state.is_newest(touch.ref, compute) for touch in (*moment.touches, *held))
+    )
+    if is_ready:
+        return []
+    actions = make_room(state, touches=(*moment.touches, *held), capacity=capacity, order=order)
+    landed = {action.ref for action in actions if isinstance(action, Wait)}
+    left = (ref for ref in freed if ref in state.in_flight and ref not in landed)
+    return [*actions, *(Wait(ref, state.in_flight[ref][1]) for ref in left)]

@@ -7,20 +7,22 @@ same rule and with the same actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from patrickstar.core.fixed_costs import FixedCosts
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Phase, Rows, Touch, Trace
+from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
+from patrickstar.plan.fit import refuse_host
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.room import NoRoom, make_room
-from patrickstar.plan.rows import prepare_rows, state_after
+from patrickstar.plan.room import capacity_of, make_room
+from patrickstar.plan.staging import NoRoom, Order
 from patrickstar.units import format_bytes
 
 __all__ = ["Pilot", "Planned", "Reactive", "Stretch", "StretchKind"]
@@ -108,7 +110,7 @@ class Pilot:
 
     Args:
         state: where every unit is now; the store changes it.
-        budget_bytes: what the compute tier may hold now, slots and non-model data together.
+        budget_bytes: what the compute tier may hold now, slots and non-model data together. host_bytes: what the host may, below a device.
         policy: "next-use" or "lru".
         spare_bytes: of the budget, to be left free where that can be.
         costs: what the budget that the user gave holds beside, for refusals.
@@ -123,6 +125,7 @@ class Pilot:
         *,
         budget_bytes: Callable[[], int],
         policy: str,
+        host_bytes: int = 0,
         spare_bytes: int = 0,
         costs: FixedCosts = FixedCosts(),  # noqa: B008  (frozen)
     ) -> None:
@@ -130,6 +133,7 @@ class Pilot:
         self._state = state
         self._budget_bytes = budget_bytes
         self._policy = policy
+        self._host_bytes = host_bytes
         self._spare_bytes = spare_bytes
 
         self.stretch = Stretch(StretchKind.OUTSIDE)
@@ -156,9 +160,7 @@ class Pilot:
         withheld = stretch.reserve_bytes + self._spare_bytes
         self.capacity_slots = (self._budget_bytes() - withheld) // state.slot_bytes
         try:
-            return make_room(
-                state, needed=(), pinned=held, capacity_slots=self.capacity_slots, order=self._order(stretch)
-            )
+            return self._make_room((), held, self.capacity_slots)
         except NoRoom:
             return ()  # what is in use now may leave before the first moment, which decides
 
@@ -183,9 +185,9 @@ class Pilot:
         """Actions by which slots take no more than these bytes, as far as what is held allows; makes the stretch reactive."""
         stretch, state = self.stretch, self._state
         stretch.depart(f"the {stretch.kind} took more memory at moment {stretch.position} than was foreseen")
-        pinned = sum(state.slots[ref] for ref in state.resident if ref in held or state.home[ref] is state.compute)
-        capacity_slots = max(slot_bytes // state.slot_bytes, pinned)
-        return make_room(state, needed=(), pinned=held, capacity_slots=capacity_slots, order=self._order(stretch))
+        here = state.taken[state.compute]
+        pinned = sum(state.slots[ref] for ref in here if ref in held or state.home[ref] is state.compute)
+        return self._make_room((), held, max(slot_bytes // state.slot_bytes, pinned))
 
     def yield_bytes(self, nbytes: int, *, slots: int) -> None:
         """Leaves chunks less room until the stretch ends: `nbytes` less than `slots` take, since something else has taken these bytes."""
@@ -200,9 +202,9 @@ class Pilot:
         label: str,
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
-        rows: Rows | None = None,
+        rows_bytes: int = 0,
     ) -> Sequence[Action]:
-        """Actions that must be done before a moment that touches these units, and uses these rows, while `held` are in use.
+        """Actions that must be done before a moment that touches these units, and uses rows of so many bytes, while `held` are in use.
 
         Raises:
             BudgetError: what the moment needs at once does not fit.
@@ -213,11 +215,11 @@ class Pilot:
         stretch = self.stretch
         # What reads state after the last moment (gradients, a checkpoint) is no part of the stretch.
         if isinstance(stretch.course, Planned) and not (phase is Phase.STEP and stretch.complete):
-            planned = self._planned(stretch.course, phase, touches, held, rows)
+            planned = self._planned(stretch.course, phase, touches, held, rows_bytes)
             if planned is not None:
                 stretch.position += 1
                 return planned
-        return self.decided(phase, label, touches, held, rows)
+        return self.decided(phase, label, touches, held)
 
     def _planned(
         self,
@@ -225,7 +227,7 @@ class Pilot:
         phase: Phase,
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
-        rows: Rows | None,
+        rows_bytes: int,
     ) -> Sequence[Action] | None:
         """Actions that the plan has before a moment; None where the plan is followed no longer."""
         stretch = self.stretch
@@ -239,8 +241,8 @@ class Pilot:
             )
             return None
         moment = moments[number]
-        if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows != rows:
-            came = " ".join(map(str, (*touches, *([] if rows is None else [rows]))))
+        if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows_bytes != rows_bytes:
+            came = " ".join(map(str, touches))
             stretch.depart(f"at moment {number} of the {stretch.kind} came {phase} {came} where the trace has {moment}")
             return None
         actions: Sequence[Action] = () if stretch.opened and not number else course.plan.moments[number]
@@ -254,6 +256,20 @@ class Pilot:
         self.capacity_slots = (budget - moment.nonmodel_bytes) // self._state.slot_bytes
         return actions
 
+    def nearest(self, touches: Iterable[Touch]) -> tuple[Touch, ...]:
+        """These touches where the last contents are, so that reading or setting a value moves no more than it must.
+
+        What only the tiers below the device have is used on the host, if the host has room for all of it at once.
+        """
+        state, found = self._state, tuple(touches)
+        if state.compute is Tier.HOST:
+            return found
+        below = {touch.ref for touch in found if state.tier_of(touch.ref) in (Tier.HOST, Tier.DISK)}
+        room = capacity_of(state, 0, host_bytes=self._host_bytes)[Tier.HOST]
+        if sum(state.slots[ref] for ref in below if state.home[ref] is Tier.DISK) > room:
+            return found
+        return tuple(touch._replace(tier=Tier.HOST) if touch.ref in below else touch for touch in found)
+
     def _drops_held(self, actions: Sequence[Action], held: Collection[PlaneRef]) -> PlaneRef | None:
         """A unit in use that these actions would drop, if there is one."""
         for action in actions:
@@ -262,28 +278,21 @@ class Pilot:
         return None
 
     def decided(
-        self,
-        phase: Phase,
-        label: str,
-        touches: Sequence[Touch],
-        held: Collection[PlaneRef],
-        rows: Rows | None = None,
+        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
     ) -> Sequence[Action]:
         """Actions for such a moment that are decided on the spot, whatever the plan says. BudgetError: what it needs at once does not fit."""
-        actions = self._room_for(phase, label, [touch.ref for touch in touches], held)
-        return actions if rows is None else [*actions, *prepare_rows(state_after(self._state, actions), rows)]
-
-    def _room_for(
-        self, phase: Phase, label: str, needed: Sequence[PlaneRef], held: Collection[PlaneRef]
-    ) -> Sequence[Action]:
         stretch = self.stretch
         budget, slot_bytes = self._budget_bytes(), self._state.slot_bytes
         withheld = stretch.reserve_bytes + self._handicap_bytes + self._spare_bytes
-        order = self._order(stretch)
         self.capacity_slots = (budget - withheld) // slot_bytes
         try:
-            return make_room(self._state, needed=needed, pinned=held, capacity_slots=self.capacity_slots, order=order)
+            return self._make_room(touches, held, self.capacity_slots)
         except NoRoom as refusal:
+            if refusal.tier is not self._state.compute:
+                moment = f"{stretch.position} {phase} {label}"
+                raise refuse_host(
+                    refusal.needed_slots, moment, state=self._state, host_bytes=self._host_bytes
+                ) from None
             needed_slots = refusal.needed_slots
         # The reserve is a forecast; what is asked for now is a fact, and stays alone. The meter, where there is one, has the last word.
         needed_bytes = needed_slots * slot_bytes
@@ -306,12 +315,17 @@ class Pilot:
                 fixed_bytes=fixed_bytes,
             )
         self.capacity_slots = needed_slots
-        return make_room(self._state, needed=needed, pinned=held, capacity_slots=needed_slots, order=order)
+        return self._make_room(touches, held, needed_slots)
 
-    def _order(self, stretch: Stretch) -> Callable[[Iterable[PlaneRef]], list[PlaneRef]]:
+    def _make_room(self, touches: Sequence[Touch], held: Collection[PlaneRef], capacity_slots: int) -> Sequence[Action]:
+        state = self._state
+        capacity = capacity_of(state, capacity_slots, host_bytes=self._host_bytes)
+        return make_room(state, touches=touches, held=held, capacity=capacity, order=self._order(self.stretch))
+
+    def _order(self, stretch: Stretch) -> Order:
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):
             if stretch.worth is None:
                 stretch.worth = policy_named(self._policy)(Uses(stretch.trace))
             worth, now = stretch.worth, stretch.position
-            return lambda held: eviction_order(held, state=self._state, worth=worth, now=now)
-        return lambda held: sorted(held, key=lambda ref: (self._last_use.get(ref, -1), ref))
+            return lambda tier, refs: eviction_order(refs, state=self._state, tier=tier, worth=worth, now=now)
+        return lambda _, refs: sorted(refs, key=lambda ref: (self._last_use.get(ref, -1), ref))

@@ -3,7 +3,8 @@
 Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does
 not, everything rests one tier below and the compute tier keeps cached copies, so that eviction may choose freely at
 every moment. Where a device computes and the host is too small as well, what is used once a step goes to disk first:
-second moments, first moments, then gradients, then weights, of the last chunks first.
+second moments, first moments, then gradients, then weights, of the last chunks first. What the tiers below have no room
+for rests where it computes: weights first, which are used most often, of the first chunks first.
 
 Gradients that are used as they arrive rest nowhere, and have no home. Those of them that must wait get theirs when that is known.
 """
@@ -43,21 +44,56 @@ def place(
     Raises:
         BudgetError: homes do not fit the host or the disk.
     """
-    units = list(formats.units(layout, planes))
-    slot_bytes = bytes_of_slot(layout, formats)
-    sizes = {ref: slots_of(ref, layout, formats) * slot_bytes for ref in units}
+    sizes = _sizes(layout, planes, formats)
     compute, budget = machine.compute, machine.budget
     disk_bytes = budget.get(Tier.DISK, 0) if disk else 0
     if sum(sizes.values()) + nonmodel_bytes <= budget[compute]:
-        return dict.fromkeys(units, compute)
-    if compute is Tier.HOST:
-        if disk_bytes:
-            _refuse_full_disk({"model data": sum(sizes.values())}, disk_bytes)
-            return dict.fromkeys(units, Tier.DISK)
+        return dict.fromkeys(sizes, compute)
+    if compute is Tier.HOST and not disk_bytes:
         raise _refuse_homes_there(machine, {"model data": sum(sizes.values()), "activations": nonmodel_bytes})
-    spilled = _spill(sizes, host_bytes=budget[Tier.HOST], disk=disk_bytes > 0)
+    return _all_below(machine, sizes, disk_bytes=disk_bytes)
+
+
+def place_on_all_tiers(
+    layout: Layout, machine: Machine, *, planes: Iterable[str], formats: Formats
+) -> dict[PlaneRef, Tier]:
+    """The home of every unit of `planes` where the tiers below the one that computes have no room for all: as little as can be rests there.
+
+    Raises:
+        BudgetError: homes do not fit all tiers together.
+    """
+    sizes = _sizes(layout, planes, formats)
+    compute, budget = machine.compute, machine.budget
+    disk_bytes = budget.get(Tier.DISK, 0)
+    below = disk_bytes
+    if compute is Tier.DEVICE:
+        below += budget[Tier.HOST] - (max(sizes.values(), default=0) if disk_bytes else 0)
+    excess = sum(sizes.values()) - below
+    turn = {plane: number for number, plane in enumerate(reversed(_TO_DISK))}
+    here: dict[PlaneRef, Tier] = {}
+    for ref in sorted(sizes, key=lambda ref: (turn[ref.plane], ref.chunk)):
+        if excess <= 0:
+            break
+        if not layout.is_table(ref.chunk):  # whose rows are used on the host
+            here[ref] = compute
+            excess -= sizes[ref]
+    return {**here, **_all_below(machine, {r: n for r, n in sizes.items() if r not in here}, disk_bytes=disk_bytes)}
+
+
+def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[PlaneRef, int]:
+    """Bytes of every unit of these planes."""
+    slot_bytes = bytes_of_slot(layout, formats)
+    return {ref: slots_of(ref, layout, formats) * slot_bytes for ref in formats.units(layout, planes)}
+
+
+def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int], *, disk_bytes: int) -> dict[PlaneRef, Tier]:
+    """Homes below the tier that computes. BudgetError: there is no room for all of that."""
+    if machine.compute is Tier.HOST:
+        _refuse_full_disk({"model data": sum(sizes.values())}, disk_bytes)
+        return dict.fromkeys(sizes, Tier.DISK)
+    spilled = _spill(sizes, host_bytes=machine.budget[Tier.HOST], disk=disk_bytes > 0)
     _refuse_full_disk({"model data": sum(sizes[ref] for ref in spilled)}, disk_bytes)
-    return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in units}
+    return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in sizes}
 
 
 def place_gradients(
@@ -85,7 +121,7 @@ def place_gradients(
     rest = [ref for ref in home if ref.plane != GRAD]
     if all(home[ref] is compute for ref in rest):
         there = {
-            ref: state.unit_bytes(ref) for ref in home if ref.plane == GRAD and (ref in kept or ref not in state.free)
+            ref: state.unit_bytes(ref) for ref in home if ref.plane == GRAD and (ref in kept or not state.is_free(ref))
         }
         parts = {"model data": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
         if sum(parts.values()) > machine.budget[compute]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Moment, Phase, Rows, Touch, Trace
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 __all__ = ["Meter", "TraceRecorder"]
 
@@ -29,7 +29,7 @@ class TraceRecorder:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._seen: list[tuple[Phase, str, Sequence[Touch], tuple[PlaneRef, ...], Rows | None]] = []
+        self._seen: list[tuple[Phase, str, Sequence[Touch], tuple[PlaneRef, ...], int]] = []
         self._peaks: list[int] = []
         self._live: list[int] = []
 
@@ -39,12 +39,12 @@ class TraceRecorder:
         label: str,
         touches: Sequence[Touch],
         held: Iterable[PlaneRef],
-        rows: Rows | None = None,
+        rows_bytes: int = 0,
     ) -> None:
         """Writes down a moment, which begins now."""
         self._peaks.append(self._meter.restart_peak())
         self._live.append(self._meter.live)
-        self._seen.append((phase, label, touches, tuple(held), rows))
+        self._seen.append((phase, label, touches, tuple(held), rows_bytes))
 
     def trace(self) -> Trace:
         """The trace of what has been written down; the last moment ends now."""
@@ -62,8 +62,10 @@ class TraceRecorder:
                     tuple(ref for ref in held if ref not in {touch.ref for touch in touches}),
                     nonmodel_bytes=peak,
                     live_bytes=live,
-                    rows=rows,
+                    rows_bytes=rows_bytes,
                 )
-                for (phase, label, touches, held, rows), peak, live in zip(self._seen, peaks, self._live, strict=True)
+                for (phase, label, touches, held, rows_bytes), peak, live in zip(
+                    self._seen, peaks, self._live, strict=True
+                )
             )
         )

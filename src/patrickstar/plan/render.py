@@ -34,7 +34,7 @@ def render(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, follow
     width = max((len(moment.label) for moment in trace.moments), default=0)
     digits = len(str(max(len(trace) - 1, 0)))
     lines = list(_head(plan, machine, simulation))
-    void_before: list[PlaneRef] = sorted(ref for ref in plan.start.free if ref in plan.start.resident)
+    void_before: list[PlaneRef] = plan.start.void()
     freed_after = plan.freed_after()
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=True)):
         told = ";  ".join(_told(actions, plan=plan, moment=moment, uses=uses, now=index, void=void_before))
@@ -46,7 +46,7 @@ def render(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, follow
 
 def render_moment(plan: Plan, trace: Trace, index: int, *, following: Trace | None = None) -> list[str]:
     """Actions before one moment, a phrase per unit: `drop c3.weight (clean; next use at moment 93)`."""
-    void = plan.freed_after().get(index - 1, []) if index else sorted(plan.start.free & plan.start.resident.keys())
+    void = plan.freed_after().get(index - 1, []) if index else plan.start.void()
     uses = Uses(trace, following)
     return list(_told(plan.moments[index], plan=plan, moment=trace.moments[index], uses=uses, now=index, void=void))
 
@@ -90,7 +90,12 @@ def _told(
         if any(isinstance(step, Create) for step in path):
             yield f"create {unit} (zeros{'' if ref in written else ', only read'})"
         elif not _leaves(path, plan.start.compute):
-            yield f"fetch {unit}{links}"
+            if any(isinstance(step, Copy) and step.dst is plan.start.compute for step in path):
+                yield f"fetch {unit}{links}"
+            elif _leaves(path, Tier.HOST):
+                yield f"write back {unit}{links} and drop it from the host" if links else f"drop {unit} from the host"
+            else:
+                yield f"bring {unit}{links}"
         elif ref in void:
             yield f"drop {unit} (its contents are no longer wanted)"
         elif links:
@@ -111,8 +116,8 @@ def _journeys(actions: Iterable[Action]) -> list[tuple[PlaneRef, list[Action]]]:
     return journeys
 
 
-def _leaves(path: Iterable[Action], compute: Tier) -> bool:
-    return any(isinstance(step, Drop) and step.tier is compute for step in path)
+def _leaves(path: Iterable[Action], tier: Tier) -> bool:
+    return any(isinstance(step, Drop) and step.tier is tier for step in path)
 
 
 def _reason(ref: PlaneRef, policy: str, uses: Uses, now: int) -> str:

@@ -1,39 +1,37 @@
-"""Residency of units on the compute tier, and the one rule by which that changes. No bytes are moved here.
+"""Residency of units: which tiers hold the last contents of each, where it takes slots, and how that changes. No bytes are moved here.
 
-            Create                    written
-    FREE ────────────> DIRTY <─────────────────────── CLEAN
-     ^                   │  Copy home, Wait             ^ │
-     │ mark_free, Drop   └──────────────────────────────┘ │ Drop
-     └─────────────── any                 Copy, Wait      v
-                                    CLEAN <──────────── AWAY
+Every tier may have a copy of a unit. A copy *is newest* where it holds the last contents; a unit whose copies none of that are is *free*: it has
+no contents. A unit's home is where it always has room. On the tier that computes, unless that is its home, and on the host where that lies
+between, a copy takes slots as long as it is there.
 
-| the unit is | compute tier | home below | changed by                                                            |
-|-------------|--------------|------------|-----------------------------------------------------------------------|
-| FREE        | no slots     | no bytes   | `Create`: zeros, DIRTY; at home, where rows are added there: AWAY     |
-| AWAY        | no slots     | valid      | `Copy` to the compute tier takes slots; after its `Wait`: CLEAN       |
-| CLEAN       | valid        | same bytes | `Drop`: AWAY; `mark_written`: DIRTY                                   |
-| DIRTY       | valid        | stale      | `Copy` home and its `Wait`: CLEAN                                     |
-| HERE        | valid        | (is here)  | only `mark_free`; a unit whose home is the compute tier is not evicted |
-| VOID        | slots, no contents | no bytes | `mark_free` leaves this; `Drop`: FREE                             |
+| what                          | allowed where                                            | after it                                        |
+|-------------------------------|----------------------------------------------------------|-------------------------------------------------|
+| `Create` on a tier            | the unit is free and has no slots                        | newest there alone                              |
+| `Copy` to a neighbour, `Wait` | newest at the source, no other transfer of it in flight  | newest at both, until the wait at the source    |
+| `Drop` from a tier            | it has slots there, and is not newest there alone        | no copy there                                   |
+| `mark_written` on a tier      | newest there, nothing in flight                          | newest there alone: other slots of it are stale |
+| `mark_free`                   | nothing in flight                                        | free: its slots are stale                       |
 
-`make_room` of `plan/room.py` decides and changes nothing; `apply` is the only transition; `mark_written` and `mark_free`
-tell the state what a moment did. A unit whose home is the disk, where a device computes, is staged on the host, one unit at a time.
+Slots that are stale hold nothing that anybody wants: they are given back as soon as room is made. `make_room` of `plan/room.py` decides and changes
+nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state what a moment did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NoReturn
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
+from patrickstar.core.trace import Moment
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.plan import CopyState, Snapshot
+from patrickstar.plan.snapshot import Snapshot
 
-HERE, CLEAN, DIRTY = CopyState.HERE, CopyState.CLEAN, CopyState.DIRTY
+_DEPTH: Final = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
+_ALONE: Final = {tier: frozenset((tier,)) for tier in Tier}
 
 
 class InvariantError(AssertionError):
@@ -53,11 +51,12 @@ class Residency:
 
     Attributes:
         compute, slot_bytes: never change. home, slots: change only by `grow`, for all copies.
-        resident: units whose copy on the compute tier takes slots and has arrived.
-        free: units without contents; void: those of them whose slots are yet to be given back.
+        newest: the tiers that hold a unit's last contents, arrived; a unit that is not there is free.
+        taken: by tier, the units that have slots there, those of copies still arriving included: of the tier that computes, and of those
+            between it and a unit's home.
+        stale: by tier, those of `taken` that hold nothing that anybody wants.
         in_flight: transfers issued and not waited for, at most one of a unit: where from, and where to.
-        staged: host copies of units on their way between device and disk; True while newer than the disk's.
-        slots_used: slots of the compute tier in use, those of copies still arriving included.
+        slots_used: by tier, the slots of `taken`; slots_resting: by tier below the one that computes, those of the units whose home it is.
     """
 
     compute: Tier
@@ -65,12 +64,12 @@ class Residency:
     home: dict[PlaneRef, Tier]
     slots: dict[PlaneRef, int]
 
-    resident: dict[PlaneRef, CopyState] = field(default_factory=dict)
-    free: set[PlaneRef] = field(default_factory=set)
-    void: set[PlaneRef] = field(default_factory=set)
+    newest: dict[PlaneRef, frozenset[Tier]]
+    taken: dict[Tier, set[PlaneRef]]
+    stale: dict[Tier, set[PlaneRef]]
     in_flight: dict[PlaneRef, tuple[Tier, Tier]] = field(default_factory=dict)
-    staged: dict[PlaneRef, bool] = field(default_factory=dict)
-    slots_used: int = 0
+    slots_used: dict[Tier, int] = field(default_factory=dict)
+    slots_resting: dict[Tier, int] = field(default_factory=dict)
 
     @classmethod
     def at_rest(
@@ -83,64 +82,102 @@ class Residency:
         free: Collection[PlaneRef] = (),
     ) -> Residency:
         """The state in which every unit lies at home and nowhere else; units in `free` have no contents yet."""
-        slot_bytes = bytes_of_slot(layout, formats)
         slots = {ref: slots_of(ref, layout, formats) for ref in home}
-        state = cls(compute, slot_bytes, dict(home), slots, free=set(free))
-        state.resident = {ref: HERE for ref, tier in home.items() if tier is compute and ref not in state.free}
-        state.slots_used = sum(slots[ref] for ref in state.resident)
-        return state
+        newest = {ref: _ALONE[tier] for ref, tier in home.items() if ref not in free}
+        here = {ref for ref, tier in home.items() if tier is compute and ref in newest}
+        return cls.of(Snapshot(compute, bytes_of_slot(layout, formats), home, slots, newest, {compute: here}))
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Residency:
         """A working copy of a snapshot."""
+        slots, flights, newest = dict(snapshot.slots), dict(snapshot.in_flight), dict(snapshot.newest)
+        taken = {tier: set(refs) for tier, refs in snapshot.taken.items()}
+        resting = dict.fromkeys(Tier, 0)
+        for ref, tier in snapshot.home.items():
+            resting[tier] += slots[ref]
         return cls(
             compute=snapshot.compute,
             slot_bytes=snapshot.slot_bytes,
             home=dict(snapshot.home),
-            slots=dict(snapshot.slots),
-            resident=dict(snapshot.resident),
-            free=set(snapshot.free),
-            void={ref for ref in snapshot.free if ref in snapshot.resident},
-            slots_used=snapshot.slots_used,
+            slots=slots,
+            newest=newest,
+            taken=taken,
+            stale={
+                tier: {
+                    ref
+                    for ref in refs
+                    if tier not in newest.get(ref, ()) and flights.get(ref, (tier, None))[1] is not tier
+                }
+                for tier, refs in taken.items()
+            },
+            in_flight=flights,
+            slots_used={tier: sum(slots[ref] for ref in refs) for tier, refs in taken.items()},
+            slots_resting=resting,
         )
 
     def copy(self) -> Residency:
         """A state that changes apart from this one."""
-        return replace(
-            self,
-            resident=dict(self.resident),
-            free=set(self.free),
-            void=set(self.void),
-            in_flight=dict(self.in_flight),
-            staged=dict(self.staged),
+        return Residency(
+            self.compute,
+            self.slot_bytes,
+            dict(self.home),
+            dict(self.slots),
+            dict(self.newest),
+            {tier: set(refs) for tier, refs in self.taken.items()},
+            {tier: set(refs) for tier, refs in self.stale.items()},
+            dict(self.in_flight),
+            dict(self.slots_used),
+            dict(self.slots_resting),
         )
 
     def snapshot(self) -> Snapshot:
-        """A frozen copy of the state. Only between moments: nothing may be in flight or staged."""
-        self.expect_settled()
-        return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.resident, frozenset(self.free))
+        """A frozen copy of the state, between two moments."""
+        return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.newest, self.taken, self.in_flight)
 
     def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
         """Adds units, or gives them another size: without contents, and at home on the given tiers."""
+        for ref in homes:
+            if ref in self.home:
+                self.slots_resting[self.home[ref]] -= self.slots[ref]
+            self.slots_resting[homes[ref]] += slots[ref]
+            self.newest.pop(ref, None)
         self.home.update(homes)
         self.slots.update((ref, slots[ref]) for ref in homes)
-        self.free.update(homes)
 
-    def expect_settled(self) -> None:
-        """Raises InvariantError while a transfer is in flight or a unit is staged."""
-        if self.in_flight:
-            ref = min(self.in_flight)
-            raise InvariantError(5, f"{ref} is still on its way to the {self.in_flight[ref][1].label}")
-        if self.staged:
-            raise InvariantError(9, f"{min(self.staged)} is still staged on the host")
+    def is_free(self, ref: PlaneRef) -> bool:
+        """Tells whether a unit has no contents."""
+        return ref not in self.newest
 
-    def stages(self, ref: PlaneRef) -> bool:
-        """Tells whether the unit reaches the compute tier only through the host."""
-        return self.compute is Tier.DEVICE and self.home[ref] is Tier.DISK
+    def is_newest(self, ref: PlaneRef, tier: Tier) -> bool:
+        """Tells whether a tier holds a unit's last contents, arrived."""
+        return tier in self.newest.get(ref, ())
+
+    def tier_of(self, ref: PlaneRef) -> Tier | None:
+        """The tier nearest to the one that computes, of those that hold a unit's last contents; None: it is free."""
+        return min(self.newest.get(ref, ()), key=_DEPTH.__getitem__, default=None)
+
+    def is_dirty(self, ref: PlaneRef, tier: Tier) -> bool:
+        """Tells whether a tier alone holds a unit's last contents, so that its copy must be written back before it goes."""
+        return self.newest.get(ref) == _ALONE[tier]
+
+    @property
+    def below(self) -> Tier:
+        """The tier that comes after the one that computes, on every unit's way home."""
+        return Tier.HOST if self.compute is Tier.DEVICE else Tier.DISK
 
     def unit_bytes(self, ref: PlaneRef) -> int:
         """Bytes of a unit on any tier."""
         return self.slots[ref] * self.slot_bytes
+
+    def has_slots_to_take(self, ref: PlaneRef, tier: Tier) -> bool:
+        """Tells whether a copy takes slots on this tier, as it does wherever its home is not."""
+        return tier is self.compute or tier is not self.home[ref]
+
+    def expect_settled(self) -> None:
+        """Raises InvariantError while a transfer is in flight."""
+        if self.in_flight:
+            ref = min(self.in_flight)
+            raise InvariantError(5, f"{ref} is still on its way to the {self.in_flight[ref][1].label}")
 
 
 def bytes_of_slot(layout: Layout, formats: Formats) -> int:
@@ -153,40 +190,52 @@ def slots_of(ref: PlaneRef, layout: Layout, formats: Formats) -> int:
     return layout.slots(ref) * (formats.of(ref, layout).itemsize // formats.narrowest)
 
 
-def mark_written(state: Residency, ref: PlaneRef) -> None:
-    """Marks a unit as written by a moment: from now on the unit's home is stale.
+def mark_written(state: Residency, ref: PlaneRef, tier: Tier | None = None) -> None:
+    """Marks a unit as written by a moment, on the tier that computes or on another: whatever else holds it is stale from now on.
 
     Raises:
-        InvariantError: it is not resident (1), or a transfer still reads it (5).
+        InvariantError: its last contents are not there (1), or a transfer of it is in flight (5).
     """
-    copy = state.resident.get(ref)
-    if copy is None or ref in state.void:
-        raise InvariantError(1, f"{ref} is written but is not resident")
-    if ref in state.staged or ref in state.in_flight:
-        raise InvariantError(5, f"{ref} is written while a transfer reads it")
-    if copy is CLEAN:
-        state.resident[ref] = DIRTY
+    here = tier or state.compute
+    newest = state.newest.get(ref, ())
+    if here not in newest:
+        raise InvariantError(1, f"{ref} is written on the {here.label}, which does not hold its last contents")
+    if ref in state.in_flight:
+        raise InvariantError(5, f"{ref} is written while it is on its way")
+    if len(newest) > 1:
+        state.newest[ref] = _ALONE[here]
+        for other in newest:
+            if other is not here and ref in state.taken.get(other, ()):
+                state.stale[other].add(ref)
 
 
 def mark_free(state: Residency, ref: PlaneRef) -> None:
-    """Marks a unit as without contents that anybody wants; slots that the unit has are void until they are dropped.
+    """Marks a unit as without contents that anybody wants; slots that it has are stale until they are dropped.
 
     Raises:
         InvariantError: a transfer of it is in flight (5).
     """
-    if ref in state.staged or ref in state.in_flight:
+    if ref in state.in_flight:
         raise InvariantError(5, f"{ref} is freed while it is on its way")
-    state.free.add(ref)
-    if ref in state.resident:
-        state.void.add(ref)
-        if state.resident[ref] is CLEAN:
-            state.resident[ref] = DIRTY
+    state.newest.pop(ref, None)
+    for tier, refs in state.taken.items():
+        if ref in refs:
+            state.stale[tier].add(ref)
+
+
+def mark_moment(state: Residency, moment: Moment, freed: Iterable[PlaneRef] = ()) -> None:
+    """Marks what a moment of a trace writes, and what nobody wants any more once it is over."""
+    for touch in moment.touches:
+        if touch.writes:
+            mark_written(state, touch.ref, touch.tier)
+    for ref in freed:
+        mark_free(state, ref)
 
 
 def release(state: Residency, ref: PlaneRef) -> list[Action]:
     """Marks a unit free, and gives the actions that give its slots back at once, to be applied."""
     mark_free(state, ref)
-    return [Drop(ref, state.compute, state.slots[ref])] if ref in state.void else []
+    return [Drop(ref, tier, state.slots[ref]) for tier, refs in state.stale.items() if ref in refs]
 
 
 def apply(state: Residency, action: Action) -> None:
@@ -211,93 +260,78 @@ def apply(state: Residency, action: Action) -> None:
         _create(state, action)
 
 
+def give_up(state: Residency, ref: PlaneRef) -> None:
+    """Undoes a transfer that has failed: what it took is given back, and its source holds what it held."""
+    _, dst = state.in_flight.pop(ref)
+    if state.has_slots_to_take(ref, dst):
+        _forget_slots(state, ref, dst)
+
+
 def _copy(state: Residency, action: Copy) -> None:
     ref, src, dst = action.ref, action.src, action.dst
-    home, compute = state.home[ref], state.compute
+    home, newest = state.home[ref], state.newest.get(ref, ())
     if ref in state.in_flight:
         _refuse(5, action, "an earlier transfer of it has not been waited for")
-    if not _is_leg(src, dst, compute, home):
+    if not _is_leg(src, dst, state.compute, home):
         _refuse(9, action, f"it rests on the {home.label}, and this is not its way there or back")
-    if dst is compute and ref in state.resident:
+    takes = state.has_slots_to_take(ref, dst)
+    if takes and ref in state.taken[dst]:
         _refuse(5, action, "it has slots there already")
-    if dst is not compute and dst is not home and ref in state.staged:
-        _refuse(5, action, "it is staged there already")
-    if not _valid_on(state, ref, src):
+    if src not in newest:
         _refuse(4, action, f"the {src.label} does not hold its last contents")
     state.in_flight[ref] = src, dst
-    if dst is compute:
-        state.slots_used += action.slots
+    state.newest[ref] = frozenset(newest) - {dst}
+    if takes:
+        state.taken[dst].add(ref)
+        state.slots_used[dst] += action.slots
 
 
 def _is_leg(src: Tier, dst: Tier, compute: Tier, home: Tier) -> bool:
     """Tells whether a copy from `src` to `dst` is on the way between the compute tier and a home below it."""
-    if compute is Tier.DEVICE and home is Tier.DISK:
-        return (src is Tier.HOST) != (dst is Tier.HOST)  # these two meet only through the host
-    return home is not compute and ((src is compute and dst is home) or (src is home and dst is compute))
-
-
-def _valid_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
-    """Tells whether a tier holds the unit's last contents, arrived."""
-    if ref in state.free:
-        return False
-    if tier is state.compute:
-        return ref in state.resident
-    newer_here = state.resident.get(ref) is DIRTY
-    if tier is state.home[ref]:
-        return not newer_here and not state.staged.get(ref, False)
-    return ref in state.staged and (state.staged[ref] or not newer_here)
+    upper, lower = sorted((_DEPTH[src], _DEPTH[dst]))
+    return lower == upper + 1 and _DEPTH[compute] <= upper and lower <= _DEPTH[home]
 
 
 def _wait(state: Residency, action: Wait) -> None:
     ref, tier = action.ref, action.tier
-    src, dst = state.in_flight.get(ref, (None, None))
-    if dst is not tier:
+    if state.in_flight.get(ref, (None, None))[1] is not tier:
         _refuse(5, action, "no such transfer has been issued")
     del state.in_flight[ref]
-    if tier is state.compute:
-        state.resident[ref] = CLEAN
-    elif tier is not state.home[ref]:
-        state.staged[ref] = src is state.compute and state.resident[ref] is DIRTY
-    else:
-        if ref in state.resident:
-            state.resident[ref] = CLEAN
-        if ref in state.staged:
-            state.staged[ref] = False
+    state.newest[ref] |= _ALONE[tier]
 
 
 def _drop(state: Residency, action: Drop) -> None:
     ref, tier = action.ref, action.tier
+    newest = state.newest.get(ref, ())
     if tier in state.in_flight.get(ref, ()):
         _refuse(5, action, "a transfer still uses these slots")
-    if tier is state.compute:
-        copy = state.resident.get(ref)
-        if copy is None:
-            _refuse(2, action, "it has no slots there")
-        if ref not in state.void and (copy is HERE or (copy is DIRTY and not state.staged.get(ref, False))):
-            _refuse(4, action, "it is the last valid copy")
-        del state.resident[ref]
-        state.void.discard(ref)
-        state.slots_used -= action.slots
-    elif tier is Tier.HOST and ref in state.staged:
-        if state.staged[ref] and ref not in state.resident:
-            _refuse(4, action, "it is the last valid copy")
-        del state.staged[ref]
-    else:
-        _refuse(4 if tier is state.home[ref] else 2, action, "it has no copy there that may go")
+    if ref not in state.taken.get(tier, ()):
+        _refuse(4 if tier is state.home[ref] else 2, action, "it has no slots there that may go")
+    if newest == _ALONE[tier]:
+        _refuse(4, action, "it is the last valid copy")
+    if tier in newest:
+        state.newest[ref] = frozenset(newest) - {tier}
+    _forget_slots(state, ref, tier)
+
+
+def _forget_slots(state: Residency, ref: PlaneRef, tier: Tier) -> None:
+    state.taken[tier].discard(ref)
+    state.stale[tier].discard(ref)
+    state.slots_used[tier] -= state.slots[ref]
 
 
 def _create(state: Residency, action: Create) -> None:
-    ref = action.ref
-    if ref not in state.free:
+    ref, tier = action.ref, action.tier
+    if ref in state.newest:
         _refuse(4, action, "it has contents")
-    if ref in state.resident:
+    if any(ref in refs for refs in state.taken.values()):
         _refuse(5, action, "it has slots already")
-    if action.tier is not state.compute and not (action.tier is Tier.HOST is state.home[ref]):
-        _refuse(9, action, f"first contents are made on the {state.compute.label}, or at home")
-    state.free.discard(ref)
-    if action.tier is state.compute:
-        state.resident[ref] = HERE if state.home[ref] is state.compute else DIRTY
-        state.slots_used += action.slots
+    if not (tier is state.compute or _is_leg(state.compute, tier, state.compute, state.home[ref])) or tier is Tier.DISK:
+        _refuse(9, action, "first contents are made in memory on its way home")
+    state.newest[ref] = _ALONE[tier]
+    if state.has_slots_to_take(ref, tier):
+        state.taken[tier].add(ref)
+        state.slots_used[tier] += action.slots
 
 
 def _refuse(number: int, action: Action, why: str) -> NoReturn:

@@ -1,57 +1,81 @@
-"""Room for a moment: which units leave the compute tier and which come, as actions. Decides, and changes nothing."""
+"""Room for a moment: which units leave a tier and which come, as actions. Decides, and changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
-from patrickstar.plan.residency import CLEAN, HERE, Residency
+from patrickstar.core.trace import Touch
+from patrickstar.plan.actions import Action
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.staging import NoRoom, Order, Staging
 
-__all__ = ["NoRoom", "Order", "make_room"]
-
-Order = Callable[[Iterable[PlaneRef]], Iterable[PlaneRef]]
-"""Orders candidates for eviction, best first. It may offer others as well: those are passed over."""
-
-
-class NoRoom(Exception):  # noqa: N818 - not an error yet: planner and pilot turn it into a BudgetError with names
-    """A lack of slots: what a moment needs at once, and may not lose, takes more than there are."""
-
-    def __init__(self, needed_slots: int, capacity_slots: int) -> None:
-        super().__init__(f"{needed_slots} slots are needed at once, and there is room for {max(capacity_slots, 0)}")
-        self.needed_slots = needed_slots
-        self.capacity_slots = capacity_slots
+__all__ = ["capacity_of", "make_room"]
 
 
 def make_room(
     state: Residency,
     *,
-    needed: Iterable[PlaneRef],
-    pinned: Collection[PlaneRef] = (),
-    capacity_slots: int,
+    touches: Sequence[Touch] = (),
+    held: Collection[PlaneRef] = (),
+    capacity: Mapping[Tier, int],
     order: Order,
 ) -> list[Action]:
-    """Actions that make every unit of `needed` resident in at most `capacity_slots` slots; changes nothing itself.
+    """Actions that bring what a moment touches to where it is touched, in at most as many slots as there are; changes nothing itself.
 
-    Victims are taken in `order` from what is neither needed, pinned, nor at home here, also where nothing is missing
-    but less room is left than is in use. Clean ones are dropped, dirty ones copied home first. Transfers of a kind are
-    all issued before the first is waited for, so that they can overlap, and slots are given back before others are
-    taken. Void units give theirs back first of all.
+    Victims are taken in `order` from what is neither touched, held, nor at home on the tier that computes, also where nothing is missing but less
+    room is left than is in use. Clean ones are dropped, dirty ones copied towards home first. Transfers of a kind are all issued before the
+    first is waited for, so that they can overlap, and slots are given back before others are taken. Stale slots are given back first of all.
+    What passes through the host on its way between device and disk stays there, until others need the room.
 
+    Args:
+        capacity: slots by tier: of the one that computes all that there are, of the host below a device those that are no homes.
     Raises:
-        NoRoom: what is needed, pinned or at home here takes more slots than that.
+        NoRoom: what is touched, held or at home takes more slots of a tier than there are.
     """
-    state.expect_settled()
-    resident, slots = state.resident, state.slots
-    keep = dict.fromkeys(needed)
-    missing = sorted(ref for ref in keep if ref not in resident or ref in state.void)
-    keep.update(dict.fromkeys(pinned))
-    voids = sorted(ref for ref in state.void if ref not in keep or ref in missing)
-    in_use = state.slots_used - sum(slots[ref] for ref in voids) + sum(slots[ref] for ref in missing)
-    victims = _choose(state, keep=keep, in_use=in_use, capacity_slots=capacity_slots, order=order)
-    actions: list[Action] = [Drop(ref, state.compute, slots[ref]) for ref in voids]
-    return actions + _evictions(state, victims) + _arrivals(state, missing)
+    compute, stale, slots = state.compute, state.stale, state.slots
+    needed = dict.fromkeys(touch.ref for touch in touches if touch.tier in (None, compute))
+    below = {touch.ref: touch.writes for touch in touches if touch.tier not in (None, compute)}
+    landing = _landing(state, touches)
+    missing = sorted(ref for ref in needed if not state.is_newest(ref, compute) and landing.get(ref) is not compute)
+    keep = {**needed, **dict.fromkeys(held)}
+    spent = sorted(ref for ref in stale[compute] if ref not in keep or ref in missing)
+    in_use = state.slots_used[compute] + sum(slots[ref] for ref in missing) - sum(slots[ref] for ref in spent)
+    victims = _choose(state, keep=keep, in_use=in_use, capacity_slots=capacity[compute], order=order)
+    staging = Staging(state, host_slots=capacity.get(Tier.HOST, 0), order=order, wanted={*missing, *below})
+    for ref in landing:
+        staging.land(ref)
+    staging.drop_stale(spent)
+    for ref in victims:
+        staging.evict(ref)
+    for ref in missing:
+        staging.fetch(ref)
+    for ref, writes in below.items():
+        staging.use_on_host(ref, writes=writes)
+    return staging.actions()
+
+
+def capacity_of(state: Residency, compute_slots: int, *, host_bytes: int) -> dict[Tier, int]:
+    """Slots that copies may take, by tier: so many of the one that computes, and what homes leave of the host below a device."""
+    if state.compute is Tier.HOST:
+        return {Tier.HOST: compute_slots}
+    return {
+        state.compute: compute_slots,
+        Tier.HOST: host_bytes // state.slot_bytes - state.slots_resting[Tier.HOST],
+    }
+
+
+def _landing(state: Residency, touches: Iterable[Touch]) -> dict[PlaneRef, Tier]:
+    """Transfers that must be over first: those by which something comes, and those of what is written. By unit, where they go."""
+    flights = state.in_flight
+    if not flights:
+        return {}
+    return {
+        touch.ref: flights[touch.ref][1]
+        for touch in touches
+        if touch.ref in flights and (touch.writes or not state.is_newest(touch.ref, touch.tier or state.compute))
+    }
 
 
 def _choose(
@@ -60,52 +84,27 @@ def _choose(
     """The victims, in order, whose slots bring `in_use` down to the capacity."""
     if in_use <= capacity_slots:
         return []
+    compute, home, flights = state.compute, state.home, state.in_flight
+    taken, stale = state.taken[compute], state.stale[compute]
 
     def may_go(ref: PlaneRef) -> bool:
-        return ref not in keep and state.resident.get(ref, HERE) is not HERE and ref not in state.void
+        return ref in taken and ref not in keep and home[ref] is not compute and ref not in stale
 
+    candidates = order(compute, filter(may_go, taken))
+    if flights:  # what is still arriving goes last: somebody wanted it early
+        candidates = sorted(candidates, key=lambda ref: flights.get(ref, (None, None))[1] is compute)
     victims: dict[PlaneRef, None] = {}
-    for ref in order(filter(may_go, state.resident)):
+    for ref in candidates:
         if may_go(ref) and ref not in victims:
             victims[ref] = None
             in_use -= state.slots[ref]
             if in_use <= capacity_slots:
                 break
     else:
-        raise NoRoom(in_use, capacity_slots)
+        raise NoRoom(compute, in_use, capacity_slots)
     # A large unit that came last may have made smaller ones' going needless: the best of those stay.
     for ref in reversed(list(victims)):
         if in_use + state.slots[ref] <= capacity_slots:
             in_use += state.slots[ref]
             del victims[ref]
     return list(victims)
-
-
-def _evictions(state: Residency, victims: list[PlaneRef]) -> list[Action]:
-    compute, issues, ends = state.compute, list[Action](), list[Action]()
-    for ref in victims:
-        home, slots = state.home[ref], state.slots[ref]
-        if state.resident[ref] is CLEAN:
-            ends.append(Drop(ref, compute, slots))
-        elif state.stages(ref):
-            ends += [Copy(ref, compute, Tier.HOST, slots), Wait(ref, Tier.HOST), Drop(ref, compute, slots)]
-            ends += [Copy(ref, Tier.HOST, home, slots), Wait(ref, home), Drop(ref, Tier.HOST, slots)]
-        else:
-            issues.append(Copy(ref, compute, home, slots))
-            ends += [Wait(ref, home), Drop(ref, compute, slots)]
-    return issues + ends
-
-
-def _arrivals(state: Residency, missing: list[PlaneRef]) -> list[Action]:
-    compute, issues, ends = state.compute, list[Action](), list[Action]()
-    for ref in missing:
-        home, slots = state.home[ref], state.slots[ref]
-        if ref in state.free:
-            issues.append(Create(ref, compute, slots))
-        elif state.stages(ref):
-            ends += [Copy(ref, home, Tier.HOST, slots), Wait(ref, Tier.HOST)]
-            ends += [Copy(ref, Tier.HOST, compute, slots), Wait(ref, compute), Drop(ref, Tier.HOST, slots)]
-        else:
-            issues.append(Copy(ref, home, compute, slots))
-            ends.append(Wait(ref, compute))
-    return issues + ends

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Machine, Tier
-from patrickstar.core.trace import Trace
+from patrickstar.core.trace import Trace, link_of_rows
 from patrickstar.errors import StateError
 from patrickstar.plan.actions import Action, Copy, Create, Drop
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import Residency, apply, mark_free, mark_written
-from patrickstar.plan.rows import link_of
+from patrickstar.plan.residency import Residency, apply, mark_moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Simulation:
 
     Attributes:
         peak: by tier ("device", "host", "disk"; 0 where it is not used), the most held at once. Homes below the
-            compute tier are reserved for every unit, with contents or not.
+            compute tier are reserved for every unit, with contents or not; copies on their way there come on top.
         moved: by link, such as "H>D".
         slots: slots of the compute tier in use during each moment; per_moment: their bytes and the moment's
             non-model bytes.
@@ -55,7 +54,8 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
     for ref, tier in state.home.items():
         if tier is not compute:
             ledger.add(tier, state.unit_bytes(ref))
-    ledger.add(compute, state.slots_used * slot_bytes)
+    for tier, slots_used in state.slots_used.items():
+        ledger.add(tier, slots_used * slot_bytes)
     freed_after = plan.freed_after()
     slots: list[int] = []
     per_moment: list[int] = []
@@ -63,16 +63,12 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
         for action in actions:
             apply(state, action)
             _enter(ledger, state, action)
-        if moment.rows is not None:
-            ledger.move(*link_of(moment.rows), moment.rows.nbytes)
+        if moment.rows_bytes:
+            ledger.move(*link_of_rows(moment.touches), moment.rows_bytes)
         ledger.begin_moment({compute: moment.nonmodel_bytes})
-        slots.append(state.slots_used)
+        slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))
-        for touch in moment.touches:
-            if touch.writes:
-                mark_written(state, touch.ref)
-        for ref in freed_after.get(index, ()):
-            mark_free(state, ref)
+        mark_moment(state, moment, freed_after.get(index, ()))
     peak = {tier.label: ledger.peak(tier) for tier in Tier}
     # What is there before the first moment's evictions is the last plan's to answer for.
     peak[compute.label] = max(per_moment, default=0)
@@ -81,11 +77,13 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
 
 
 def _enter(ledger: Ledger, state: Residency, action: Action) -> None:
-    if isinstance(action, Copy):
-        if action.dst is not state.home[action.ref]:
-            ledger.add(action.dst, state.unit_bytes(action.ref))
-        ledger.move(action.src, action.dst, state.unit_bytes(action.ref))
-    elif isinstance(action, Create) and action.tier is state.compute:
-        ledger.add(action.tier, state.unit_bytes(action.ref))
-    elif isinstance(action, Drop):
-        ledger.remove(action.tier, state.unit_bytes(action.ref))
+    nbytes = state.unit_bytes(action.ref)
+    match action:
+        case Copy(ref, src, dst):
+            if state.has_slots_to_take(ref, dst):
+                ledger.add(dst, nbytes)
+            ledger.move(src, dst, nbytes)
+        case Create(ref, tier) if state.has_slots_to_take(ref, tier):
+            ledger.add(tier, nbytes)
+        case Drop(_, tier):
+            ledger.remove(tier, nbytes)

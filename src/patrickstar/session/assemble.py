@@ -229,6 +229,7 @@ def _build_session(
         store.state,
         budget_bytes=lambda: machine.budget[compute] - binding.taken_bytes(),
         policy=options.eviction,
+        host_bytes=machine.budget[Tier.HOST],
         spare_bytes=budgets.spare_bytes,
         costs=machine.costs,
     )

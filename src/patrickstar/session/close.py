@@ -113,8 +113,9 @@ class Closing:
     def _return_weights(self) -> None:
         # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.
         store = self._parts.executor.store
-        for ref in [ref for ref in store.state.resident if ref.plane not in (WEIGHT, REST)]:
-            store.release(ref)
+        for ref in sorted({ref for refs in store.state.taken.values() for ref in refs}):
+            if ref.plane not in (WEIGHT, REST):
+                store.release(ref)
         self._parts.binding.release(self._taken_back if self._keeps else lambda _: None)
 
     def _taken_back(self, bound: BoundParameter) -> Tensor:
@@ -124,7 +125,7 @@ class Closing:
         state = parts.executor.store.state
         held = parts.binding.leases.held()  # by what outlives the session: it keeps its memory
         for ref in self._masters_units(bound):
-            if self._last_of[ref] == bound.name and ref in state.resident and ref not in held:
+            if self._last_of[ref] == bound.name and ref in state.taken[state.compute] and ref not in held:
                 parts.executor.store.release(ref)  # its slots' pages go before the next parameter is read
         return value
 

@@ -218,7 +218,7 @@ def _touched(state: Residency, trace: Trace) -> Residency:
     state = state.copy()
     for moment in trace.moments:
         for touch in moment.touches:
-            if touch.ref in state.free:
+            if state.is_free(touch.ref):
                 residency.apply(state, residency.Create(touch.ref, state.compute, state.slots[touch.ref]))
     return state
 
@@ -278,7 +278,13 @@ def _long_run(
 def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> None:
     """Weights are put into chunks as `manage` does it."""
     budget_bytes = budgets.machine.budget[state.compute]
-    pilot = Pilot(state, budget_bytes=lambda: budget_bytes, spare_bytes=budgets.spare_bytes, policy=policy)
+    pilot = Pilot(
+        state,
+        budget_bytes=lambda: budget_bytes,
+        host_bytes=budgets.machine.budget.get(Tier.HOST, 0),
+        spare_bytes=budgets.spare_bytes,
+        policy=policy,
+    )
     for run in layout.runs:
         ref = PlaneRef(run.head, WEIGHT)
         for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
@@ -289,6 +295,6 @@ def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> No
 def _let_gradients_go(state: Residency) -> None:
     """The step is over: no gradient is wanted any more, and those that take slots give them back."""
     for ref in sorted(state.home):
-        if ref.plane == GRAD and (ref not in state.free or ref in state.void):
+        if ref.plane == GRAD and (not state.is_free(ref) or ref in state.stale[state.compute]):
             for action in residency.release(state, ref):
                 residency.apply(state, action)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from patrickstar.errors import BudgetError, LayoutError
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
-from patrickstar.plan.placement import place, place_gradients
+from patrickstar.plan.placement import place, place_gradients, place_on_all_tiers
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import step_trace
 from patrickstar.step.budgets import Budgets
@@ -134,16 +135,26 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
     Raises:
         BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
     """
-    machine = budgets.machine
-    home = _homes(layout, machine, gradients.planes, formats=formats)
-    state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
+    machine, planes = budgets.machine, gradients.planes
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]
     if gradients is not GradientUse.NONE:
         in_chunks = gradients is GradientUse.CHUNK
         traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, writes_gradients=True))
-    expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
-    return state
+
+    def with_homes(home: Mapping[PlaneRef, Tier]) -> Residency:
+        state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
+        expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
+        return state
+
+    refusal: BudgetError | None = None
+    for homes in _homes(layout, machine, planes, formats=formats):
+        try:
+            return with_homes(homes())
+        except BudgetError as problem:
+            refusal = refusal or problem
+    assert refusal is not None
+    raise refusal
 
 
 def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Machine, formats: Formats) -> None:
@@ -152,16 +163,21 @@ def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Ma
     state.grow(*place_gradients(machine, kept, state=state, layout=layout, formats=formats, why=why))
 
 
-def _homes(layout: Layout, machine: Machine, planes: tuple[str, ...], *, formats: Formats) -> dict[PlaneRef, Tier]:
-    """The home of each unit: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
+def _homes(
+    layout: Layout, machine: Machine, planes: tuple[str, ...], *, formats: Formats
+) -> list[Callable[[], dict[PlaneRef, Tier]]]:
+    """The homes of units, the best first: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
 
     What fits stays on the compute tier all the same, as cached copies that never have to move.
     """
-    if machine.compute is Tier.DEVICE or Tier.DISK in machine.budget:
-        try:
-            whole = machine.budget[machine.compute]
-            return place(layout, machine, planes=planes, nonmodel_bytes=whole, formats=formats)
-        except BudgetError:
-            if machine.compute is Tier.HOST:
-                raise
-    return place(layout, machine, planes=planes, formats=formats)
+    whole = machine.budget[machine.compute]
+    below = partial(place, layout, machine, planes=planes, nonmodel_bytes=whole, formats=formats)
+    here = partial(place, layout, machine, planes=planes, formats=formats)
+    if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
+        return [here]
+    has_tables = any(group.table for group in layout.groups)  # whose rows are used on the host
+    return [
+        below,
+        *([] if has_tables else [here]),
+        partial(place_on_all_tiers, layout, machine, planes=planes, formats=formats),
+    ]

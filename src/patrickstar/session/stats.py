@@ -52,7 +52,7 @@ def gather_stats(
     state, ledger = store.state, store.ledger
     model_data: dict[str, int] = {}
     for ref in state.home:
-        if ref not in state.free:
+        if not state.is_free(ref):
             model_data[ref.plane] = model_data.get(ref.plane, 0) + state.unit_bytes(ref)
     if gradient_bytes:
         model_data[GRAD] = model_data.get(GRAD, 0) + gradient_bytes

@@ -45,7 +45,7 @@ class Copies:
         with self._executor.lock, self._executor.apart():
             for part in self._layout.parts(name):
                 ref, _ = self._layout.weight_place(part)
-                if ref not in state.resident:
+                if not state.is_newest(ref, state.compute):
                     self._executor.moment(Phase.STEP, name, (Touch(ref),))
                 self._convert(self._kept(part), copy[_span(part)])
 

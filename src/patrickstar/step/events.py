@@ -197,8 +197,9 @@ class Events:
         self.check_watch()
         inside = backward_id() != -1
         self._in_backward |= inside
-        phase, rows = self.touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=inside)
-        self._tables.gather(phase, name, rows, ids, values)
+        phase, touches, nbytes = self.touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=inside)
+        self._executor.moment(phase, name, touches, nbytes)
+        self._tables.gather(name, ids, values)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
         """Keeps the gradient of rows until the backward that has brought it ends."""

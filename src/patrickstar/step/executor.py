@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Phase, Rows, Touch
+from patrickstar.core.trace import Phase, Touch, link_of_rows
 from patrickstar.errors import BudgetError
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create, Drop
 from patrickstar.plan.pilot import Pilot, Planned, Stretch
 from patrickstar.plan.recorder import TraceRecorder
-from patrickstar.plan.rows import link_of
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.pressure import Pressure
 from patrickstar.torch_private import Plain, backward_id
@@ -30,8 +29,8 @@ from patrickstar.units import format_bytes
 
 __all__ = ["Executor", "MeterBound"]
 
-_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Rows | None]
-"""A moment as the pilot is asked about it: phase, label, touches, what is held, and rows."""
+_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef]]
+"""A moment as the pilot decides about it: phase, label, touches, and what is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,8 @@ class Executor:
 
     # moments
 
-    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows: Rows | None = None) -> None:
-        """Makes what these touches need resident, and rows usable at home. Units to be written count as written.
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0) -> None:
+        """Makes what these touches need usable where they are. Units to be written count as written. `rows_bytes`: of rows that cross the link.
 
         Raises:
             BudgetError: the moment does not fit. DeviceError: the disk does not do its work.
@@ -94,10 +93,10 @@ class Executor:
             store.settle()
             held = store.leases.held()
             if self.recorder is not None and phase is not Phase.STEP:
-                self.recorder.moment(phase, label, touches, held, rows)
-            actions = pilot.actions(phase, label, touches, held, rows)
+                self.recorder.moment(phase, label, touches, held, rows_bytes)
+            actions = pilot.actions(phase, label, touches, held, rows_bytes)
             if self._pressure is not None or self.meter is not None:
-                actions = self._within_bounds(actions, (phase, label, touches, held, rows))
+                actions = self._within_bounds(actions, (phase, label, touches, held))
             store.limit_slots = pilot.capacity_slots
             now = self._nonmodel_now()
             if actions:
@@ -106,20 +105,27 @@ class Executor:
                 store.carry_out(actions)
             if store.committed_slots > store.limit_slots:
                 store.trim()
-            if rows is not None:
-                store.ledger.move(*link_of(rows), rows.nbytes)
+            if rows_bytes:
+                store.ledger.move(*link_of_rows(touches), rows_bytes)
             store.hold_beside(now)
             self._nonmodel_before = now
             for touch in touches:
                 if touch.writes:
-                    store.wrote(touch.ref)
+                    store.wrote(touch.ref, touch.tier)
 
     def use(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
         """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. Raises what `moment` raises."""
         with self.lock:
             self.moment(phase, label, touches)
             with torch.inference_mode(False):
-                return [self.store.tensor(touch.ref) for touch in touches]
+                return [self.store.tensor(touch.ref, touch.tier) for touch in touches]
+
+    def use_where_it_is(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
+        """The units of these touches, as `use` gives them, on the tier nearest to the one that computes that has their last contents in memory."""
+        with self.lock:
+            if self.pending is not None:
+                self.settle()
+            return self.use(phase, label, self.pilot.nearest(touches))
 
     def open(self) -> None:
         """Does what may be done as soon as a stretch of the step has begun."""
@@ -207,7 +213,7 @@ class Executor:
 
     def _slots_in_use(self, actions: Sequence[Action]) -> int:
         """Number of slots that will be in use once these actions are done."""
-        in_use = self.store.state.slots_used
+        in_use = self.store.state.slots_used[self._compute]
         for action in actions:
             match action:
                 case Create(_, tier, slots) | Copy(_, _, tier, slots) if tier is self._compute:
@@ -250,7 +256,7 @@ class Executor:
         self.store.hold_beside(live)
 
     def _slot_bytes(self) -> int:
-        return self.store.state.slots_used * self.store.state.slot_bytes
+        return self.store.state.slots_used[self._compute] * self.store.state.slot_bytes
 
     def _metered_room(self, bound: MeterBound) -> int:
         return bound.nbytes - self.store.leases.assembled_bytes() - self._assembling_bytes

@@ -6,15 +6,16 @@ copied, not added to zeros: -0.0 stays -0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.core.trace import Phase, Rows, Touch
+from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
 from patrickstar.parameters.binding import Binding
@@ -96,18 +97,18 @@ class Gradients:
                 del self.incomplete[name]
         self._views.changed(AssembledKey(name, GRAD))
 
-    def add_rows(self, bound: BoundParameter, rows: Rows, gradients: RowGradients) -> None:
+    def add_rows(self, bound: BoundParameter, touches: Sequence[Touch], gradients: RowGradients) -> None:
         """Takes the gradients of rows of a table, where the table rests."""
         name = bound.name
         self._make_ready(name, bound)
         before = self.incomplete.pop(name, set())
-        self._executor.moment(Phase.BACKWARD, name, (), rows)
+        self._executor.moment(Phase.BACKWARD, name, touches, gradients.nbytes)
         with self._executor.lock, self._executor.apart():
             for tile in bound.tiles:
                 is_there = name in self.names or tile.name in before
                 flat = gradients.sums(tile.first_row, tile.rows).view(-1)
                 for part in self._layout.parts(tile.name):
-                    target = self._executor.store.tensor_at_home(PlaneRef(part.chunk, GRAD))[part.start : part.stop]
+                    target = self._executor.store.tensor(PlaneRef(part.chunk, GRAD), Tier.HOST)[part.start : part.stop]
                     piece = flat[part.tensor_start : part.tensor_start + target.numel()]
                     self._put(name, target, piece, is_there=is_there)
         self.names.add(name)

@@ -119,6 +119,4 @@ def _forward_is(trace: Trace | None, stretch: Stretch, recorded: Trace | None) -
 
 def _forward_of(trace: Trace) -> list[Hashable]:
     """Touches of the forward in a trace, moment by moment."""
-    return [
-        (moment.touches, moment.rows and moment.rows.refs) for moment in trace.moments if moment.phase is Phase.FORWARD
-    ]
+    return [moment.touches for moment in trace.moments if moment.phase is Phase.FORWARD]

@@ -99,7 +99,10 @@ class LatePlanes:
         state = self._executor.store.state
         gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
         # One at home on the compute tier has room only while it is kept.
-        if any(state.home.get(ref, state.compute) is state.compute and ref not in state.resident for ref in gradients):
+        if any(
+            state.home.get(ref, state.compute) is state.compute and ref not in state.taken[state.compute]
+            for ref in gradients
+        ):
             self._take_in(gradients, why=f"the gradient of {name} cannot be used as it arrives")
 
     def _take_in(self, kept: Collection[PlaneRef], *, why: str) -> None:
@@ -163,7 +166,7 @@ class LatePlanes:
             if ref not in state.home:
                 self._formats.now = self._formats.now.widen(ref.chunk)
         for ref in narrow:
-            keep = None if ref in state.free else ref
+            keep = None if state.is_free(ref) else ref
             self._reform({ref: homes[ref]}, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
         self._changed("gradients of several backwards add up in fp32 from now on")
 

@@ -139,7 +139,7 @@ class Stretches:
         state = self._executor.store.state
         if known.trace is None or not 0 < known.lets_go_at < len(known.trace.moments):
             return set()
-        return {ref for ref in state.home if ref.plane == GRAD and ref not in state.free}
+        return {ref for ref in state.home if ref.plane == GRAD and not state.is_free(ref)}
 
     def _explore(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -216,7 +216,11 @@ class Stretches:
     ) -> Stretch:
         state = self._executor.store.state
         after = self._follower.get(following)
-        contents = (frozenset(state.resident.items()), frozenset(state.free), frozenset(state.void))
+        contents = (
+            frozenset(state.newest.items()),
+            *map(frozenset, state.taken.values()),
+            frozenset(state.in_flight.items()),
+        )
         # Traces are told apart by identity: those in a key are kept alive beside the plan.
         key = (kind, id(trace), id(after), contents, self._taken_bytes(), frees)
         if key not in self._plans:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from patrickstar.core.trace import Phase, Rows
+from patrickstar.core.machine import Tier
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.lookups import RowGradients
@@ -40,15 +40,14 @@ class TableRows:
         self._touches = touches
         self._rounding = rounding
 
-    def gather(self, phase: Phase, name: str, rows: Rows, ids: Tensor, values: Tensor) -> None:
-        """Writes rows into `values` (ids x width); rows kept in another type, in the type that computes."""
-        self._executor.moment(phase, name, (), rows)
+    def gather(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """Writes rows that are usable on the host into `values` (ids x width); rows kept in another type, in the type that computes."""
         with self._executor.lock, self._executor.apart():
             for tile in self._binding.by_name[name].tiles:
                 wanted, local = _inside(ids, tile)
                 if not wanted.numel():
                     continue
-                kept = self._executor.store.tensor_at_home(tile.ref)
+                kept = self._executor.store.tensor(tile.ref, Tier.HOST)
                 numel = tile.shape_only.numel()
                 found = kept[tile.offset : tile.offset + numel].view(tile.rows, -1)[local]
                 if self._rounding is not None:
@@ -59,12 +58,12 @@ class TableRows:
         """Adds gradients of rows that one backward has brought where the table's gradient rests, or to the user's own; else delivers tiles."""
         bound = self._binding.by_name[gradients.name]
         own = self._binding.gradients.own_of(bound.name)
-        rows = self._touches.row_gradients(bound.name, gradients.nbytes)
+        touches = self._touches.row_gradients(bound.name)
         if own is not None:
             with self._executor.quiet():
                 own.add_(gradients.sums(0, bound.rows))
-        elif rows is not None:
-            self._gradients.add_rows(bound, rows, gradients)
+        elif touches is not None:
+            self._gradients.add_rows(bound, touches, gradients)
         else:
             for tile in bound.tiles:
                 # One at a time: none is kept while the next is made.

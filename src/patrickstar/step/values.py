@@ -87,7 +87,7 @@ class Weights:
         rest = PlaneRef(part.chunk, REST)
         is_split = rest in self._executor.store.state.home
         touches = master_touches(part, self._layout, is_split=is_split, writes=writes)
-        units = self._executor.use(Phase.STEP, name, touches)
+        units = self._executor.use_where_it_is(Phase.STEP, name, touches)
         ref, start = self._layout.weight_place(part)
         found = dict(zip((touch.ref for touch in touches), units, strict=True))
         weight = found[ref][start : start + part.stop - part.start]
@@ -132,7 +132,7 @@ class Weights:
         self._late_planes.thaw(name)
         for part in self._layout.parts(name):
             ref = PlaneRef(part.chunk, plane)
-            (unit,) = self._executor.use(Phase.STEP, name, (Touch(ref, writes),))
+            (unit,) = self._executor.use_where_it_is(Phase.STEP, name, (Touch(ref, writes),))
             yield unit[part.start : part.stop]
 
     def read_average(self, name: str, plane: str) -> Tensor:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
-from patrickstar.core.trace import Phase, Rows, Touch, Trace
+from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
@@ -88,8 +88,8 @@ class _Twin:
         phase, touches = self._touches.unpack(ref)
         self._moment(phase, name, touches)
 
-    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows: Rows | None = None) -> None:
-        self.recorder.moment(phase, label, touches, self.leases.held(), rows)
+    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0) -> None:
+        self.recorder.moment(phase, label, touches, self.leases.held(), rows_bytes)
 
     def make_copy(self, key: CopyKey) -> Tensor:
         assert self.binding is not None
@@ -108,8 +108,10 @@ class _Twin:
             self._making_slot = False
 
     def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:  # noqa: ARG002
-        phase, rows = self._touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=backward_id() != -1)
-        self._moment(phase, name, (), rows)
+        phase, touches, nbytes = self._touches.lookup(
+            name, values.numel(), in_graph=in_graph, in_backward=backward_id() != -1
+        )
+        self._moment(phase, name, touches, nbytes)
 
     def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
         self._notice_backward()
@@ -129,9 +131,9 @@ class _Twin:
 
     def _take_rows(self, gradients: RowGradients) -> None:
         assert self.binding is not None
-        rows = self._touches.row_gradients(gradients.name, gradients.nbytes)
-        if rows is not None:
-            self._moment(Phase.BACKWARD, gradients.name, (), rows)
+        touches = self._touches.row_gradients(gradients.name)
+        if touches is not None:
+            self._moment(Phase.BACKWARD, gradients.name, touches, gradients.nbytes)
             return
         for tile in self.binding.by_name[gradients.name].tiles:
             self.gradient(tile.name, gradients.sums(tile.first_row, tile.rows))

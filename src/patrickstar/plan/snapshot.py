@@ -1,0 +1,210 @@
+"""Snapshots: where every unit is between two moments. What a plan starts from, and what it leads to.
+
+A snapshot prints a line per plane, home and condition, and parses back:
+
+    on D, slots of 4096 bytes
+      exp_avg H free 0-7
+      exp_avg_sq K away,clean 2
+      weight H away 0-2 3x4
+      weight H away:H>D 5
+      weight H dirty 7
+
+that is: of the weights, at home on the host, the unit of chunk 7 also has a copy on the device that is newer, and that of chunk 5 is on its
+way there; those of chunks 0 to 2 and the run of four chunks from chunk 3 on are at home only. A second moment that rests on the disk has a copy
+on the host as well, which is the same. No first moment has contents yet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import PlaneRef
+
+__all__ = ["Condition", "Snapshot"]
+
+
+class Condition(str, Enum):
+    """Condition of a unit as the tier that computes sees it; the last three also of a copy on a tier between that and its home."""
+
+    FREE = "free"  # no contents, no slots
+    VOID = "void"  # no contents any more; its slots are yet to be given back
+    AWAY = "away"  # its last contents are below, and it has no slots
+    HERE = "here"  # this is its home
+    CLEAN = "clean"  # a tier below holds the same bytes: may be dropped
+    DIRTY = "dirty"  # newer than everything below: must be written back before it is dropped
+    STALE = "stale"  # newer contents are elsewhere; its slots are yet to be given back
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a `Residency` between two moments.
+
+    Attributes:
+        compute: the tier that computes; slot_bytes: bytes of one slot.
+        home, slots: of every unit, the tier it rests on and the slots it takes.
+        newest: the tiers that hold a unit's last contents; a unit that is not there has none.
+        taken: by tier, the units that have slots there: on the tier that computes all that are there, below it those whose home is another.
+        in_flight: transfers that have been issued and not been waited for: from where, and to where.
+    """
+
+    compute: Tier
+    slot_bytes: int
+    home: Mapping[PlaneRef, Tier]
+    slots: Mapping[PlaneRef, int]
+    newest: Mapping[PlaneRef, frozenset[Tier]]
+    taken: Mapping[Tier, Collection[PlaneRef]]
+    in_flight: Mapping[PlaneRef, tuple[Tier, Tier]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("home", "slots", "newest", "in_flight"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        taken = {tier: frozenset(self.taken.get(tier, ())) for tier in memory_tiers(self.compute)}
+        object.__setattr__(self, "taken", MappingProxyType(taken))
+
+    def condition(self, ref: PlaneRef) -> Condition:
+        """The condition of a unit on the tier that computes."""
+        compute, newest = self.compute, self.newest.get(ref)
+        has_slots = ref in self.taken[compute] and not self._is_arriving(ref, compute)
+        if not newest:
+            return Condition.VOID if has_slots else Condition.FREE
+        if not has_slots:
+            return Condition.AWAY
+        if compute not in newest:
+            return Condition.STALE
+        if self.home[ref] is compute:
+            return Condition.HERE
+        return Condition.CLEAN if len(newest) > 1 else Condition.DIRTY
+
+    def cached(self, ref: PlaneRef) -> Condition | None:
+        """The condition of a unit's copy on the host, where that is neither its home nor the tier that computes; None: it has none."""
+        if ref not in self.taken.get(Tier.HOST, ()) or self.compute is Tier.HOST or self._is_arriving(ref, Tier.HOST):
+            return None
+        newest = self.newest.get(ref, ())
+        if Tier.HOST not in newest:
+            return Condition.STALE
+        return Condition.CLEAN if self.home[ref] in newest else Condition.DIRTY
+
+    def _is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
+        return ref in self.in_flight and self.in_flight[ref][1] is tier
+
+    @property
+    def slots_used(self) -> int:
+        """Slots of the compute tier in use."""
+        return sum(self.slots[ref] for ref in self.taken[self.compute])
+
+    def void(self) -> list[PlaneRef]:
+        """The units whose slots on the compute tier hold nothing that anybody wants."""
+        here = sorted(self.taken[self.compute])
+        return [ref for ref in here if self.condition(ref) in (Condition.VOID, Condition.STALE)]
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, str], list[PlaneRef]] = defaultdict(list)
+        for ref in sorted(self.home):
+            groups[ref.plane, self.home[ref].value, self._word(ref)].append(ref)
+        lines = [f"on {self.compute.value}, slots of {self.slot_bytes} bytes"]
+        lines += [f"  {' '.join(group)} {' '.join(self._ranges(refs))}" for group, refs in sorted(groups.items())]
+        return "\n".join(lines)
+
+    def _word(self, ref: PlaneRef) -> str:
+        cached, flight = self.cached(ref), self.in_flight.get(ref)
+        beside = f",{cached}" if cached else ""
+        return f"{self.condition(ref)}{beside}" + (f":{flight[0].value}>{flight[1].value}" if flight else "")
+
+    def _ranges(self, refs: Iterable[PlaneRef]) -> list[str]:
+        """Sorted units of one plane as `0-5`, `7`, `9x4`: neighbours of one size share an entry."""
+        spans: list[list[int]] = []  # first, last, slots
+        for chunk, slots in ((ref.chunk, self.slots[ref]) for ref in refs):
+            if spans and spans[-1][1:] == [chunk - 1, slots]:
+                spans[-1][1] = chunk
+            else:
+                spans.append([chunk, chunk, slots])
+        return [
+            (f"{first}-{last}" if last > first else f"{first}") + (f"x{slots}" if slots > 1 else "")
+            for first, last, slots in spans
+        ]
+
+    @classmethod
+    def parse(cls, text: str) -> Snapshot:
+        """The snapshot that prints as `text`.
+
+        Raises:
+            ValueError: `text` is not the print of a snapshot.
+        """
+        head, *lines = text.splitlines()
+        found = _HEAD.fullmatch(head)
+        if not found:
+            raise ValueError(f'{head!r} is not the first line of a snapshot, such as "on D, slots of 4096 bytes"')
+        compute = Tier(found["compute"])
+        home: dict[PlaneRef, Tier] = {}
+        slots: dict[PlaneRef, int] = {}
+        newest: dict[PlaneRef, frozenset[Tier]] = {}
+        taken: dict[Tier, set[PlaneRef]] = {tier: set() for tier in memory_tiers(compute)}
+        in_flight: dict[PlaneRef, tuple[Tier, Tier]] = {}
+        for line in lines:
+            plane, letter, word, *spans = line.strip().split(" ")
+            tier = Tier(letter)
+            tiers, copies, flight = _parse_word(word, compute=compute, home=tier)
+            for chunk, times in _chunks(spans):
+                ref = PlaneRef(chunk, plane)
+                if ref in home:
+                    raise ValueError(f"{ref} stands twice in a snapshot")
+                home[ref], slots[ref] = tier, times
+                if tiers:
+                    newest[ref] = tiers
+                if flight:
+                    in_flight[ref] = flight
+                for copy in copies:
+                    taken[copy].add(ref)
+        return cls(compute, int(found["slot_bytes"]), home, slots, newest, taken, in_flight)
+
+
+_HEAD: Final = re.compile(r"on (?P<compute>[DHK]), slots of (?P<slot_bytes>\d+) bytes")
+_WORD: Final = re.compile(r"(?P<here>[a-z]+)(?:,(?P<cached>[a-z]+))?(?::(?P<src>[DHK])>(?P<dst>[DHK]))?")
+_SPAN: Final = re.compile(r"(\d+)(?:-(\d+))?(?:x(\d+))?")
+
+
+def memory_tiers(compute: Tier) -> tuple[Tier, ...]:
+    """The tiers that have slots: that which computes, and the host below a device."""
+    return (compute,) if compute is Tier.HOST else (compute, Tier.HOST)
+
+
+def _parse_word(word: str, *, compute: Tier, home: Tier) -> tuple[frozenset[Tier], set[Tier], tuple[Tier, Tier] | None]:
+    """The tiers that hold the last contents of a unit in such a condition, those where it has slots, and its transfer under way."""
+    found = _WORD.fullmatch(word)
+    if not found:
+        raise ValueError(f'{word!r} is no condition, such as "away", "clean,dirty" or "away:H>D"')
+    here, cached = Condition(found["here"]), Condition(found["cached"]) if found["cached"] else None
+    flight = (Tier(found["src"]), Tier(found["dst"])) if found["src"] else None
+    copies = set() if here in (Condition.FREE, Condition.AWAY) else {compute}
+    if cached is not None:
+        copies.add(Tier.HOST)
+    if flight and (flight[1] is compute or flight[1] is not home):
+        copies.add(flight[1])
+    if here in (Condition.FREE, Condition.VOID):
+        return frozenset(), copies, flight
+    newest = set[Tier]() if here in (Condition.AWAY, Condition.STALE) else {compute}
+    if cached in (Condition.CLEAN, Condition.DIRTY):
+        newest.add(Tier.HOST)
+    if cached is not Condition.DIRTY and here is not Condition.DIRTY:
+        newest.add(home)
+    return frozenset(newest), copies, flight
+
+
+def _chunks(spans: Iterable[str]) -> Iterable[tuple[int, int]]:
+    for span in spans:
+        found = _SPAN.fullmatch(span)
+        if not found:
+            raise ValueError(f'{span!r} is no chunks, such as "0-5", "7" or "9x4"')
+        first, last, slots = found.groups()
+        for chunk in range(int(first), int(last or first) + 1):
+            yield chunk, int(slots or 1)

@@ -1,0 +1,206 @@
+"""The moves of one decision, leg by leg: between neighbours directly, and between device and disk through the host.
+
+Moves go in rounds. In each, transfers of a kind are all issued before the first is waited for; a round ends where the host has no room for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import PlaneRef
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.residency import Residency
+
+__all__ = ["NoRoom", "Order", "Staging"]
+
+Order = Callable[[Tier, Iterable[PlaneRef]], Iterable[PlaneRef]]
+"""Orders candidates for leaving a tier, best first. It may offer others as well: those are passed over."""
+
+
+class NoRoom(Exception):  # noqa: N818 - not an error yet: planner and pilot turn it into a BudgetError with names
+    """A lack of slots: what a moment needs at once on a tier, and may not lose, takes more than there are."""
+
+    def __init__(self, tier: Tier, needed_slots: int, capacity_slots: int) -> None:
+        super().__init__(
+            f"{needed_slots} slots of the {tier.label} are needed at once, and there is room for {max(capacity_slots, 0)}"
+        )
+        self.tier = tier
+        self.needed_slots = needed_slots
+        self.capacity_slots = capacity_slots
+
+
+@dataclass(slots=True)
+class _Round:
+    """Actions of a round, in the order of its parts: what leaves the host, what leaves the tier that computes, what comes there."""
+
+    host: list[Action] = field(default_factory=list)
+    host_ends: list[Action] = field(default_factory=list)
+    out: list[Action] = field(default_factory=list)
+    out_ends: list[Action] = field(default_factory=list)
+    into: list[Action] = field(default_factory=list)
+    onward: list[Action] = field(default_factory=list)
+    into_ends: list[Action] = field(default_factory=list)
+    entered: list[PlaneRef] = field(default_factory=list)
+
+    def actions(self) -> list[Action]:
+        return [
+            *self.host, *self.host_ends, *self.out, *self.out_ends, *self.into, *self.onward, *self.into_ends,
+        ]  # fmt: skip
+
+
+class Staging:
+    """Collects moves, and knows what each leaves on the host.
+
+    Args:
+        host_slots: of the host below a device, beside homes. wanted: units that something is about to read on the host: they go last.
+    """
+
+    def __init__(self, state: Residency, *, host_slots: int, order: Order, wanted: Collection[PlaneRef]) -> None:
+        self._state = state
+        self._host_slots = host_slots
+        self._order = order
+        self._wanted = wanted
+
+        self._host_free = host_slots - state.slots_used[Tier.HOST] if state.compute is Tier.DEVICE else 0
+        self._came: dict[PlaneRef, None] = {}  # to the host, in rounds that are over
+        self._left: set[PlaneRef] = set()
+        self._gone: set[PlaneRef] = set()  # from the tier that computes
+        self._landed: set[PlaneRef] = set()  # what was under way, and is waited for
+        self._actions: list[Action] = []
+        self._round = _Round()
+
+    def actions(self) -> list[Action]:
+        """What has been collected."""
+        self._end_round()
+        return self._actions
+
+    def land(self, ref: PlaneRef) -> None:
+        """Has a transfer under way waited for, before what else is done in this round."""
+        if ref not in self._landed:
+            self._landed.add(ref)
+            self._round.host.insert(0, Wait(ref, self._state.in_flight[ref][1]))
+
+    def drop_stale(self, refs: Iterable[PlaneRef]) -> None:
+        """Gives slots of these on the tier that computes back, and all of the host's that nobody wants."""
+        state = self._state
+        self._actions += [Drop(ref, state.compute, state.slots[ref]) for ref in refs]
+        self._gone.update(refs)
+        if state.compute is Tier.DEVICE and state.stale[Tier.HOST]:
+            stale = sorted(state.stale[Tier.HOST])
+            self._actions += [Drop(ref, Tier.HOST, state.slots[ref]) for ref in stale]
+            self._host_free += sum(state.slots[ref] for ref in stale)
+        self._make_host_room(0)  # homes may have come since
+
+    def evict(self, ref: PlaneRef) -> None:
+        """Takes a unit off the tier that computes."""
+        state, compute = self._state, self._state.compute
+        self._gone.add(ref)
+        if compute in state.in_flight.get(ref, ()):
+            self.land(ref)
+        elif state.is_dirty(ref, compute):
+            self._take_down(ref)
+        self._round.out_ends.append(Drop(ref, compute, state.slots[ref]))
+
+    def _take_down(self, ref: PlaneRef) -> None:
+        """Copies what only the tier that computes has to the next one."""
+        state = self._state
+        self._reserve(ref, state.below)
+        self._round.out.append(Copy(ref, state.compute, state.below, state.slots[ref]))
+        self._round.out_ends.append(Wait(ref, state.below))
+
+    def fetch(self, ref: PlaneRef) -> None:
+        """Brings a unit to the tier that computes: with its contents, or full of zeros where it has none."""
+        state = self._state
+        compute, slots = state.compute, state.slots[ref]
+        if state.is_free(ref):
+            self._round.into.append(Create(ref, compute, slots))
+            return
+        if compute is Tier.HOST:
+            self._round.into.append(Copy(ref, Tier.DISK, compute, slots))
+        elif self._is_on_host(ref):
+            self._round.into.append(Copy(ref, Tier.HOST, compute, slots))
+        else:
+            self._reserve(ref, Tier.HOST)
+            self._round.into.append(Copy(ref, Tier.DISK, Tier.HOST, slots))
+            self._round.onward += [Wait(ref, Tier.HOST), Copy(ref, Tier.HOST, compute, slots)]
+        self._round.into_ends.append(Wait(ref, compute))
+
+    def use_on_host(self, ref: PlaneRef, *, writes: bool) -> None:
+        """Brings a unit to the host, below a device; where it is written there, it leaves the device."""
+        state = self._state
+        device, slots = state.compute, state.slots[ref]
+        self._end_round()
+        is_here = ref in state.taken[device] and ref not in self._gone
+        if self._is_on_host(ref):
+            pass
+        elif state.is_free(ref):
+            self._reserve(ref, Tier.HOST)
+            self._round.into.append(Create(ref, Tier.HOST, slots))
+        elif state.is_newest(ref, device) and is_here:
+            self._take_down(ref)
+        else:
+            self._reserve(ref, Tier.HOST)
+            self._round.into += [Copy(ref, Tier.DISK, Tier.HOST, slots), Wait(ref, Tier.HOST)]
+        if is_here and writes:
+            self._round.out_ends.append(Drop(ref, device, slots))
+            self._gone.add(ref)
+
+    def _is_on_host(self, ref: PlaneRef) -> bool:
+        """Tells whether the host will hold a unit's last contents, once the rounds that are over have been done."""
+        comes = self._state.in_flight.get(ref, (None, None))[1] is Tier.HOST
+        is_there = self._state.is_newest(ref, Tier.HOST) or ref in self._came or comes
+        return is_there and ref not in self._left
+
+    def _reserve(self, ref: PlaneRef, tier: Tier) -> None:
+        """Has room for a unit on the host, in this round or a later one."""
+        state = self._state
+        if tier is Tier.HOST and tier is not state.compute and state.home[ref] is not tier:
+            self._make_host_room(state.slots[ref])
+            self._host_free -= state.slots[ref]
+        if tier is Tier.HOST:
+            self._round.entered.append(ref)
+
+    def _make_host_room(self, slots: int) -> None:
+        while self._host_free < slots:
+            victim = next(self._host_victims(), None)
+            if victim is not None:
+                self._leave_host(victim)
+            elif self._round.entered:
+                self._end_round()
+            else:
+                raise NoRoom(Tier.HOST, self._host_slots - self._host_free + slots, self._host_slots)
+
+    def _host_victims(self) -> Iterator[PlaneRef]:
+        """Units that may leave the host now, best first: those for which the device has just got a copy, and those that are wanted there last."""
+        state = self._state
+        stays = {*self._left, *self._round.entered}
+        below = [ref for ref in self._came if ref not in stays and state.home[ref] is Tier.DISK]
+        yield from (ref for ref in below if not state.is_dirty(ref, state.compute))
+        taken, stale = state.taken[Tier.HOST], state.stale[Tier.HOST]
+        cached = [
+            ref
+            for ref in self._order(Tier.HOST, taken)
+            if ref in taken and ref not in stale and ref not in stays and ref not in self._came
+        ]
+        yield from sorted(cached, key=lambda ref: (ref in state.in_flight, ref in self._wanted))
+        yield from (ref for ref in below if state.is_dirty(ref, state.compute))
+
+    def _leave_host(self, ref: PlaneRef) -> None:
+        state, step = self._state, self._round
+        slots, flight = state.slots[ref], state.in_flight.get(ref)
+        self._left.add(ref)
+        self._host_free += slots
+        if flight:
+            self.land(ref)
+        if not state.is_newest(ref, Tier.DISK) and flight != (Tier.HOST, Tier.DISK):
+            step.host.append(Copy(ref, Tier.HOST, Tier.DISK, slots))
+            step.host_ends.append(Wait(ref, Tier.DISK))
+        step.host_ends.append(Drop(ref, Tier.HOST, slots))
+
+    def _end_round(self) -> None:
+        self._actions += self._round.actions()
+        self._came.update(dict.fromkeys(self._round.entered))
+        self._left.difference_update(self._round.entered)
+        self._round = _Round()

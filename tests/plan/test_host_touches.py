@@ -1,0 +1,110 @@
+"""Units that are used on the host below a device, and transfers that are under way as a plan begins: plans and their check agree on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.trace import Moment, Touch, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan.check import check, show
+from patrickstar.plan.eviction import POLICIES
+from patrickstar.plan.fit import pinned_at, worst_moment
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.simulate import simulate
+from tests.plan.builders import (
+    SLOT_BYTES,
+    Instance,
+    device_over_host,
+    instances,
+    layout_of,
+    resting,
+    some,
+    starts,
+    trace_of,
+    unit,
+)
+from tests.plan.naive import replay
+
+
+def test_a_moment_with_rows_prints_and_parses_back() -> None:
+    for text in ("c0.weight@H c1.weight@H c2.weight* rows 4096 held c3.weight", "c0.grad@H* rows 64"):
+        trace = trace_of(text)
+        assert text in str(trace)
+        assert Trace.parse(str(trace)) == trace
+
+
+def test_bytes_of_rows_cross_the_link_and_nothing_else_does() -> None:
+    layout = layout_of(1, 1)
+    trace = trace_of("c0.weight@H c1.weight@H rows 96", "c0.grad@H* c1.grad@H* rows 40")
+    machine = device_over_host(1)
+    start = resting(layout, compute=Tier.DEVICE, home=Tier.HOST, free=layout.units(["grad"]))
+    plan = make_plan(trace, layout=layout, machine=machine, start=start)
+    assert check(plan, trace, layout, machine) == []
+    moved = simulate(plan, trace, layout, machine).moved
+    assert (moved["H>D"], moved["D>H"]) == (96, 40)
+    assert unit("c0.grad") in plan.end.newest
+    without = replace(plan, moments=tuple(() for _ in plan.moments))
+    assert any("(1)" in found for found in check(without, trace, layout, machine))
+
+
+@st.composite
+def with_host_touches(draw: st.DrawFn) -> Instance:
+    """Some moments also use units on the host that nobody uses elsewhere then; copies may be there, and on their way, as the plan begins."""
+    instance = draw(instances().filter(lambda drawn: drawn.machine.compute is Tier.DEVICE))
+    start = draw(starts(instance.layout, sorted(instance.start.home), Tier.DEVICE, flights=True))
+    below = [ref for ref, tier in start.home.items() if tier is not Tier.DEVICE]
+    moments: list[Moment] = []
+    most = 0
+    for moment in instance.trace.moments:
+        usable = [ref for ref in below if ref not in pinned_at(moment)]
+        wanted = draw(st.lists(st.sampled_from(usable), max_size=2, unique=True)) if usable else []
+        touches = [Touch(ref, draw(st.booleans()), Tier.HOST) for ref in wanted]
+        cached = sum(start.slots[ref] for ref in wanted if start.home[ref] is Tier.DISK)
+        largest = max((start.slots[ref] for ref in below if start.home[ref] is Tier.DISK), default=0)
+        most = max(most, cached + largest)
+        moments.append(
+            replace(moment, touches=(*moment.touches, *touches), rows_bytes=draw(st.integers(0, 100)) if wanted else 0)
+        )
+    trace = Trace(tuple(moments))
+    resting_slots = sum(start.slots[ref] for ref in below if start.home[ref] is Tier.HOST)
+    host = (resting_slots + most + draw(st.integers(0, 2))) * SLOT_BYTES
+    least = worst_moment(trace, start=start, frees=instance.frees).nbytes
+    budget = {**instance.machine.budget, Tier.HOST: host, Tier.DEVICE: least + draw(st.integers(0, 2 * SLOT_BYTES))}
+    return replace(instance, trace=trace, start=start, machine=Machine(Tier.DEVICE, budget))
+
+
+@some
+@given(instance=with_host_touches(), policy=st.sampled_from(sorted(POLICIES)))
+def test_plans_keep_every_invariant_in_tight_tiers(instance: Instance, policy: str) -> None:
+    trace, machine = instance.trace, instance.machine
+    plan = make_plan(trace, following=instance.following, policy=policy, **instance.arguments)
+    found = check(plan, trace, instance.layout, machine)
+    assert found == [], show(found, plan, trace)
+    simulated = simulate(plan, trace, instance.layout, machine)
+    assert simulated.peak["device"] <= machine.budget[Tier.DEVICE]
+    start = instance.start
+    at_start = (start.slots_resting[Tier.HOST] + start.slots_used[Tier.HOST]) * SLOT_BYTES
+    assert simulated.peak["host"] <= max(machine.budget[Tier.HOST], at_start)
+    curve, moved, _ = replay(plan, machine, trace)
+    assert list(simulated.per_moment) == curve
+    rows = {True: 0, False: 0}
+    for moment in trace.moments:
+        rows[any(touch.writes for touch in moment.touches if touch.tier)] += moment.rows_bytes
+    assert simulated.moved == {**moved, "D>H": moved["D>H"] + rows[True], "H>D": moved["H>D"] + rows[False]}
+
+
+@some
+@given(instance=instances(), data=st.data())
+def test_what_is_under_way_as_a_plan_begins_is_waited_for_once(instance: Instance, data: st.DataObject) -> None:
+    start = data.draw(starts(instance.layout, sorted(instance.start.home), instance.machine.compute, flights=True))
+    instance = replace(instance, start=start, frees=())
+    try:
+        plan = make_plan(instance.trace, following=instance.following, **instance.arguments)
+    except BudgetError:
+        return
+    found = check(plan, instance.trace, instance.layout, instance.machine)
+    assert found == [], show(found, plan, instance.trace)
