@@ -158,8 +158,9 @@ def starts(
     }
     below = [Tier.HOST, Tier.DISK] if compute is Tier.DEVICE else [Tier.DISK]
     lines = [f"on {compute.value}, slots of {bytes_of_slot(layout, FP32)} bytes"]
+    homes = draw(st.sampled_from([[*below, *below, compute], [Tier.DISK]]))
     for ref in refs:
-        home = draw(st.sampled_from([*below, *below, compute]))
+        home = draw(st.sampled_from(homes))
         pair = (compute, home)
         word = draw(st.sampled_from(words[pair] + (moving.get(pair, []) if flights else [])))
         lines.append(f"  {ref.plane} {home.value} {word} {ref.chunk}x{slots_of(ref, layout, FP32)}")

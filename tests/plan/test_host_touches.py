@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar.core.machine import Machine, Tier
@@ -77,7 +77,7 @@ def with_host_touches(draw: st.DrawFn) -> Instance:
     return replace(instance, trace=trace, start=start, machine=Machine(Tier.DEVICE, budget))
 
 
-@some
+@settings(max_examples=150, deadline=None)
 @given(instance=with_host_touches(), policy=st.sampled_from(sorted(POLICIES)))
 def test_plans_keep_every_invariant_in_tight_tiers(instance: Instance, policy: str) -> None:
     trace, machine = instance.trace, instance.machine

@@ -97,6 +97,14 @@ def test_what_the_host_has_is_not_read_from_the_disk() -> None:
     ]  # fmt: skip
 
 
+def test_what_is_about_to_be_read_on_the_host_stays_until_it_has_been() -> None:
+    state = state_of("c0.weight away,clean, c1.weight away", compute=Tier.DEVICE)
+    assert room_for(state, "c0.weight c1.weight", slots=2, host=1) == [
+        "c0.weight H>D", "c0.weight D?",
+        "c0.weight H!", "c1.weight K>H", "c1.weight H?", "c1.weight H>D", "c1.weight D?",
+    ]  # fmt: skip
+
+
 def test_dirty_copies_leave_the_host_through_the_disk_and_stale_ones_at_once() -> None:
     state = state_of("c0.weight away,dirty, c1.weight dirty,stale, c2.weight away", compute=Tier.DEVICE)
     assert room_for(state, "c2.weight", slots=2, host=1) == [

@@ -35,7 +35,6 @@ from tests.session.builders import (
     options,
     step_with_loss,
     store_of,
-    values,
 )
 from tests.session.masters import Twin as MastersByHand
 
@@ -253,14 +252,16 @@ def test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_byte_less_than_twelve_a_parameter_is_refused_by_manage(precision: str, machine: Machine) -> None:
-    model, needed = mlp(), chunks(LAYERS, 12)
-    before = values(model)
-    with pytest.raises(BudgetError, match="short of what rests there") as refusal:
-        manage(model, precision, **machine(needed - 1))
-    assert refusal.value.smallest_bytes - refusal.value.available_bytes == 1
-    assert is_ordinary(model)
-    expect_bits(before, values(model))
+def test_with_a_byte_less_than_twelve_a_parameter_below_one_unit_rests_where_it_computes(
+    precision: str, machine: Machine
+) -> None:
+    build, _ = KEPT["none"]
+    plain, model = Plain(build, precision), build()
+    with manage(model, precision, **machine(chunks(LAYERS, 12) - 1)) as session:
+        state = store_of(session).state
+        assert [ref.plane for ref, tier in state.home.items() if tier is state.compute] == ["weight"]
+        train(plain, model, session, range(2))
+        plain.expect_same(session)
 
 
 @pytest.mark.parametrize(("kind", "precision"), [kind for kind in SOME if kind[0] != "none"])
@@ -618,8 +619,8 @@ def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: s
             assert nbytes <= after.peak[tier] <= (COMPUTES if tier == compute else nbytes), tier
         assert {link: after.moved[link] - before.moved[link] for link in after.moved} == foreseen.moved
     less = forecast(build(), {"x": batch()}, **{**arguments, **machine(needed - 1)})
-    assert not less.fits
-    assert "short of what rests there" in less.refusal
+    assert less.fits == (not kept)  # a weight may rest where it computes instead
+    assert less.fits or "short of what rests there" in less.refusal
 
 
 @pytest.mark.parametrize("kind", KEPT)

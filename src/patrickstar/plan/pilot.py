@@ -7,7 +7,7 @@ same rule and with the same actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -257,7 +257,7 @@ class Pilot:
         return actions
 
     def nearest(self, touches: Iterable[Touch]) -> tuple[Touch, ...]:
-        """These touches where the last contents are, so that reading or setting a value moves no more than it must.
+        """The touches by which these units are used where their last contents are: reading or setting a value moves no more than it must.
 
         What only the tiers below the device have is used on the host, if the host has room for all of it at once.
         """

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, NoReturn
 
 from patrickstar.core.formats import Formats
@@ -30,8 +31,8 @@ from patrickstar.core.trace import Moment
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
 from patrickstar.plan.snapshot import Snapshot
 
-_DEPTH: Final = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
-_ALONE: Final = {tier: frozenset((tier,)) for tier in Tier}
+_DEPTH: Final = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
+_ALONE: Final = MappingProxyType({tier: frozenset((tier,)) for tier in Tier})
 
 
 class InvariantError(AssertionError):

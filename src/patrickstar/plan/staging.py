@@ -42,7 +42,8 @@ class _Round:
     into: list[Action] = field(default_factory=list)
     onward: list[Action] = field(default_factory=list)
     into_ends: list[Action] = field(default_factory=list)
-    entered: list[PlaneRef] = field(default_factory=list)
+    entered: list[PlaneRef] = field(default_factory=list)  # the host
+    read: set[PlaneRef] = field(default_factory=set)  # from there
 
     def actions(self) -> list[Action]:
         return [
@@ -68,11 +69,12 @@ class Staging:
         self._left: set[PlaneRef] = set()
         self._gone: set[PlaneRef] = set()  # from the tier that computes
         self._landed: set[PlaneRef] = set()  # what was under way, and is waited for
+        self._used: set[PlaneRef] = set()  # on the host, by what comes next
         self._actions: list[Action] = []
         self._round = _Round()
 
     def actions(self) -> list[Action]:
-        """What has been collected."""
+        """All that has been collected, in order."""
         self._end_round()
         return self._actions
 
@@ -121,6 +123,7 @@ class Staging:
             self._round.into.append(Copy(ref, Tier.DISK, compute, slots))
         elif self._is_on_host(ref):
             self._round.into.append(Copy(ref, Tier.HOST, compute, slots))
+            self._round.read.add(ref)
         else:
             self._reserve(ref, Tier.HOST)
             self._round.into.append(Copy(ref, Tier.DISK, Tier.HOST, slots))
@@ -143,6 +146,7 @@ class Staging:
         else:
             self._reserve(ref, Tier.HOST)
             self._round.into += [Copy(ref, Tier.DISK, Tier.HOST, slots), Wait(ref, Tier.HOST)]
+        self._used.add(ref)
         if is_here and writes:
             self._round.out_ends.append(Drop(ref, device, slots))
             self._gone.add(ref)
@@ -167,7 +171,7 @@ class Staging:
             victim = next(self._host_victims(), None)
             if victim is not None:
                 self._leave_host(victim)
-            elif self._round.entered:
+            elif self._round.entered or self._round.read:
                 self._end_round()
             else:
                 raise NoRoom(Tier.HOST, self._host_slots - self._host_free + slots, self._host_slots)
@@ -175,7 +179,7 @@ class Staging:
     def _host_victims(self) -> Iterator[PlaneRef]:
         """Units that may leave the host now, best first: those for which the device has just got a copy, and those that are wanted there last."""
         state = self._state
-        stays = {*self._left, *self._round.entered}
+        stays = {*self._left, *self._used, *self._round.entered, *self._round.read}
         below = [ref for ref in self._came if ref not in stays and state.home[ref] is Tier.DISK]
         yield from (ref for ref in below if not state.is_dirty(ref, state.compute))
         taken, stale = state.taken[Tier.HOST], state.stale[Tier.HOST]

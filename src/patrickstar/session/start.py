@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -147,14 +148,14 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
         expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
         return state
 
-    refusal: BudgetError | None = None
-    for homes in _homes(layout, machine, planes, formats=formats):
-        try:
-            return with_homes(homes())
-        except BudgetError as problem:
-            refusal = refusal or problem
-    assert refusal is not None
-    raise refusal
+    best, *others = _homes(layout, machine, planes, formats=formats)
+    try:
+        return with_homes(best())
+    except BudgetError:
+        for homes in others:
+            with suppress(BudgetError):
+                return with_homes(homes())
+        raise
 
 
 def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Machine, formats: Formats) -> None:
