@@ -38,6 +38,8 @@ def test_the_defaults_are_what_nobody_needs_to_set():
         {"emulated_link": "2GiB/s"},
         {"emulated_link": 1},
         {"stress_seed": 0},
+        {"prefetch": 0},
+        {"prefetch": 7},
     ],
 )
 def test_what_this_version_knows_is_taken(good):
@@ -74,6 +76,9 @@ def test_what_this_version_knows_is_taken(good):
         ({"emulated_link": 0}, "and more than 0"),
         ({"emulated_link": True}, "emulated_link=True"),
         ({"emulated_link": 2.5}, "emulated_link=2.5"),
+        ({"prefetch": -1}, "prefetch=-1: expected a number from 0 on, or None"),
+        ({"prefetch": 1.5}, "prefetch=1.5"),
+        ({"prefetch": True}, "prefetch=True"),
         ({"stress_seed": -1}, "stress_seed=-1: expected a number from 0 on, or None"),
         ({"stress_seed": 1.0}, "stress_seed=1.0"),
         ({"stress_seed": False}, "stress_seed=False"),
@@ -89,7 +94,6 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
 @pytest.mark.parametrize(
     "early",
     [
-        {"prefetch": 2},
         {"chunked_loss": True},
         {"chunked_loss": False},
     ],
@@ -103,7 +107,7 @@ def test_an_option_of_a_later_version_takes_its_default_only(early):
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(ConfigError) as refusal:
-        Options(chunk_size=7, eviction="lur", poison=None, prefetch=1)
+        Options(chunk_size=7, eviction="lur", poison=None, prefetch=-1)
     assert "4 problems" in str(refusal.value)
     assert [problem.partition("=")[0] for problem in refusal.value.problems] == [
         *("chunk_size", "eviction", "poison", "prefetch")

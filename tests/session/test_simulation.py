@@ -78,9 +78,9 @@ class Watching:
         self._moment_is_open = True
         return type(self._pilot).actions(self._pilot, *args)
 
-    def carry_out(self, actions: Any) -> None:
+    def carry_out(self, actions: Any, *, during: str = "") -> None:
         """What was there only until now is no part of the moment."""
-        type(self._store).carry_out(self._store, actions)
+        type(self._store).carry_out(self._store, actions, during=during)
         self._in_moment = 0
 
     def hold_beside(self, nbytes: int) -> None:

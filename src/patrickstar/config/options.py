@@ -25,7 +25,8 @@ class Options:
     """Who leaves when room is needed: `"next-use"`, whose next use is furthest; `"lru"`, who was used longest ago."""
 
     prefetch: int | None = None
-    """How far ahead of its use a chunk is fetched. Arrives in a later version."""
+    """How many moments before its use a transfer may begin, at most: a moment is a use of a parameter, the arrival of a gradient, or the update of a
+    chunk. `None`: as early as the plan has slots for it. 0: when it is needed, and computing waits. No bit depends on it."""
 
     compute: str | None = None
     """The type that 16-bit weights compute in: their own (`"bf16"`, `"fp16"`), or `"fp32"`, to which they are widened at each use. `None`: their own
@@ -76,7 +77,8 @@ class Options:
             *choice("compute", self.compute, (None, "fp32", "bf16", "fp16")),
             *_names("keep_fp32", self.keep_fp32),
             *_rate("emulated_link", self.emulated_link),
-            *_seed("stress_seed", self.stress_seed),
+            *_natural("prefetch", self.prefetch),
+            *_natural("stress_seed", self.stress_seed),
         ]
         if not isinstance(self.loss_scale, LossScale | None):
             problems.append(f"loss_scale={self.loss_scale!r}: expected patrickstar.LossScale(...), or None")
@@ -90,7 +92,7 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"prefetch", "chunked_loss"})
+_TO_COME: Final = frozenset({"chunked_loss"})
 
 
 def _names(name: str, value: object) -> list[str]:
@@ -108,7 +110,7 @@ def _rate(name: str, value: Any) -> list[str]:
     return []
 
 
-def _seed(name: str, value: object) -> list[str]:
+def _natural(name: str, value: object) -> list[str]:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return []
     return [f"{name}={value!r}: expected a number from 0 on, or None"]

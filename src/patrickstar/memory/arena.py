@@ -70,6 +70,10 @@ class Arena:
         slot = (address - self._space.address_range[0]) // self.slot_bytes
         return slot if 0 <= slot < self.virtual_slots else -1
 
+    def expect_open(self) -> None:
+        """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
+        self._space.expect_open()
+
     # slots
 
     def take(self, n: int = 1) -> int:

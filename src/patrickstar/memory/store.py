@@ -4,7 +4,7 @@ On a tier a unit's bytes are in slots of that tier's arena, or in an extent of t
 `plan/residency.py`, whose state the store owns.
 
     Create   slots are taken, and filled with zeros before their first use
-    Copy     slots are taken where the copy arrives; the bytes follow; a ticket is kept
+    Copy     slots are taken where the copy arrives; the bytes follow, perhaps over several moments; a ticket is kept
     Wait     the ticket's wait: from now on the copy holds the bytes
     Drop     the slots are given back, poisoned where asked for, with a fence until that is over
 
@@ -51,6 +51,7 @@ class ChunkStore:
     Attributes:
         leases: on slots of the compute tier, and on what is held in the stead of one.
         committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
+        arriving_slots: those of them whose pages come with a transfer that is under way.
         log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
     """
 
@@ -81,7 +82,10 @@ class ChunkStore:
         self.committed_slots = 0
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
+        self.arriving_slots = 0
+        self._fresh: dict[PlaneRef, int] = {}
         self._tickets: dict[tuple[PlaneRef, Tier], Ticket] = {}
+        self._issued_at: dict[PlaneRef, str] = {}
         self._filling: dict[tuple[PlaneRef, Tier], Ticket] = {}
         self._unsettled = False
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
@@ -131,12 +135,18 @@ class ChunkStore:
 
     # what changes
 
-    def carry_out(self, actions: Sequence[Action]) -> None:
+    def carry_out(self, actions: Sequence[Action], *, during: str = "") -> None:
         """Does what the actions say, in order: on the state and on the bytes alike, so that neither can be ahead of the other.
 
-        A transfer that fails raises DeviceError and changes nothing: what was to be written back is still where it was, and what was to be
-        fetched is still at home. Other transfers under way are waited for first. A profile shows each action by its text.
+        A transfer that fails raises DeviceError, perhaps moments later, and changes nothing: what was to be written back is still where it was,
+        and what was to be fetched is still at home. Other transfers under way are waited for first. A profile shows each action by its text.
+
+        Args:
+            during: the moment, for a message.
+        Raises:
+            StateError: the store is of another process, whose transfers nobody here can wait for.
         """
+        self._expect_own_process()
         is_profiled_now = is_profiled()
         for action in actions:
             try:
@@ -149,8 +159,14 @@ class ChunkStore:
                 self._unsettled = True
                 self.settle()
                 raise
+            if isinstance(action, Copy):
+                self._issued_at[action.ref] = during
             if self.keep_log:
                 self.log.append(action)
+
+    def _expect_own_process(self) -> None:
+        if os.getpid() != self._process:
+            self._arenas[self._compute].expect_open()
 
     def _give_up(self, action: Wait) -> None:
         """Undoes a transfer whose wait has failed."""
@@ -158,7 +174,7 @@ class ChunkStore:
         if self.state.has_slots_to_take(ref, tier):
             self._move(Drop(ref, tier, self.state.slots[ref]))
         residency.give_up(self.state, ref)
-        del self._tickets[ref, tier]
+        self._landed(ref, tier)
 
     def settle(self) -> None:
         """Ends what a failure or an interruption has left under way, if one has."""
@@ -172,7 +188,7 @@ class ChunkStore:
             action = Wait(ref, tier)
             try:
                 self._move(action)
-            except DeviceError:
+            except Exception:  # whatever a lane has raised: the transfer has not been done
                 self._give_up(action)
             else:
                 self._apply(action)
@@ -185,7 +201,13 @@ class ChunkStore:
         """Notes what has been moved. A ticket goes last: waiting again does no harm, and without one an interruption could not be settled."""
         residency.apply(self.state, action)
         if isinstance(action, Wait):
-            self._tickets.pop((action.ref, action.tier), None)
+            self._landed(action.ref, action.tier)
+
+    def _landed(self, ref: PlaneRef, tier: Tier) -> None:
+        self._tickets.pop((ref, tier), None)
+        self._issued_at.pop(ref, None)
+        if tier is self._compute:
+            self.arriving_slots -= self._fresh.pop(ref, 0)
 
     def _move(self, action: Action) -> None:
         match action:
@@ -196,9 +218,23 @@ class ChunkStore:
             case Copy(ref, src, dst, _):
                 self._copy(ref, src, dst)
             case Wait(ref, tier):
-                self._tickets[ref, tier].wait()
+                self._wait(ref, tier)
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
+
+    def _wait(self, ref: PlaneRef, tier: Tier) -> None:
+        try:
+            self._tickets[ref, tier].wait()
+        except DeviceError as error:
+            src = self.state.in_flight[ref][0].label
+            raise DeviceError(
+                f"{error}\n  this was {ref} on its way from the {src} to the {tier.label}, issued at {self._issued_at.get(ref) or 'this moment'}"
+            ) from error
+
+    def land(self, ref: PlaneRef) -> None:
+        """Waits for a transfer of a unit, if one is under way."""
+        if ref in self.state.in_flight:
+            self.carry_out([Wait(ref, self.state.in_flight[ref][1])])
 
     def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
         """Notes that a unit has been written, on the compute tier or on one below."""
@@ -206,12 +242,14 @@ class ChunkStore:
 
     def forget(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more; its slots go when room is needed."""
+        self.land(ref)
         residency.mark_free(self.state, ref)
 
     def release(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more, and gives its slots back."""
         if self.state.is_free(ref) and not any(ref in refs for refs in self.state.taken.values()):
             return
+        self.land(ref)
         self.carry_out(residency.release(self.state, ref))
 
     # units that come later
@@ -275,8 +313,10 @@ class ChunkStore:
 
     def _take(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         arena = self._arenas[tier]
+        before = arena.committed_slots
         self._at[tier][ref] = arena.take(slots)
         if tier is self._compute:
+            self._fresh[ref] = arena.committed_slots - before
             self.committed_slots = arena.committed_slots
             self.trim()  # now, before the new slots' pages are touched
         if not self._is_reserved(ref, tier):
@@ -326,6 +366,8 @@ class ChunkStore:
                 self._give(ref, dst, slots)
             raise
         self._tickets[ref, dst] = ticket
+        if dst is self._compute:
+            self.arriving_slots += self._fresh.get(ref, 0)
         self._ledger.move(src, dst, nbytes)
 
     def _copying(self, ref: PlaneRef, src: Tier, dst: Tier, slots: int) -> tuple[Work, list[Ticket]]:

@@ -4,7 +4,8 @@
                           ^
                   eviction order: a policy over the uses still to come
 
-One pass, with an eviction order kept sorted as units are used: close to linear in moments plus actions.
+One pass, with an eviction order kept sorted as units are used: close to linear in moments plus actions. Another lets transfers begin before they
+are needed (`plan/overlap.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.plan.actions import Action, Wait
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
+from patrickstar.plan.overlap import overlap
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
 from patrickstar.plan.residency import Residency, apply, mark_moment
@@ -34,6 +36,7 @@ def make_plan(
     policy: str = "next-use",
     following: Trace | None = None,
     frees: Iterable[tuple[int, PlaneRef]] = (),
+    prefetch: int | None = 0,
 ) -> Plan:
     """The plan for one stretch: a forward and backward, or one optimizer step.
 
@@ -41,6 +44,7 @@ def make_plan(
         start: where every unit is now; not changed.
         following: the stretch expected next, after which this one is expected again. None: this one at once.
         frees: (moment, unit): what nobody wants any more once that moment is over.
+        prefetch: by how many moments at most transfers begin before they are needed; None: as early as slots are free.
     Raises:
         BudgetError: some moment needs more of the compute tier than its budget, or homes do not fit the tiers below;
             the message names the moment that needs most.
@@ -70,7 +74,8 @@ def make_plan(
             index, *(touch.ref for touch in moment.touches), *(ref for ref in moment.held if ref not in ranking)
         )
         moments.append(tuple(actions))
-    return Plan(layout.digest(), policy, machine, before, tuple(moments), state.snapshot(), freed)
+    plan = Plan(layout.digest(), policy, machine, before, tuple(moments), state.snapshot(), freed)
+    return overlap(plan, trace, moments_ahead=prefetch)
 
 
 def _before(

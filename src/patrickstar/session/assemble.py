@@ -253,6 +253,7 @@ def _build_session(
         budgets=budgets,
         freed_blocks=FreedBlocks(budgets),
         policy=options.eviction,
+        prefetch=options.prefetch,
         tracer=OfflineTracer(
             layout,
             make_touches,

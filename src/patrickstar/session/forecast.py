@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.options import Options
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
@@ -123,7 +124,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
         kept = KeptBlocks(budgets)
         peak, moved, plans = _long_run(
-            state, layout, budgets, traces, kept, policy=memory.options.eviction, frees=not in_backward
+            state, layout, budgets, traces, kept, options=memory.options, frees=not in_backward
         )
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
@@ -230,7 +231,7 @@ def _long_run(
     traces: tuple[Trace, ...],
     kept: KeptBlocks,
     *,
-    policy: str,
+    options: Options,
     frees: bool,
 ) -> tuple[dict[str, int], dict[str, int], tuple[Plan, ...]]:
     """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
@@ -239,7 +240,7 @@ def _long_run(
         kept: learns of each plan.
         frees: whether the update's plan lets each gradient go when it has been used; else all of them go when the update is done.
     """
-    _fill(state, layout, budgets, policy)
+    _fill(state, layout, budgets, options.eviction)
     peak: Counter[str] = Counter()
     starts: list[str] = []
     plans: list[Plan] = []
@@ -255,9 +256,10 @@ def _long_run(
                 layout=layout,
                 machine=machine,
                 start=state,
-                policy=policy,
+                policy=options.eviction,
                 following=traces[(number + 1) % len(traces)],
                 frees=freed,
+                prefetch=options.prefetch,
             )
             simulated = simulate(plan, trace, layout=layout, machine=machine)
             plans.append(plan)

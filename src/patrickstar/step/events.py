@@ -137,7 +137,7 @@ class Events:
         if not isinstance(key, PlaneRef):
             self._copies.changed(key)
             return
-        self._executor.store.wrote(key)
+        self._executor.wrote(key)
         phase = self._executor.change_phase()
         if phase is not Phase.STEP:
             # A moment of its own: a plan that has it keeps what was written; where the trace has none, the plan ends here.

@@ -102,7 +102,7 @@ class Executor:
             if actions:
                 # What is alive between two moments is part of both.
                 store.hold_beside(now if self.meter is not None else min(now, self._nonmodel_before))
-                store.carry_out(actions)
+                self._carry_out(actions, f"{phase} {label}")
             if store.committed_slots > store.limit_slots:
                 store.trim()
             if rows_bytes:
@@ -138,8 +138,17 @@ class Executor:
             actions = pilot.opening(store.leases.held())
             store.limit_slots = pilot.capacity_slots
             if actions:
-                store.carry_out(actions)
+                self._carry_out(actions, f"the start of the {pilot.stretch.kind}")
             store.trim()
+
+    def _carry_out(self, actions: Sequence[Action], during: str) -> None:
+        try:
+            self.store.carry_out(actions, during=during)
+        except BaseException:
+            self.pilot.stretch.depart(
+                f"a transfer at {during} was not done"
+            )  # what a plan has from here on begins elsewhere
+            raise
 
     def settle(self, *, frees_gradients: bool = False) -> None:
         """Carries out the optimizer step that is pending, if one is. `frees_gradients`: nobody wants gradients afterwards."""
@@ -151,10 +160,23 @@ class Executor:
     def release(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more: in the middle of a stretch, or between two."""
         with self.lock:
+            self._land(ref, "was let go of")
             if self.pilot.let_go(ref):
                 self.store.forget(ref)
             else:
                 self.store.release(ref)
+
+    def wrote(self, ref: PlaneRef) -> None:
+        """Notes a change in place that no moment has announced. What is being written back has to be written back again."""
+        with self.lock:
+            self._land(ref, "was changed")
+            self.store.wrote(ref)
+
+    def _land(self, ref: PlaneRef, why: str) -> None:
+        """Ends a transfer of a unit before its time, if one is under way: the plan, which would wait for it later, is followed no longer."""
+        if ref in self.store.state.in_flight:
+            self.pilot.stretch.depart(f"{ref} {why} while it was on its way")
+            self.store.land(ref)
 
     def change_phase(self) -> Phase:
         """The phase of a change in place that has just been noticed: part of a stretch that is recorded or goes as planned, or of none."""
@@ -204,7 +226,8 @@ class Executor:
         in_use = self._slots_in_use(actions)
         # Those that will hold pages.
         slots = max(in_use, min(store.committed_slots, self.pilot.capacity_slots))
-        growth = (slots - store.committed_slots) * slot_bytes + self._rise_bytes()
+        # Pages of slots whose transfers are under way come with these.
+        growth = (slots - store.committed_slots + store.arriving_slots) * slot_bytes + self._rise_bytes()
         excess = self._pressure.excess_bytes(growth)
         if not excess:
             return actions
@@ -292,7 +315,7 @@ class Executor:
     def _make_way(self, slot_bytes: int) -> None:
         """Makes chunks that nothing uses leave, in the middle of a moment, until slots in use take no more than these bytes, if that can be."""
         with self.lock:
-            self.store.carry_out(self.pilot.clearing(slot_bytes, self.store.leases.held()))
+            self._carry_out(self.pilot.clearing(slot_bytes, self.store.leases.held()), "the middle of a moment")
             self.store.trim()
 
     def unmeter(self) -> None:

@@ -46,7 +46,7 @@ class Stretches:
     """Begins and ends the stretches of a step.
 
     Args:
-        budgets: the tiers, what each may hold, and what the allocator does. policy: of eviction.
+        budgets: the tiers, what each may hold, and what the allocator does. policy: of eviction. prefetch: moments by which transfers may be early.
         freed_blocks: learns what is planned, and of stretches that are not.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. late_planes: has room for gradients that must wait.
@@ -64,6 +64,7 @@ class Stretches:
         budgets: Budgets,
         freed_blocks: FreedBlocks,
         policy: str,
+        prefetch: int | None,
         tracer: OfflineTracer,
         taken_bytes: Callable[[], int],
         metering: Metering,
@@ -75,6 +76,7 @@ class Stretches:
         self._budgets = budgets
         self._freed_blocks = freed_blocks
         self._policy = policy
+        self._prefetch = prefetch
         self._tracer = tracer
         self._taken_bytes = taken_bytes
         self._metering = metering
@@ -232,6 +234,7 @@ class Stretches:
                 policy=self._policy,
                 following=after,
                 frees=frees,
+                prefetch=self._prefetch,
             )
             self._plans[key] = plan, (trace, after)
             self._freed_blocks.plan(plan, trace, self._layout)

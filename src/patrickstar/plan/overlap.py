@@ -1,0 +1,231 @@
+"""Overlap: transfers of a plan that begin before they are needed, so that computing goes on meanwhile.
+
+A plan as `make_plan` makes it issues each transfer at the moment that needs it, and waits for it there. Here the same actions are done at other
+moments, and nothing else changes:
+
+    hoist              a unit's copy to the tier that computes is issued at the earliest moment from which its slots are free until its use
+    early write-back   what leaves dirty is copied home as soon as it has been written for the last time
+    early drop         what leaves gives its slots back before that, where something that is fetched early takes them
+
+    moment      3                  4          5          6                          7
+    before                                               a D>H, a H?, a D!, b H>D, b D?
+    after       a D>H                         a H?, a D!, b H>D     b D?
+
+The wait for an arrival stays at its use, and that for a write-back comes halfway between its issue and the use of the slots: what leaves has as much
+time as what comes. Copies into one tier are issued in the order in which they are needed. Slots in use never exceed what the moment leaves them.
+
+Only transfers between the tier that computes and the one below it are moved; what goes on to the disk below a device is not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import PlaneRef
+from patrickstar.core.trace import Trace
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.plan import Plan
+
+__all__ = ["overlap"]
+
+
+def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan:
+    """The plan with its transfers at most so many moments earlier; None: as early as they can be."""
+    if moments_ahead == 0 or not any(isinstance(action, Copy) for action in plan.actions()):
+        return plan
+    return _Overlap(plan, trace, len(trace) if moments_ahead is None else moments_ahead).plan()
+
+
+@dataclass(slots=True)
+class _Moved:
+    """Actions that have come to a moment from later ones."""
+
+    drops: list[Action] = field(default_factory=list)
+    copies: list[Action] = field(default_factory=list)
+    write_backs: list[Action] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A unit that leaves the tier that computes at a moment: from when it may, and the moment at which its write-back can begin, if it has one."""
+
+    ref: PlaneRef
+    earliest: int
+    write_back: int | None
+
+
+class _Overlap:
+    """One plan, moment by moment."""
+
+    def __init__(self, plan: Plan, trace: Trace, ahead: int) -> None:
+        self._plan = plan
+        self._trace = trace
+        self._ahead = ahead
+        self._compute, self._slots = plan.start.compute, plan.start.slots
+        self._below = Tier.HOST if self._compute is Tier.DEVICE else Tier.DISK
+
+        self._moved: dict[int, _Moved] = defaultdict(_Moved)
+        self._kept: list[list[Action]] = []
+        self._free = self._free_slots()
+        self._pins: dict[PlaneRef, list[int]] = defaultdict(list)
+        self._written: dict[PlaneRef, int] = {}
+        self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
+        self._last_issue = 0
+
+    def plan(self) -> Plan:
+        freed_after = self._plan.freed_after()
+        for index, moment in enumerate(self._trace.moments):
+            self._kept.append(self._move(index, self._plan.moments[index]))
+            for ref in moment.held:
+                self._pins[ref].append(index)
+            for touch in moment.touches:
+                self._pins[touch.ref].append(index)
+                if touch.writes:
+                    self._written[touch.ref] = index
+                if touch.tier not in (None, self._compute):
+                    self._since[touch.ref] = index + 1
+            for ref in freed_after.get(index, ()):
+                self._pins[ref].append(index)
+        moments = tuple(tuple(self._together(index, kept)) for index, kept in enumerate(self._kept))
+        return replace(self._plan, moments=moments)
+
+    def _free_slots(self) -> list[int]:
+        """Slots of the tier that computes that each moment leaves free, as the plan is."""
+        plan, used, free = self._plan, self._plan.start.slots_used, []
+        budget = plan.machine.budget[self._compute]
+        for moment, actions in zip(self._trace.moments, plan.moments, strict=True):
+            for action in actions:
+                match action:
+                    case Copy(_, _, tier, slots) | Create(_, tier, slots) if tier is self._compute:
+                        used += slots
+                    case Drop(_, tier, slots) if tier is self._compute:
+                        used -= slots
+            free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - used)
+        return free
+
+    def _move(self, index: int, actions: Sequence[Action]) -> list[Action]:
+        """Moves what can be moved from a moment to earlier ones; what stays."""
+        by_unit: dict[PlaneRef, list[Action]] = defaultdict(list)
+        for action in actions:
+            by_unit[action.ref].append(action)
+        leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
+        arriving = [ref for ref, own in by_unit.items() if self._arrives(own)]
+        taken_from: dict[PlaneRef, int] = {}
+        for ref in arriving:
+            at = self._earliest_arrival(ref, index, leaving, taken_from)
+            if at < index:
+                taken_from[ref] = at
+            self._last_issue = max(self._last_issue, at)
+        gone = self._drop_early(leaving, taken_from, index)
+        for ref, at in taken_from.items():
+            self._moved[at].copies += [action for action in by_unit[ref] if isinstance(action, Copy)]
+        self._note_places(actions, gone, index)
+        return [
+            action
+            for action in actions
+            if not (action.ref in taken_from and isinstance(action, Copy))
+            and not (action.ref in gone and action in gone[action.ref])
+        ]
+
+    def _leaving(self, ref: PlaneRef, own: Sequence[Action], index: int) -> _Leaving | None:
+        """What is known of a unit whose actions at a moment make it leave, directly to the tier below; None where it does not."""
+        match own:
+            case [Drop(_, self._compute, _)]:
+                write_back = False
+            case [Copy(_, self._compute, self._below, _), Wait(), Drop(_, self._compute, _)]:
+                write_back = self._plan.start.home[ref] is self._below
+                if not write_back:
+                    return None
+            case _:
+                return None
+        pins = self._pins[ref]
+        first = max(index - self._ahead, 0)
+        used_until = max(first, pins[-1] + 1 if pins else 0)
+        if not write_back:
+            return _Leaving(ref, used_until, None) if used_until < index else None
+        begins = max(first, self._written.get(ref, -1) + 1)
+        at = bisect_left(pins, begins)
+        while at < len(pins) and pins[at] == begins:  # its address is in somebody's hands
+            begins, at = begins + 1, bisect_right(pins, begins)
+        if begins >= index:
+            return None
+        return _Leaving(ref, max(used_until, (begins + index + 1) // 2), begins)
+
+    def _arrives(self, own: Sequence[Action]) -> bool:
+        """Tells whether a unit's actions at a moment are its way from the tier below to the one that computes, and no more."""
+        match own:
+            case [Copy(_, self._below, self._compute, _), Wait(_, self._compute)]:
+                return True
+        return False
+
+    def _earliest_arrival(
+        self, ref: PlaneRef, index: int, leaving: Iterable[_Leaving], taken_from: dict[PlaneRef, int]
+    ) -> int:
+        """The first moment from which on the unit's slots are free until this one, given what may leave early and what comes early already."""
+        needed, at = self._slots[ref], index
+        first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))
+        if ref in self._plan.start.in_flight:
+            return index
+        while at > first:
+            before = at - 1
+            room = self._free[before]
+            room += sum(self._slots[one.ref] for one in leaving if one.earliest <= before)
+            room -= sum(self._slots[other] for other, since in taken_from.items() if since <= before)
+            if room < needed:
+                break
+            at = before
+        return at
+
+    def _drop_early(
+        self, leaving: Iterable[_Leaving], taken_from: dict[PlaneRef, int], index: int
+    ) -> dict[PlaneRef, list[Action]]:
+        """Notes what leaves early, as far as something needs its slots then, and what is written back early; the actions of each that are moved."""
+        gone: dict[PlaneRef, list[Action]] = {}
+        first = min(taken_from.values(), default=index)
+        for one in leaving:
+            ref, slots, moved = one.ref, self._slots[one.ref], list[Action]()
+            if one.write_back is not None:
+                moved.append(Copy(ref, self._compute, self._below, slots))
+                self._moved[one.write_back].write_backs.append(moved[0])
+            at = max(one.earliest, first)
+            if at < index:
+                ends: list[Action] = [Drop(ref, self._compute, slots)]
+                if one.write_back is not None:
+                    ends.insert(0, Wait(ref, self._below))
+                self._moved[at].drops += ends
+                moved += ends
+                for moment in range(at, index):
+                    self._free[moment] += slots
+            gone[ref] = moved
+            self._since[ref] = at
+        for ref, at in taken_from.items():
+            for moment in range(at, index):
+                self._free[moment] -= self._slots[ref]
+        return gone
+
+    def _note_places(self, actions: Iterable[Action], gone: Collection[PlaneRef], index: int) -> None:
+        """Notes what comes and goes at a moment, but for what has left before."""
+        for action in actions:
+            match action:
+                case Drop(ref, self._compute, _) | Wait(ref, self._below) if ref not in gone:
+                    self._since[ref] = index
+                case Create(ref, self._compute, _):
+                    self._written[ref] = index
+                    self._pins[ref].append(index)
+
+    def _together(self, index: int, kept: list[Action]) -> list[Action]:
+        """The actions of a moment: what stays there, and what has come."""
+        moved = self._moved.get(index)
+        if moved is None:
+            return kept
+        waits = (
+            number for number, action in enumerate(kept) if isinstance(action, Wait) and action.tier is self._compute
+        )
+        at = next(waits, len(kept))
+        if any(isinstance(action, Drop | Copy) for action in kept[at:]):
+            at = len(kept)  # nothing is taken before the last drop
+        return [*moved.drops, *kept[:at], *moved.copies, *moved.write_backs, *kept[at:]]

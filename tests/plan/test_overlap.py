@@ -1,0 +1,188 @@
+"""The same actions at other moments: what is fetched early, written back early, and dropped in time for that."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.core.machine import Tier
+from patrickstar.errors import BudgetError
+from patrickstar.plan.actions import Action, Copy, Wait
+from patrickstar.plan.check import check, show
+from patrickstar.plan.eviction import POLICIES
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.overlap import overlap
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.simulate import simulate
+from tests.plan.builders import (
+    SLOT_BYTES,
+    Instance,
+    device_over_host,
+    host_over_disk,
+    instances,
+    layout_of,
+    resting,
+    state_of,
+    tight_instances,
+    trace_of,
+)
+from tests.plan.test_host_touches import with_host_touches
+
+
+def overlapped(
+    *moments: str,
+    slots: int,
+    start: str = "",
+    ahead: int | None = None,
+    units: int = 4,
+    nonmodel: list[int] | None = None,
+) -> list[str]:
+    """The actions before each moment, of a plan on a host over a disk whose transfers begin early."""
+    layout = layout_of(*[1] * units)
+    trace = trace_of(*moments, nonmodel=nonmodel or 0)
+    machine = host_over_disk(slots)
+    state = state_of(start) if start else resting(layout, planes=["weight"])
+    plan = overlap(make_plan(trace, layout=layout, machine=machine, start=state), trace, moments_ahead=ahead)
+    found = check(plan, trace, layout, machine)
+    assert found == [], show(found, plan, trace)
+    return [", ".join(map(str, actions)) for actions in plan.moments]
+
+
+def test_what_has_free_slots_is_fetched_from_the_first_moment_on_in_the_order_of_use() -> None:
+    assert overlapped("c0.weight", "c1.weight", "c2.weight", slots=3) == [
+        "c0.weight K>H, c1.weight K>H, c2.weight K>H, c0.weight H?",
+        "c1.weight H?",
+        "c2.weight H?",
+    ]
+
+
+def test_no_more_moments_ahead_than_are_allowed() -> None:
+    assert overlapped("c0.weight", "c1.weight", "c2.weight", slots=3, ahead=1) == [
+        "c0.weight K>H, c1.weight K>H, c0.weight H?",
+        "c2.weight K>H, c1.weight H?",
+        "c2.weight H?",
+    ]
+
+
+def test_nothing_changes_where_nothing_may_come_early() -> None:
+    assert overlapped("c0.weight", "c1.weight*", "c2.weight", slots=2, ahead=0) == [
+        "c0.weight K>H, c0.weight H?",
+        "c1.weight K>H, c1.weight H?",
+        "c1.weight H>K, c1.weight K?, c1.weight H!, c2.weight K>H, c2.weight H?",
+    ]
+
+
+def test_what_leaves_clean_leaves_after_its_last_use_where_its_slots_are_taken_early() -> None:
+    moments = ("c0.weight c1.weight", "c0.weight", "c1.weight", "c1.weight", "c2.weight", "c1.weight")
+    assert overlapped(*moments, slots=2) == [
+        "c0.weight K>H, c1.weight K>H, c0.weight H?, c1.weight H?", "", "c0.weight H!, c2.weight K>H", "", "c2.weight H?", "",
+    ]  # fmt: skip
+
+
+BOTH_HERE = "c0.weight clean, c1.weight clean, c2.weight away"
+
+
+def test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots() -> None:
+    moments = ("c1.weight", "c0.weight* c1.weight", "c0.weight*", *["c1.weight"] * 4, "c2.weight")
+    assert overlapped(*moments, slots=2, start=BOTH_HERE) == [
+        "", "", "", "c0.weight H>K", "", "c0.weight K?, c0.weight H!, c2.weight K>H", "", "c2.weight H?",
+    ]  # fmt: skip
+
+
+def test_a_write_back_begins_when_nobody_has_the_address() -> None:
+    moments = ("c1.weight", "c0.weight* c1.weight", "c1.weight held c0.weight", "c1.weight", "c1.weight", "c2.weight")
+    assert overlapped(*moments, slots=2, start=BOTH_HERE) == [
+        "", "", "", "c0.weight H>K", "c0.weight K?, c0.weight H!, c2.weight K>H", "c2.weight H?",
+    ]  # fmt: skip
+
+
+def test_room_that_activations_take_meanwhile_is_not_used() -> None:
+    nonmodel = [0, SLOT_BYTES, 0, 0]
+    moments = ("c0.weight", "c0.weight", "c0.weight", "c1.weight")
+    assert overlapped(*moments, slots=2, nonmodel=nonmodel) == [
+        "c0.weight K>H, c0.weight H?", "", "c1.weight K>H", "c1.weight H?",
+    ]  # fmt: skip
+
+
+def test_a_unit_comes_back_after_it_has_left_and_not_before() -> None:
+    moments = ("c0.weight*", "c1.weight", "c2.weight c1.weight", "c1.weight", "c0.weight", "c1.weight")
+    assert overlapped(*moments, slots=2) == [
+        "c0.weight K>H, c1.weight K>H, c0.weight H?",
+        "c0.weight H>K, c1.weight H?",
+        "c0.weight K?, c0.weight H!, c2.weight K>H, c2.weight H?",
+        "c2.weight H!, c0.weight K>H",
+        "c0.weight H?",
+        "",
+    ]
+
+
+def by_unit(plan: Plan) -> dict[object, list[Action]]:
+    found: dict[object, list[Action]] = defaultdict(list)
+    for action in plan.actions():
+        found[action.ref].append(action)
+    return dict(found)
+
+
+def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None) -> None:
+    trace, layout, machine = instance.trace, instance.layout, instance.machine
+    plan = make_plan(trace, following=instance.following, policy=policy, **instance.arguments)
+    early = overlap(plan, trace, moments_ahead=ahead)
+    found = check(early, trace, layout, machine)
+    assert found == [], show(found, early, trace)
+    assert Counter(early.actions()) == Counter(plan.actions())
+    assert by_unit(early) == by_unit(plan)
+    assert (early.start, early.end, early.frees) == (plan.start, plan.end, plan.frees)
+    before, after = (simulate(one, trace, layout, machine) for one in (plan, early))
+    assert after.moved == before.moved
+    assert all(after.peak[tier.label] <= max(machine.budget[tier], before.peak[tier.label]) for tier in machine.budget)
+    for issue, need in zip(_issues(early), _issues(plan), strict=True):
+        assert need[1] - (len(trace) if ahead is None else ahead) <= issue[1] <= need[1]
+        assert issue[0] == need[0]
+
+
+def _issues(plan: Plan) -> list[tuple[Action, int]]:
+    """Copies with their moments, by unit and in the order of each unit's."""
+    found = [
+        (action, index) for index, actions in enumerate(plan.moments) for action in actions if isinstance(action, Copy)
+    ]
+    return sorted(found, key=lambda one: (one[0].ref, one[1]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    instance=instances() | tight_instances(),
+    policy=st.sampled_from(sorted(POLICIES)),
+    ahead=st.none() | st.integers(0, 3),
+)
+def test_the_same_actions_keep_every_invariant_earlier(instance: Instance, policy: str, ahead: int | None) -> None:
+    try:
+        expect_the_same_earlier(instance, policy, ahead)
+    except BudgetError:
+        return
+
+
+@settings(max_examples=100, deadline=None)
+@given(instance=with_host_touches(), ahead=st.none() | st.integers(0, 3))
+def test_so_do_those_of_plans_that_use_units_on_the_host(instance: Instance, ahead: int | None) -> None:
+    expect_the_same_earlier(instance, "next-use", ahead)
+
+
+@pytest.mark.parametrize("ahead", [1, 4, None])
+def test_a_device_over_a_host_waits_where_it_uses(ahead: int | None) -> None:
+    layout = layout_of(*[1] * 8)
+    trace = trace_of(*[f"c{chunk}.weight" for chunk in (*range(8), *reversed(range(8)))])
+    machine = device_over_host(4)
+    start = resting(layout, compute=Tier.DEVICE, home=Tier.HOST, planes=["weight"])
+    plan = overlap(make_plan(trace, layout=layout, machine=machine, start=start), trace, moments_ahead=ahead)
+    assert check(plan, trace, layout, machine) == []
+    waits = {
+        action.ref: index
+        for index, actions in enumerate(plan.moments)
+        for action in actions
+        if isinstance(action, Wait)
+    }
+    early = [need - issue for _, issue in _issues(plan) for need in [waits[_.ref]]]
+    assert max(early) >= 1
