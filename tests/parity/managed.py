@@ -14,7 +14,7 @@ from torch import Tensor
 import patrickstar
 from patrickstar.checkpoint.find import open_step
 from patrickstar.testing.inside import manage_inside
-from tests.parity.lanes import lanes_for
+from tests.parity.lanes import depth_of, lanes_for
 from tests.parity.matrix import Row
 from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate
 from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
@@ -59,7 +59,7 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
         precision=row.precision.partition("-")[0],
         step=row.step,
         max_grad_norm=case.max_norm if row.clipping and not by_call else None,
-        options=options_of(row, eviction=row.eviction, poison=True),
+        options=options_of(row, eviction=row.eviction, prefetch=depth_of(row), poison=True),
         **machine(row, limits, directory),
     )
     record = Record()

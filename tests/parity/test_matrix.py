@@ -9,7 +9,7 @@ import pytest
 
 from tests.lanes import LANES
 from tests.parity.cover import cover, every, pairs, wide
-from tests.parity.lanes import lanes_named
+from tests.parity.lanes import DEPTHS, depth_of, lanes_named
 from tests.parity.limits import LIMITED, LIMITS
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS
@@ -108,6 +108,16 @@ def test_all_lanes_meet_every_value_in_pairs_and_every_model_in_all_rows() -> No
         met = {(lanes_named(row), name, getattr(row, name)) for row in rows for name in dimensions}
         every_value = {(name, getattr(row, name)) for row in rows for name in dimensions}
         assert met == {(lanes, *value) for lanes in LANES for value in every_value}
+
+
+def test_all_depths_meet_all_lanes_every_value_in_pairs_and_every_model_in_all_rows() -> None:
+    assert {(depth_of(row), lanes_named(row)) for row in PAIRS} == {
+        (depth, lanes) for depth in DEPTHS for lanes in LANES
+    }
+    for rows, dimensions in ((PAIRS, [name for name in DIMENSIONS if name != "model"]), ((*PAIRS, *WIDE), ["model"])):
+        met = {(depth_of(row), name, getattr(row, name)) for row in rows for name in dimensions}
+        every_value = {(name, getattr(row, name)) for row in rows for name in dimensions}
+        assert met == {(depth, *value) for depth in DEPTHS for value in every_value}
 
 
 @pytest.mark.campaign
