@@ -86,7 +86,7 @@ BINDING: tuple[Mutant, ...] = (
     Mutant(
         name="a-change-by-hand-does-not-make-dirty",
         file="step/events.py",
-        old="self._executor.store.wrote(key)",
+        old="self._executor.wrote(key)",
         new="pass",
         tests=(f"{BY_HAND}[add]",),
     ),

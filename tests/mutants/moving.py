@@ -20,8 +20,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-wait-is-dropped",
         file="memory/store.py",
-        old="                self._tickets[ref, tier].wait()\n",
-        new="                pass\n",
+        old="            self._tickets[ref, tier].wait()\n",
+        new="            pass\n",
         tests=(f"{LANES}[as late as their wait-cpu+disk]",),
     ),
     Mutant(
@@ -105,8 +105,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="what-wraps-a-slot-outlives-its-tenant",
         file="memory/store.py",
-        old="        if tier is self._compute:\n            self._wrap.pop(ref, None)",
-        new="        pass",
+        old="            self._wrap.pop(ref, None)\n            self._fresh.pop(ref, None)",
+        new="            self._fresh.pop(ref, None)",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
@@ -196,5 +196,35 @@ MOVING: tuple[Mutant, ...] = (
         old="while done < extent.nbytes:",
         new="while not done:",
         tests=("tests/memory/test_disk.py::test_interrupted_and_short_transfers_are_continued",),
+    ),
+    Mutant(
+        name="a-change-of-what-is-on-its-way-home-is-lost",
+        file="step/executor.py",
+        old='            self._land(ref, "was changed")\n            self.store.wrote(ref)',
+        new="            if ref not in self.store.state.in_flight:\n                self.store.wrote(ref)",
+        tests=(
+            "tests/session/test_hand_changes.py::test_the_error_for_changed_weights_is_a_state_error_that_says_what_to_do",
+        ),
+    ),
+    Mutant(
+        name="a-forked-child-waits-for-its-parents-transfers",
+        file="memory/store.py",
+        old="            self._arenas[self._compute].expect_open()",
+        new="            pass",
+        tests=("tests/session/test_flights.py::test_a_forked_child_does_not_wait_for_its_parents_transfers",),
+    ),
+    Mutant(
+        name="a-plan-is-followed-after-one-of-its-transfers-has-failed",
+        file="step/executor.py",
+        old='            self.pilot.stretch.depart(f"a transfer at {during} was not done")',
+        new="            pass",
+        tests=("tests/session/test_flights.py::test_a_step_goes_on_where_one_of_its_transfers_has_failed",),
+    ),
+    Mutant(
+        name="pages-that-come-with-a-transfer-do-not-count",
+        file="memory/store.py",
+        old="return sum(slots for slots, ticket in ends if ticket is not None and not ticket.done)",
+        new="return 0",
+        tests=("tests/session/test_flights.py::test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended",),
     ),
 )

@@ -9,6 +9,7 @@ __all__ = ["PLANNING"]
 RESIDENCY = "tests/plan/test_residency.py"
 ROOM_TESTS = "tests/plan/test_room.py"
 MAKE = "tests/plan/test_make.py"
+OVERLAP = "tests/plan/test_overlap.py"
 ROOM = "slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes"
 
 PLANNING: tuple[Mutant, ...] = (
@@ -137,5 +138,61 @@ PLANNING: tuple[Mutant, ...] = (
         old=" and landing.get(ref) is not compute",
         new="",
         tests=(f"{ROOM_TESTS}::test_what_is_on_its_way_is_waited_for_and_not_fetched_again",),
+    ),
+    Mutant(
+        name="a-unit-that-is-written-again-is-written-back-early",
+        file="plan/overlap.py",
+        old="begins = max(first, self._written.get(ref, -1) + 1)",
+        new="begins = first",
+        tests=(f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",),
+    ),
+    Mutant(
+        name="a-drop-comes-before-the-wait-of-its-write-back",
+        file="plan/overlap.py",
+        old="ends.insert(0, Wait(ref, self._below))",
+        new="ends.append(Wait(ref, self._below))",
+        tests=(f"{OVERLAP}::test_the_same_actions_keep_every_invariant_earlier",),
+    ),
+    Mutant(
+        name="what-comes-early-takes-slots-that-others-use",
+        file="plan/overlap.py",
+        old="            if room < needed:\n                break",
+        new="",
+        tests=(f"{OVERLAP}::test_room_that_activations_take_meanwhile_is_not_used",),
+    ),
+    Mutant(
+        name="what-leaves-goes-while-it-is-used",
+        file="plan/overlap.py",
+        old="used_until = max(first, pins[-1] + 1 if pins else 0)",
+        new="used_until = first",
+        tests=(f"{OVERLAP}::test_what_leaves_clean_leaves_after_its_last_use_where_its_slots_are_taken_early",),
+    ),
+    Mutant(
+        name="a-unit-is-fetched-before-it-has-left",
+        file="plan/overlap.py",
+        old="first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))",
+        new="first = max(index - self._ahead, self._last_issue)",
+        tests=(f"{OVERLAP}::test_the_same_actions_keep_every_invariant_earlier",),
+    ),
+    Mutant(
+        name="transfers-are-earlier-than-they-may-be",
+        file="plan/overlap.py",
+        old="first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))",
+        new="first = max(index - self._ahead - 1, 0, self._last_issue, self._since.get(ref, 0))",
+        tests=(f"{OVERLAP}::test_no_more_moments_ahead_than_are_allowed",),
+    ),
+    Mutant(
+        name="a-flight-is-forgotten-at-the-end-of-a-stretch",
+        file="plan/residency.py",
+        old="self.newest, self.taken, self.in_flight)",
+        new="self.newest, self.taken)",
+        tests=("tests/plan/test_host_touches.py::test_what_is_under_way_as_a_plan_begins_is_waited_for_once",),
+    ),
+    Mutant(
+        name="the-check-of-plans-forgets-transfers-that-are-under-way-at-the-end",
+        file="plan/check.py",
+        old="            if end.in_flight.get(ref) != (src, tier):",
+        new="            if False:",
+        tests=("tests/plan/test_check.py::test_5_the_last_transfer_is_never_waited_for",),
     ),
 )

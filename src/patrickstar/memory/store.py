@@ -51,7 +51,6 @@ class ChunkStore:
     Attributes:
         leases: on slots of the compute tier, and on what is held in the stead of one.
         committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
-        arriving_slots: those of them whose pages come with a transfer that is under way.
         log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
     """
 
@@ -82,7 +81,6 @@ class ChunkStore:
         self.committed_slots = 0
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
-        self.arriving_slots = 0
         self._fresh: dict[PlaneRef, int] = {}
         self._tickets: dict[tuple[PlaneRef, Tier], Ticket] = {}
         self._issued_at: dict[PlaneRef, str] = {}
@@ -207,7 +205,7 @@ class ChunkStore:
         self._tickets.pop((ref, tier), None)
         self._issued_at.pop(ref, None)
         if tier is self._compute:
-            self.arriving_slots -= self._fresh.pop(ref, 0)
+            self._fresh.pop(ref, None)
 
     def _move(self, action: Action) -> None:
         match action:
@@ -283,6 +281,12 @@ class ChunkStore:
 
     # pages, and what lies beside
 
+    @property
+    def arriving_slots(self) -> int:
+        """Slots of the compute tier whose pages come with transfers that are under way."""
+        ends = ((slots, self._tickets.get((ref, self._compute))) for ref, slots in self._fresh.items())
+        return sum(slots for slots, ticket in ends if ticket is not None and not ticket.done)
+
     def trim(self) -> None:
         """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""
         if self.committed_slots > self.limit_slots:
@@ -316,7 +320,8 @@ class ChunkStore:
         before = arena.committed_slots
         self._at[tier][ref] = arena.take(slots)
         if tier is self._compute:
-            self._fresh[ref] = arena.committed_slots - before
+            if arena.committed_slots > before:
+                self._fresh[ref] = arena.committed_slots - before
             self.committed_slots = arena.committed_slots
             self.trim()  # now, before the new slots' pages are touched
         if not self._is_reserved(ref, tier):
@@ -326,6 +331,7 @@ class ChunkStore:
     def _give(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         if tier is self._compute:
             self._wrap.pop(ref, None)
+            self._fresh.pop(ref, None)
         self._give_slots(ref, tier, self._at[tier].pop(ref), slots)
         if not self._is_reserved(ref, tier):
             self._tell_ledger()
@@ -366,8 +372,6 @@ class ChunkStore:
                 self._give(ref, dst, slots)
             raise
         self._tickets[ref, dst] = ticket
-        if dst is self._compute:
-            self.arriving_slots += self._fresh.get(ref, 0)
         self._ledger.move(src, dst, nbytes)
 
     def _copying(self, ref: PlaneRef, src: Tier, dst: Tier, slots: int) -> tuple[Work, list[Ticket]]:

@@ -145,9 +145,8 @@ class Executor:
         try:
             self.store.carry_out(actions, during=during)
         except BaseException:
-            self.pilot.stretch.depart(
-                f"a transfer at {during} was not done"
-            )  # what a plan has from here on begins elsewhere
+            # What a plan has from here on begins elsewhere.
+            self.pilot.stretch.depart(f"a transfer at {during} was not done")
             raise
 
     def settle(self, *, frees_gradients: bool = False) -> None:

@@ -1,0 +1,257 @@
+"""Transfers that are under way across moments: they end well or badly, are interrupted by what users do, and no bit depends on them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from patrickstar import BudgetError, DeviceError, StateError
+from patrickstar.core.machine import Tier
+from patrickstar.memory.lanes import Lane
+from patrickstar.plan.actions import Copy, Wait
+from patrickstar.plan.plan import Plan
+from patrickstar.testing.faults import FaultyIO
+from patrickstar.testing.manual_lane import ManualLane
+from tests.forked import in_forked_child
+from tests.session.builders import LAYERS, MACHINES, Pair, backward, batch, mlp, store_of
+from tests.session.test_disk_tier import arm
+
+MakePair = Callable[..., Pair]
+
+
+def distances(plan: Plan) -> list[int]:
+    """Moments between the issue of each transfer and its wait."""
+    issued: dict[Any, int] = {}
+    found = []
+    for index, actions in enumerate(plan.moments):
+        for action in actions:
+            if isinstance(action, Copy):
+                issued[action.ref, action.dst] = index
+            elif isinstance(action, Wait):
+                found.append(index - issued.pop((action.ref, action.tier)))
+    return found
+
+
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize("prefetch", [0, 1, 4, None])
+def test_transfers_begin_as_early_as_they_may_and_change_no_bit(
+    prefetch: int | None, step: str, machine: dict[str, Any], make_pair: MakePair
+) -> None:
+    pair = make_pair(with_options={"prefetch": prefetch}, step=step, **machine)
+    pair.train(4)
+    early = max(distances(pair.session.plan))
+    assert early == 0 if prefetch == 0 else 0 < early <= (prefetch or 99)
+    assert pair.session.stats().planned_steps == 4, pair.session.stats().reason
+    pair.expect_same()
+
+
+@pytest.fixture
+def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str], Pair]:
+    """A pair that has trained, and whose next forward has stopped half way, while transfers that nobody has waited for are not even begun."""
+
+    def make(machine: str) -> Pair:
+        pair = make_pair(
+            build=lambda: Halting(mlp()),
+            make_lane=lambda src, dst: ManualLane(),
+            **MACHINES[machine](tmp_path / "disk"),
+        )
+        pair.train(2)
+        for model in (pair.plain, pair.model):
+            model.halts = True
+            with pytest.raises(Halted):
+                model(batch(2))
+            model.halts = False
+        assert store_of(pair.session).state.in_flight
+        return pair
+
+    return make
+
+
+class Halted(Exception):
+    """What the user's code raised."""
+
+
+class Halting(nn.Module):
+    """A model whose forward can be stopped by an exception, where several units have left and others are on their way."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+        self.halts = False
+
+    def forward(self, x: Any) -> Any:
+        for number, layer in enumerate(self.layers):
+            if self.halts and number == 2 * LAYERS - 4:
+                raise Halted
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_an_exception_in_users_code_leaves_transfers_that_the_next_step_uses(
+    machine: str, under_way: Callable[[str], Pair]
+) -> None:
+    pair = under_way(machine)
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_state_is_read_set_and_saved_while_transfers_are_under_way(
+    machine: str, under_way: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    pair = under_way(machine)
+    pair.session.save_checkpoint(tmp_path / "saved")
+    pair.expect_same()
+    pair.session.load_checkpoint(tmp_path / "saved")
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_close_waits_for_what_is_under_way_and_gives_everything_back(
+    machine: str, under_way: Callable[[str], Pair]
+) -> None:
+    pair = under_way(machine)
+    want = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+    pair.session.close()
+    for name, value in pair.model.state_dict().items():
+        assert value.is_meta or value.equal(want[name])
+
+
+def test_a_refusal_leaves_transfers_that_the_next_step_uses(under_way: Callable[[str], Pair]) -> None:
+    pair = under_way("emulated")
+    with pytest.raises(BudgetError):
+        pair.model(batch(0, rows=4096))
+    pair.train(2, first=2)
+    pair.expect_same()
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_transfers(under_way: Callable[[str], Pair]) -> None:
+    pair = under_way("cpu+disk")
+
+    def use() -> str:
+        try:
+            pair.model(batch())
+        except StateError as error:
+            return str(error)
+        return "it was used"
+
+    assert f"belongs to process {os.getpid()}" in in_forked_child(use)
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+def test_a_change_by_hand_of_what_is_being_written_back_is_not_lost(
+    make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(make_lane=lambda src, dst: ManualLane(), **on_disk)
+    pair.train(2)
+    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
+        backward(model, number=2)
+        optimizer.step()
+        for layer in model[::2]:
+            layer.weight.data.mul_(0.5)
+        optimizer.zero_grad()
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again(
+    call: str, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
+) -> None:
+    failed = 0
+    for after in range(0, 12, 2):
+        pair = make_pair(**on_disk)
+        pair.train(2)
+        arm(faulty, call, 5, after=after)
+        try:
+            backward(pair.model, number=2)
+        except DeviceError as failure:
+            message = str(failure)
+            found = re.search(
+                r"this was c\d+\.\w+ on its way from the (host|disk) to the (host|disk), issued at (.+)", message
+            )
+            assert found, message
+            assert re.match(r"(forward|backward) \d\.weight|the start of the training step", found[3]), message
+            failed += 1
+            assert isinstance(failure.__cause__, DeviceError)
+        faulty.faults.clear()
+        pair.optimizer.zero_grad()
+        pair.train(2, first=2)
+        pair.expect_same()
+        pair.session.close()
+    assert failed, "no transfer has failed"
+
+
+def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
+    make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    lanes: list[ManualLane] = []
+
+    def make(src: Tier, dst: Tier) -> Lane:
+        lanes.append(ManualLane())
+        return lanes[-1]
+
+    pair = make_pair(make_lane=make, **on_disk)
+    pair.train(1)
+    store = store_of(pair.session)
+    store.limit_slots = 0
+    state = store.state
+    ref = next(ref for ref in sorted(state.home) if ref not in state.taken[Tier.HOST] and not state.is_free(ref))
+    store._arenas[Tier.HOST].trim(0)
+    store.committed_slots = store._arenas[Tier.HOST].committed_slots
+    store.limit_slots = 99
+    store.carry_out([Copy(ref, Tier.DISK, Tier.HOST, 1)])
+    assert store.arriving_slots == 1
+    for lane in lanes:
+        lane.drain()
+    assert store.arriving_slots == 0
+    store.carry_out([Wait(ref, Tier.HOST)])
+    assert store.arriving_slots == 0
+
+
+class Stubborn(nn.Module):
+    """A model whose forward tries a layer again where that has failed."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+        self.failures = 0
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except DeviceError:
+                self.failures += 1
+                x = layer(x)
+        return x
+
+
+def test_a_step_goes_on_where_one_of_its_transfers_has_failed(
+    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
+) -> None:
+    failures = 0
+    for after in range(0, 10, 2):
+        pair = make_pair(build=lambda: Stubborn(mlp()), **on_disk)
+        pair.train(2)
+        arm(faulty, "preadv", 5, after=after)
+        try:
+            pair.train(1, first=2)
+        except DeviceError:  # as the step began, or in its backward or update
+            faulty.faults.clear()
+            continue
+        faulty.faults.clear()
+        failures += pair.model.failures
+        pair.train(1, first=3)
+        pair.expect_same()
+        pair.session.close()
+    assert failures, "no forward has tried a layer again"
