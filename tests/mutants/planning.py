@@ -172,7 +172,7 @@ PLANNING: tuple[Mutant, ...] = (
         file="plan/overlap.py",
         old="first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))",
         new="first = max(index - self._ahead, self._last_issue)",
-        tests=(f"{OVERLAP}::test_the_same_actions_keep_every_invariant_earlier",),
+        tests=(f"{OVERLAP}::test_what_is_written_on_the_host_comes_after_that",),
     ),
     Mutant(
         name="transfers-are-earlier-than-they-may-be",

@@ -119,6 +119,18 @@ def test_a_unit_comes_back_after_it_has_left_and_not_before() -> None:
     ]
 
 
+def test_what_is_written_on_the_host_comes_after_that() -> None:
+    layout = layout_of(1, 1)
+    trace = trace_of("c0.weight", "c0.weight@H*", "c1.weight", "c0.weight")
+    machine = device_over_host(2)
+    start = resting(layout, compute=Tier.DEVICE, home=Tier.HOST, planes=["weight"])
+    plan = overlap(make_plan(trace, layout=layout, machine=machine, start=start), trace, moments_ahead=None)
+    assert check(plan, trace, layout, machine) == []
+    assert [", ".join(map(str, actions)) for actions in plan.moments] == [
+        "c0.weight H>D, c1.weight H>D, c0.weight D?", "c0.weight D!", "c0.weight H>D, c1.weight D?", "c0.weight D?",
+    ]  # fmt: skip
+
+
 def by_unit(plan: Plan) -> dict[object, list[Action]]:
     found: dict[object, list[Action]] = defaultdict(list)
     for action in plan.actions():
