@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patrickstar
+from patrickstar.memory.lanes import InlineLane
+from patrickstar.testing.inside import manage_inside
 
 LAYERS, WIDTH = 24, 64
 CHUNK = WIDTH * WIDTH
@@ -189,7 +191,9 @@ def count(arguments: Mapping[str, Any], *, compute: str | None = None, moves: bo
     model, inputs, optimizer = build()
     options = patrickstar.Options(chunk_size=CHUNK, compute=compute)
     spans = Spans(F.linear)
-    with patrickstar.manage(model, optimizer, options=options, **arguments) as session:
+    # Transfers are done at issue: what is called in a wait depends on whether they have ended.
+    inline = {"make_lane": lambda _src, _dst: InlineLane()}
+    with manage_inside(model, optimizer, **inline, options=options, **arguments) as session:
         for _ in range(STEPS - 1):
             take_step(session, model, inputs, watched=nullcontext)
         stats = take_step(session, model, inputs, watched=spans.counting)

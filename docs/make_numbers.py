@@ -131,7 +131,7 @@ def run(
         )
         state = Residency.of(second.end)
         for _, ref in frees:
-            if ref not in state.free or ref in state.void:
+            if not state.is_free(ref) or ref in state.stale[state.compute]:
                 for action in residency.release(state, ref):
                     residency.apply(state, action)
         done.append((first, second))
@@ -154,14 +154,11 @@ def dropped_clean(plans: Sequence[Plan]) -> int:
         for index, actions in enumerate(plan.moments):
             written_back = {action.ref for action in actions if isinstance(action, Copy) and action.dst is Tier.DISK}
             for action in actions:
-                if isinstance(action, Drop) and action.ref not in written_back and action.ref not in state.void:
+                is_stale = action.ref in state.stale[state.compute]
+                if isinstance(action, Drop) and action.ref not in written_back and not is_stale:
                     total += action.slots * state.slot_bytes
                 residency.apply(state, action)
-            for touch in trace.moments[index].touches:
-                if touch.writes:
-                    residency.mark_written(state, touch.ref)
-            for ref in freed_after.get(index, ()):
-                residency.mark_free(state, ref)
+            residency.mark_moment(state, trace.moments[index], freed_after.get(index, ()))
     return total
 
 
@@ -230,7 +227,7 @@ def plans_made() -> str:
             new.append(str(len(digests - known)))
             known |= digests
         first, second = plans[-1]
-        kept = sum(second.end.slots[ref] for ref in second.end.resident) * second.end.slot_bytes
+        kept = second.end.slots_used * second.end.slot_bytes
         total = model_bytes(run(share, steps=1)[0])
         rows.append((f"{share:.0%}", " ".join(new), f"{kept / total:.2f}", f"{moved((first, second)) / total:.2f}"))
     heads = ("budget", f"plans made in steps 1 to {STEPS}", "kept from step to step", "moved a step")

@@ -132,7 +132,7 @@ class _Overlap:
         ]
 
     def _leaving(self, ref: PlaneRef, own: Sequence[Action], index: int) -> _Leaving | None:
-        """What is known of a unit whose actions at a moment make it leave, directly to the tier below; None where it does not."""
+        """A unit whose actions at a moment make it leave, directly to the tier below; None where they do not, or it can leave no earlier."""
         match own:
             case [Drop(_, self._compute, _)]:
                 write_back = False
