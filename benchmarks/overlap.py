@@ -1,8 +1,8 @@
 """How much of a link's time passes beside computing: steps on an emulated device whose link has a speed.
 
-    python benchmarks/overlap.py [--pairs N] [--layers N] [--tokens N] [--write]
+    python benchmarks/overlap.py [--pairs N] [--layers N] [--tokens N] [--width N] [--vocabulary N] [--write]
 
-GPT-2's width, fp32, one sequence of `--tokens`, half of the model data on the device. The link's speed is chosen so that the bytes of a step take
+A GPT-2, fp32, one sequence of `--tokens`, half of the model data on the device. The link's speed is chosen so that the bytes of a step take
 0.3, 1 and 3 times as long as computing does, which is the step of a device that holds everything, in the same run. For each speed there is a process
 whose transfers begin early, and one whose transfers begin when they are needed. Steps are taken in turn, in an order that changes each time, and all
 must have the same losses.
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from budgets import build
 from machine import describe_machine
 from overhead_sides import interval
+from transformers import GPT2Config, GPT2LMHeadModel
 from worker import Worker
 
 import patrickstar
@@ -43,7 +43,7 @@ def work(
     pipe: Connection, arguments: argparse.Namespace, share: float, prefetch: int | None, link: float | None
 ) -> None:
     """One process: a step, with the seconds and the bytes of its parts, when it is asked for one."""
-    model = build(arguments.layers, arguments.tokens)
+    model = build(arguments)
     model_data = 16 * sum(parameter.numel() for parameter in model.parameters())
     rate = None if link is None else max(1, int(link))
     session = patrickstar.manage(
@@ -84,6 +84,21 @@ def work(
     session.close(keep_weights=False)
 
 
+def build(arguments: argparse.Namespace) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=arguments.layers,
+        n_embd=arguments.width,
+        n_positions=arguments.tokens,
+        vocab_size=arguments.vocabulary,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
 def bound(computing: list[float], nbytes: list[dict[str, int]], speed: float) -> float:
     """Seconds of a step whose parts each take as long as computing or the link does, whichever is longer."""
     return sum(max(own, max(sent.values()) / speed) for own, sent in zip(computing, nbytes, strict=True))
@@ -94,6 +109,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     fits = started(arguments, 4.0, None, None)

@@ -27,10 +27,10 @@ from patrickstar.core.planes import GradientUse
 from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.touches import Touches, step_trace
+from patrickstar.plan.touches import Touches, UseCounts, step_trace
 from patrickstar.tracing.offline import OfflineTracer
 
-WANTED_TRACE_S, WANTED_PLAN_S = 10.0, 1.0
+WANTED_TRACE_S, WANTED_PLAN_S = 10.0, 0.5
 
 
 def main() -> int:
@@ -49,7 +49,9 @@ def main() -> int:
     formats = SessionFormats(FP32)
     tracer = OfflineTracer(
         layout,
-        lambda: Touches(layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats),
+        lambda: Touches(
+            layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats, counts=UseCounts()
+        ),
         gradients=GradientUse.CHUNK,
     )
     tokens = torch.zeros(1, arguments.tokens, dtype=torch.long)
@@ -67,7 +69,9 @@ def main() -> int:
         machine = Machine(Tier.HOST, {Tier.HOST: need * 3 // 2, Tier.DISK: 1 << 50})
         began = time.perf_counter()
         for number, trace in enumerate(traces):
-            plan = make_plan(trace, layout=layout, machine=machine, start=state, following=traces[1 - number])
+            plan = make_plan(
+                trace, layout=layout, machine=machine, start=state, following=traces[1 - number], prefetch=None
+            )
             state = Residency.of(plan.end)
         seconds["plan"].append(time.perf_counter() - began)
     result: dict[str, Any] = {

@@ -155,9 +155,9 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="what-comes-early-takes-slots-that-others-use",
-        file="plan/overlap.py",
-        old="            if room < needed:\n                break",
-        new="",
+        file="plan/free_slots.py",
+        old="                    if self._free[moment] + added < slots:",
+        new="                    if False:",
         tests=(f"{OVERLAP}::test_room_that_activations_take_meanwhile_is_not_used",),
     ),
     Mutant(

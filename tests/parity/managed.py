@@ -37,8 +37,10 @@ class Outcome:
     """The model's parameters after `close()`, those that memory had room for."""
 
 
-def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> Outcome:
-    """One run of a row within the given bytes by tier; a tier that is not named has room for everything.
+def train(
+    row: Row, limits: Limits, directory: Path, *, steps: int = STEPS, prefetch: int | str | None = "of the row"
+) -> Outcome:
+    """One run of a row within the given bytes by tier; a tier that is not named has room for everything. `prefetch`: another depth than the row's.
 
     Raises:
         patrickstar.BudgetError: it does not fit, found out at whatever point.
@@ -59,7 +61,9 @@ def train(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
         precision=row.precision.partition("-")[0],
         step=row.step,
         max_grad_norm=case.max_norm if row.clipping and not by_call else None,
-        options=options_of(row, eviction=row.eviction, prefetch=depth_of(row), poison=True),
+        options=options_of(
+            row, eviction=row.eviction, prefetch=depth_of(row) if prefetch == "of the row" else prefetch, poison=True
+        ),
         **machine(row, limits, directory),
     )
     record = Record()

@@ -28,6 +28,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 
 __all__ = ["overlap"]
@@ -70,7 +71,7 @@ class _Overlap:
 
         self._moved: dict[int, _Moved] = defaultdict(_Moved)
         self._kept: list[list[Action]] = []
-        self._free = self._free_slots()
+        self._free = FreeSlots(self._free_slots())
         self._pins: dict[PlaneRef, list[int]] = defaultdict(list)
         self._written: dict[PlaneRef, int] = {}
         self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
@@ -113,21 +114,19 @@ class _Overlap:
         for action in actions:
             by_unit[action.ref].append(action)
         leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
-        arriving = [ref for ref, own in by_unit.items() if self._arrives(own)]
-        taken_from: dict[PlaneRef, int] = {}
-        for ref in arriving:
-            at = self._earliest_arrival(ref, index, leaving, taken_from)
-            if at < index:
-                taken_from[ref] = at
-            self._last_issue = max(self._last_issue, at)
-        gone = self._drop_early(leaving, taken_from, index)
-        for ref, at in taken_from.items():
+        for one in leaving:
+            self._free.add(self._slots[one.ref], one.earliest, index)  # if they are needed
+        early = {
+            ref: at for ref, own in by_unit.items() if self._arrives(own) and (at := self._arrive(ref, index)) < index
+        }
+        gone = self._drop_early(leaving, min(early.values(), default=index), index)
+        for ref, at in early.items():
             self._moved[at].copies += [action for action in by_unit[ref] if isinstance(action, Copy)]
         self._note_places(actions, gone, index)
         return [
             action
             for action in actions
-            if not (action.ref in taken_from and isinstance(action, Copy))
+            if not (action.ref in early and isinstance(action, Copy))
             and not (action.ref in gone and action in gone[action.ref])
         ]
 
@@ -162,49 +161,34 @@ class _Overlap:
                 return True
         return False
 
-    def _earliest_arrival(
-        self, ref: PlaneRef, index: int, leaving: Iterable[_Leaving], taken_from: dict[PlaneRef, int]
-    ) -> int:
-        """The first moment from which on the unit's slots are free until this one, given what may leave early and what comes early already."""
-        needed, at = self._slots[ref], index
-        first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))
-        if ref in self._plan.start.in_flight:
-            return index
-        while at > first:
-            before = at - 1
-            room = self._free[before]
-            room += sum(self._slots[one.ref] for one in leaving if one.earliest <= before)
-            room -= sum(self._slots[other] for other, since in taken_from.items() if since <= before)
-            if room < needed:
-                break
-            at = before
+    def _arrive(self, ref: PlaneRef, index: int) -> int:
+        """The first moment from which on the unit's slots are free until this one, which they are no longer then."""
+        at = index
+        if ref not in self._plan.start.in_flight:
+            first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))
+            at = self._free.enough_from(self._slots[ref], min(first, index), index)
+            self._free.add(-self._slots[ref], at, index)
+        self._last_issue = max(self._last_issue, at)
         return at
 
-    def _drop_early(
-        self, leaving: Iterable[_Leaving], taken_from: dict[PlaneRef, int], index: int
-    ) -> dict[PlaneRef, list[Action]]:
-        """Notes what leaves early, as far as something needs its slots then, and what is written back early; the actions of each that are moved."""
+    def _drop_early(self, leaving: Iterable[_Leaving], first: int, index: int) -> dict[PlaneRef, list[Action]]:
+        """Notes what is written back early, and what leaves early, from when on something needs its slots; the actions of each that are moved."""
         gone: dict[PlaneRef, list[Action]] = {}
-        first = min(taken_from.values(), default=index)
         for one in leaving:
             ref, slots, moved = one.ref, self._slots[one.ref], list[Action]()
             if one.write_back is not None:
                 moved.append(Copy(ref, self._compute, self._below, slots))
                 self._moved[one.write_back].write_backs.append(moved[0])
             at = max(one.earliest, first)
+            self._free.add(-slots, one.earliest, at)
             if at < index:
                 ends: list[Action] = [Drop(ref, self._compute, slots)]
                 if one.write_back is not None:
                     ends.insert(0, Wait(ref, self._below))
                 self._moved[at].drops += ends
                 moved += ends
-                for moment in range(at, index):
-                    self._free[moment] += slots
             gone[ref] = moved
             self._since[ref] = at
-        for ref, at in taken_from.items():
-            for moment in range(at, index):
-                self._free[moment] -= self._slots[ref]
         return gone
 
     def _note_places(self, actions: Iterable[Action], gone: Collection[PlaneRef], index: int) -> None:

@@ -174,12 +174,6 @@ class Residency:
         """Tells whether a copy takes slots on this tier, as it does wherever its home is not."""
         return tier is self.compute or tier is not self.home[ref]
 
-    def expect_settled(self) -> None:
-        """Raises InvariantError while a transfer is in flight."""
-        if self.in_flight:
-            ref = min(self.in_flight)
-            raise InvariantError(5, f"{ref} is still on its way to the {self.in_flight[ref][1].label}")
-
 
 def bytes_of_slot(layout: Layout, formats: Formats) -> int:
     """Bytes of one slot: a chunk of the narrowest plane."""

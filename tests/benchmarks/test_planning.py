@@ -1,0 +1,26 @@
+"""`benchmarks/planning.py` and `benchmarks/overlap.py` from beginning to end, on small models."""
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tests.forked import run_script
+
+
+def run(name, *arguments):
+    done = run_script(
+        ROOT / "benchmarks" / name, *arguments, environment={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'benchmarks'}"}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_trace_and_its_plans_are_timed():
+    out = run("planning.py", "--model", "gpt2-120m", "--tokens", 16, "--rounds", 1)
+    assert "trace: median" in out
+    assert "plan: median" in out
+
+
+@pytest.mark.slow
+def test_steps_with_early_transfers_have_the_losses_of_others():
+    out = run("overlap.py", "--pairs", 1, "--layers", 1, "--tokens", 8, "--width", 48, "--vocabulary", 128)
+    assert out.count("x the bound") == 6
