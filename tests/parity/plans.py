@@ -121,7 +121,7 @@ def digest(plans: Iterable[Plan]) -> str:
 def plans_of(row: Row) -> list[Plan]:
     """The plans of a run at the row's budget."""
     with tempfile.TemporaryDirectory() as name, recorded() as plans:
-        train(row, LIMITS[str(row)], Path(name) / "disk")
+        train(row, LIMITS[str(row)], Path(name) / "disk", prefetch=0)
     return plans
 
 
