@@ -105,8 +105,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="what-wraps-a-slot-outlives-its-tenant",
         file="memory/store.py",
-        old="            self._wrap.pop(ref, None)\n            self._fresh.pop(ref, None)",
-        new="            self._fresh.pop(ref, None)",
+        old="        if tier is self._compute:\n            self._wrap.pop(ref, None)",
+        new="        pass",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
@@ -223,7 +223,7 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="pages-that-come-with-a-transfer-do-not-count",
         file="memory/store.py",
-        old="return sum(slots for slots, ticket in ends if ticket is not None and not ticket.done)",
+        old="return sum(slots for ref, slots in self._fresh.items() if not self._tickets[ref, self._compute].done)",
         new="return 0",
         tests=("tests/session/test_flights.py::test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended",),
     ),

@@ -284,8 +284,9 @@ class ChunkStore:
     @property
     def arriving_slots(self) -> int:
         """Slots of the compute tier whose pages come with transfers that are under way."""
-        ends = ((slots, self._tickets.get((ref, self._compute))) for ref, slots in self._fresh.items())
-        return sum(slots for slots, ticket in ends if ticket is not None and not ticket.done)
+        if not self._fresh:
+            return 0
+        return sum(slots for ref, slots in self._fresh.items() if not self._tickets[ref, self._compute].done)
 
     def trim(self) -> None:
         """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""
@@ -317,11 +318,8 @@ class ChunkStore:
 
     def _take(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         arena = self._arenas[tier]
-        before = arena.committed_slots
         self._at[tier][ref] = arena.take(slots)
         if tier is self._compute:
-            if arena.committed_slots > before:
-                self._fresh[ref] = arena.committed_slots - before
             self.committed_slots = arena.committed_slots
             self.trim()  # now, before the new slots' pages are touched
         if not self._is_reserved(ref, tier):
@@ -331,7 +329,6 @@ class ChunkStore:
     def _give(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         if tier is self._compute:
             self._wrap.pop(ref, None)
-            self._fresh.pop(ref, None)
         self._give_slots(ref, tier, self._at[tier].pop(ref), slots)
         if not self._is_reserved(ref, tier):
             self._tell_ledger()
@@ -362,6 +359,7 @@ class ChunkStore:
     def _copy(self, ref: PlaneRef, src: Tier, dst: Tier) -> None:
         slots, nbytes = self.state.slots[ref], self.state.unit_bytes(ref)
         taken = dst is not Tier.DISK and ref not in self._at[dst]
+        committed_slots = self.committed_slots
         if taken:
             self._take(ref, dst, slots)
         try:
@@ -372,6 +370,8 @@ class ChunkStore:
                 self._give(ref, dst, slots)
             raise
         self._tickets[ref, dst] = ticket
+        if dst is self._compute and self.committed_slots > committed_slots:
+            self._fresh[ref] = self.committed_slots - committed_slots
         self._ledger.move(src, dst, nbytes)
 
     def _copying(self, ref: PlaneRef, src: Tier, dst: Tier, slots: int) -> tuple[Work, list[Ticket]]:
