@@ -110,7 +110,7 @@ def test_all_problems_are_told_at_once():
         Options(chunk_size=7, eviction="lur", poison=None, prefetch=-1)
     assert "4 problems" in str(refusal.value)
     assert [problem.partition("=")[0] for problem in refusal.value.problems] == [
-        *("chunk_size", "eviction", "poison", "prefetch")
+        *("chunk_size", "eviction", "prefetch", "poison")
     ]
     assert all(problem in str(refusal.value) for problem in refusal.value.problems)
 
