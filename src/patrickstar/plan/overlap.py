@@ -116,9 +116,11 @@ class _Overlap:
         leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
         for one in leaving:
             self._free.add(self._slots[one.ref], one.earliest, index)  # if they are needed
-        early = {
-            ref: at for ref, own in by_unit.items() if self._arrives(own) and (at := self._arrive(ref, index)) < index
-        }
+        early: dict[PlaneRef, int] = {}
+        for ref, own in by_unit.items():
+            at = self._arrive(ref, index) if self._arrives(own) else index
+            if at < index:
+                early[ref] = at
         gone = self._drop_early(leaving, min(early.values(), default=index), index)
         for ref, at in early.items():
             self._moved[at].copies += [action for action in by_unit[ref] if isinstance(action, Copy)]
