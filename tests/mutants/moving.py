@@ -76,9 +76,9 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="an-interruption-leaves-transfers-under-way",
         file="memory/store.py",
-        old="                self._unsettled = True\n                self.settle()\n",
+        old="                self._land()\n",
         new="",
-        tests=(f"{INTERRUPTED}[2-emulated]",),
+        tests=(f"{INTERRUPTED}[0-2-emulated]",),
     ),
     Mutant(
         name="a-ticket-goes-before-its-arrival-is-noted",
@@ -87,13 +87,6 @@ MOVING: tuple[Mutant, ...] = (
         new="        if isinstance(action, Wait):\n            self._tickets.pop((action.ref, action.tier), None)\n"
         "        residency.apply(self.state, action)\n        if isinstance(action, Wait):",
         tests=("tests/session/test_lanes.py::test_an_interruption_between_a_wait_and_its_note_is_settled[emulated-1]",),
-    ),
-    Mutant(
-        name="a-second-interruption-leaves-transfers-under-way",
-        file="step/executor.py",
-        old="            store.settle()\n            held",
-        new="            held",
-        tests=("tests/session/test_lanes.py::test_what_a_second_interruption_has_left_ends_with_the_next_use",),
     ),
     Mutant(
         name="a-forked-child-is-given-the-slots-of-its-parent",
@@ -158,7 +151,7 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-failed-transfer-is-not-undone",
         file="memory/store.py",
-        old="                self._give_up(action)",
+        old="                self._give_up(Wait(ref, tier))",
         new="                pass",
         tests=(f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",),
     ),

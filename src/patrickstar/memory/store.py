@@ -85,7 +85,6 @@ class ChunkStore:
         self._tickets: dict[tuple[PlaneRef, Tier], Ticket] = {}
         self._issued_at: dict[PlaneRef, str] = {}
         self._filling: dict[tuple[PlaneRef, Tier], Ticket] = {}
-        self._unsettled = False
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
         self._beside_bytes = self._most_beside_bytes = 0
 
@@ -154,8 +153,7 @@ class ChunkStore:
                 else:
                     self._move_and_apply(action)
             except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
-                self._unsettled = True
-                self.settle()
+                self._land()
                 raise
             if isinstance(action, Copy):
                 self._issued_at[action.ref] = during
@@ -174,22 +172,16 @@ class ChunkStore:
         residency.give_up(self.state, ref)
         self._landed(ref, tier)
 
-    def settle(self) -> None:
-        """Ends what a failure or an interruption has left under way, if one has."""
-        if self._unsettled:
-            self._land()
-            self._unsettled = False
-
     def _land(self) -> None:
         """Waits for all transfers under way."""
         for ref, (_, tier) in list(self.state.in_flight.items()):
-            action = Wait(ref, tier)
+            ticket = self._tickets[ref, tier]
             try:
-                self._move(action)
+                ticket.wait()
             except Exception:  # whatever a lane has raised: the transfer has not been done
-                self._give_up(action)
+                self._give_up(Wait(ref, tier))
             else:
-                self._apply(action)
+                self._apply(Wait(ref, tier))
 
     def _move_and_apply(self, action: Action) -> None:
         self._move(action)

@@ -90,7 +90,6 @@ class Executor:
             if self.pending is not None:
                 self.settle()
             store, pilot = self.store, self.pilot
-            store.settle()
             held = store.leases.held()
             if self.recorder is not None and phase is not Phase.STEP:
                 self.recorder.moment(phase, label, touches, held, rows_bytes)
@@ -131,7 +130,6 @@ class Executor:
         """Does what may be done as soon as a stretch of the step has begun."""
         with self.lock:
             store, pilot = self.store, self.pilot
-            store.settle()
             if self.meter is None:
                 # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
                 store.hold_beside(min(self._nonmodel_at(pilot.stretch, 0), self._nonmodel_before))
