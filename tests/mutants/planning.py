@@ -44,8 +44,8 @@ PLANNING: tuple[Mutant, ...] = (
     Mutant(
         name="a-slot-is-given-back-before-its-write-back-has-read-it",
         file="plan/staging.py",
-        old="self._round.out_ends.append(Wait(ref, state.below))",
-        new="self._round.onward.append(Wait(ref, state.below))",
+        old="self._round.out_ends.append(Wait(ref, state.compute.below))",
+        new="self._round.onward.append(Wait(ref, state.compute.below))",
         tests=(f"{ROOM_TESTS}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",),
     ),
     Mutant(

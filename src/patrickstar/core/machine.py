@@ -26,6 +26,11 @@ class Tier(str, Enum):
         """The word users read: `device`, `host` or `disk`."""
         return self.name.lower()
 
+    @property
+    def below(self) -> Tier:
+        """The tier that comes after this one on the way to the disk."""
+        return Tier.HOST if self is Tier.DEVICE else Tier.DISK
+
 
 def link(src: Tier, dst: Tier) -> str:
     """The name of the way from one tier to the next, such as `H>D`."""

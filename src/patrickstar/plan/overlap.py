@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
@@ -67,7 +66,7 @@ class _Overlap:
         self._trace = trace
         self._ahead = ahead
         self._compute, self._slots = plan.start.compute, plan.start.slots
-        self._below = Tier.HOST if self._compute is Tier.DEVICE else Tier.DISK
+        self._below = self._compute.below
 
         self._moved: dict[int, _Moved] = defaultdict(_Moved)
         self._kept: list[list[Action]] = []

@@ -161,11 +161,6 @@ class Residency:
         """Tells whether a tier alone holds a unit's last contents, so that its copy must be written back before it goes."""
         return self.newest.get(ref) == _ALONE[tier]
 
-    @property
-    def below(self) -> Tier:
-        """The tier that comes after the one that computes, on every unit's way home."""
-        return Tier.HOST if self.compute is Tier.DEVICE else Tier.DISK
-
     def unit_bytes(self, ref: PlaneRef) -> int:
         """Bytes of a unit on any tier."""
         return self.slots[ref] * self.slot_bytes

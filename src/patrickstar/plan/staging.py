@@ -108,9 +108,9 @@ class Staging:
     def _take_down(self, ref: PlaneRef) -> None:
         """Copies what only the tier that computes has to the next one."""
         state = self._state
-        self._reserve(ref, state.below)
-        self._round.out.append(Copy(ref, state.compute, state.below, state.slots[ref]))
-        self._round.out_ends.append(Wait(ref, state.below))
+        self._reserve(ref, state.compute.below)
+        self._round.out.append(Copy(ref, state.compute, state.compute.below, state.slots[ref]))
+        self._round.out_ends.append(Wait(ref, state.compute.below))
 
     def fetch(self, ref: PlaneRef) -> None:
         """Brings a unit to the tier that computes: with its contents, or full of zeros where it has none."""
