@@ -27,7 +27,8 @@ from patrickstar.core.planes import GradientUse
 from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.touches import Touches, UseCounts, step_trace
+from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, step_trace
+from patrickstar.plan.weave import weave
 from patrickstar.tracing.offline import OfflineTracer
 
 WANTED_TRACE_S, WANTED_PLAN_S = 10.0, 0.5
@@ -60,26 +61,25 @@ def main() -> int:
         began = time.perf_counter()
         forward = tracer.trace(model, named, (), {"input_ids": tokens, "labels": tokens})
         seconds["trace"].append(time.perf_counter() - began)
-        traces = (forward, step_trace(layout, named, formats=FP32, in_plane=True, writes_gradients=False))
+        updates = step_trace(layout, named, formats=FP32, in_plane=True)
         home = dict.fromkeys(layout.units(("weight", "grad", "exp_avg", "exp_avg_sq")), Tier.DISK)
         state = Residency.at_rest(
             layout, compute=Tier.HOST, home=home, formats=FP32, free=[ref for ref in home if ref.plane == "grad"]
         )
-        need = max(worst_moment(trace, start=state).nbytes for trace in traces)
+        need = max(worst_moment(trace, start=state).nbytes for trace in (forward, updates))
         machine = Machine(Tier.HOST, {Tier.HOST: need * 3 // 2, Tier.DISK: 1 << 50})
+        first = make_plan(forward, layout=layout, machine=machine, start=state, prefetch=None)
+        state = Residency.of(first.end)
         began = time.perf_counter()
-        for number, trace in enumerate(traces):
-            plan = make_plan(
-                trace, layout=layout, machine=machine, start=state, following=traces[1 - number], prefetch=None
-            )
-            state = Residency.of(plan.end)
+        woven = weave(forward, updates, state=state, capacity_bytes=machine.budget[Tier.HOST])
+        make_plan(woven, layout=layout, machine=machine, start=state, frees=gradients_freed(woven), prefetch=None)
         seconds["plan"].append(time.perf_counter() - began)
     result: dict[str, Any] = {
-        "what": "seconds to trace a training step offline, and to plan its forward, backward and update",
+        "what": "seconds to trace a training step offline, and to plan its update, forward and backward",
         "model": arguments.model,
         "parameters": sum(p.numel() for p in named.values()),
         "chunks": layout.n_chunks,
-        "moments": [len(trace.moments) for trace in traces],
+        "moments": len(woven.moments),
         "wanted": {"trace": WANTED_TRACE_S, "plan": WANTED_PLAN_S},
         "seconds": seconds,
         "command": " ".join(["python", "benchmarks/planning.py", *sys.argv[1:]]),

@@ -19,7 +19,7 @@ def _in_random_order(seed: int) -> MakeLane:
 
 
 def _threads(works: int) -> MakeLane:
-    return lambda src, dst: ThreadLane(f"{src.value}>{dst.value}", works=works)
+    return lambda src, dst: ThreadLane(f"{src.value} to {dst}", works=works)
 
 
 LANES: Final[Mapping[str, Callable[[int], MakeLane]]] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.links import Links
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Copy, Create, Drop, Wait
-from patrickstar.plan.residency import Residency
+from patrickstar.memory.thread_lane import ThreadLane
+from patrickstar.plan.actions import Copy, Create, Drop, Update, UpdateWait, Wait
+from patrickstar.plan.residency import InvariantError, Residency
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.testing.manual_lane import ManualLane
 
@@ -24,7 +26,7 @@ ONE, OTHER = PlaneRef(0, "weight"), PlaneRef(1, "weight")
 SLOT_BYTES = 4096
 
 
-def store_of_one_slot(make_lane: Callable[[Tier, Tier], Lane]) -> ChunkStore:
+def store_of_one_slot(make_lane: Callable[[Tier, Tier | None], Lane]) -> ChunkStore:
     """Two units without contents that rest on the host, and room for one of them on the device."""
     state = Residency.of(Snapshot(D, SLOT_BYTES, {ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, newest={}, taken={}))
     arenas = {tier: Arena(SLOT_BYTES, virtual_slots=slots, name=tier.label) for tier, slots in ((D, 1), (H, 2))}
@@ -43,7 +45,7 @@ def filled(store: ChunkStore, ref: PlaneRef, value: float) -> None:
     store.carry_out([Copy(ref, D, H), Wait(ref, H), Drop(ref, D)])
 
 
-def slow_filling(src: Tier, dst: Tier) -> Lane:
+def slow_filling(src: Tier, dst: Tier | None) -> Lane:
     return ManualLane() if src is dst else InlineLane()
 
 
@@ -90,3 +92,73 @@ def test_an_interruption_at_issue_leaves_no_slot_taken() -> None:
     store.carry_out([Create(OTHER, D)])
     assert store.tensor(OTHER).eq(0).all()
     store.close()
+
+
+class UpdatesOf:
+    """A store of one unit on the device whose updates add one to it, as late as the test says."""
+
+    def __init__(self) -> None:
+        self.may_begin = threading.Event()
+        self.store = store_of_one_slot(lambda src, dst: ThreadLane(f"{src} to {dst}"))
+        self.store.update_work = self.work
+        filled(self.store, ONE, 1.0)
+        self.store.carry_out([Copy(ONE, H, D), Wait(ONE, D)])
+
+    def work(self, chunk: int, tier: Tier) -> Callable[[], None]:
+        assert (chunk, tier) == (0, D)
+        weight = self.store.tensor(ONE)
+
+        def work() -> None:
+            assert self.may_begin.wait(60)
+            weight.add_(1.0)
+
+        return work
+
+
+@pytest.fixture
+def updates() -> Iterator[UpdatesOf]:
+    made = UpdatesOf()
+    yield made
+    made.may_begin.set()
+    made.store.close()
+
+
+def test_a_transfer_of_what_an_update_writes_comes_after_it(updates: UpdatesOf) -> None:
+    store = updates.store
+    store.carry_out([Update(0, D), Copy(ONE, D, H)])
+    assert not store._tickets[ONE, H].done
+    updates.may_begin.set()
+    store.carry_out([UpdateWait(0, D), Wait(ONE, H)])
+    assert store.tensor(ONE, H).eq(2).all()
+
+
+def test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait(updates: UpdatesOf) -> None:
+    store = updates.store
+    store.carry_out([Update(0, D)])
+    with pytest.raises(InvariantError, match=r"\(10\) c0.weight is used while an update of chunk 0 is under way"):
+        store.tensor(ONE)
+    updates.may_begin.set()
+    with pytest.raises(InvariantError, match=r"\(10\)"):
+        store.carry_out([Drop(ONE, D)])
+    assert not store.state.updating, "whatever goes wrong, what is under way ends first"
+
+
+def test_what_is_landed_is_updated(updates: UpdatesOf) -> None:
+    store = updates.store
+    store.carry_out([Update(0, D)])
+    updates.may_begin.set()
+    store.land(ONE)
+    assert store.tensor(ONE).eq(2).all()
+
+
+def test_an_update_that_fails_says_so_at_its_wait(updates: UpdatesOf) -> None:
+    store = updates.store
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    store.update_work = lambda chunk, tier: fails
+    store.carry_out([Update(0, D)])
+    with pytest.raises(ZeroDivisionError):
+        store.carry_out([UpdateWait(0, D)])
+    assert not store.state.updating

@@ -17,6 +17,7 @@ from tests.mutants.sixteen_bits import SIXTEEN_BITS
 from tests.mutants.tables import TABLES
 from tests.mutants.tiles import TILES
 from tests.mutants.training import TRAINING
+from tests.mutants.updates import UPDATES
 
 __all__ = ["MUTANTS"]
 
@@ -28,6 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *PLANNING,
     *MOVING,
     *TRAINING,
+    *UPDATES,
     *OUTSIDE,
     *SIXTEEN_BITS,
     *TILES,

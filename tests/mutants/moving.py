@@ -41,8 +41,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-unit-leaves-before-its-zeros",
         file="memory/store.py",
-        old="return [] if filling is None else [filling]",
-        new="return []",
+        old="for ticket in (self._filling.get((ref, tier)), update)",
+        new="for ticket in (None, update)",
         tests=("tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros",),
     ),
     Mutant(

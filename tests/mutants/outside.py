@@ -81,8 +81,8 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="every-piece-is-updated-from-the-first-of-its-gradient",
         file="step/update.py",
-        old="piece.tensor_start : piece.tensor_start + piece.stop - piece.start",
-        new="0 : piece.stop - piece.start",
+        old="slice(piece.tensor_start, piece.tensor_start + piece.stop - piece.start)",
+        new="slice(0, piece.stop - piece.start)",
         tests=("tests/session/test_unbounded.py::test_tensors_longer_than_a_chunk",),
     ),
     Mutant(
@@ -160,8 +160,8 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="gradients-that-no-update-takes-are-put-in-the-plane-for-it",
         file="step/training.py",
-        old="with InPlane(self._binding, self._gradients, order.hypers):",
-        new="with InPlane(self._binding, self._gradients, self._gradients.names):",
+        old="InPlane(self._binding, self._gradients, order.hypers)",
+        new="InPlane(self._binding, self._gradients, self._binding.by_name)",
         tests=(f"{LINE}[step grad(7)=.1 forward backward step read-bf16-fp32-cpu+disk]",),
     ),
     Mutant(

@@ -41,8 +41,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="a-chunk-is-updated-twice-in-a-step",
         file="step/update.py",
-        old="for piece in self._ranges(chunk, order):",
-        new="for piece in self._ranges(chunk, order) * (2 if chunk == 1 else 1):",
+        old="for piece in self._ranges(chunk, order)]",
+        new="for piece in self._ranges(chunk, order) * (2 if chunk == 1 else 1)]",
         tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
     ),
     Mutant(
@@ -134,8 +134,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="all-tensors-share-one-step-count",
         file="step/training.py",
-        old="{name: self.steps[name] for name in names}, factors)",
-        new="{name: max(self.steps.values()) for name in names}, factors)",
+        old="{name: self.steps[name] for name in names},\n            self._traces",
+        new="{name: max(self.steps.values()) for name in names},\n            self._traces",
         tests=("tests/session/test_departures.py::test_a_module_called_twice_or_not_at_all[not at all]",),
     ),
     Mutant(
@@ -148,10 +148,9 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="hyper-parameters-are-read-when-the-update-is-done",
         file="step/training.py",
-        old="        self._unfinished = True\n        if self._binding",
-        new="        self._unfinished = True\n"
-        "        order = StepOrder({name: self._hypers()[name] for name in order.hypers}, order.steps, order.factors)\n"
-        "        if self._binding",
+        old="return self._updates.work(self._executor.pending, chunk, tier)",
+        new="object.__setattr__(self._executor.pending, 'hypers', self._hypers())\n"
+        "        return self._updates.work(self._executor.pending, chunk, tier)",
         tests=(f"{GRADIENTS}::test_hyper_parameters_are_read_when_step_is_called",),
     ),
     Mutant(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import patrickstar
 from patrickstar.checkpoint.find import open_step
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
-from tests.parity.lanes import depth_of, lanes_for
+from tests.parity.lanes import choice_of, depth_of, lanes_for
 from tests.parity.matrix import Row
 from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate
 from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
@@ -38,9 +39,17 @@ class Outcome:
 
 
 def train(
-    row: Row, limits: Limits, directory: Path, *, steps: int = STEPS, prefetch: int | str | None = "of the row"
+    row: Row,
+    limits: Limits,
+    directory: Path,
+    *,
+    steps: int = STEPS,
+    prefetch: int | str | None = "of the row",
+    choice: UpdateChoice | None = None,
 ) -> Outcome:
-    """One run of a row within the given bytes by tier; a tier that is not named has room for everything. `prefetch`: another depth than the row's.
+    """One run of a row within the given bytes by tier; a tier that is not named has room for everything.
+
+    `prefetch`: another depth than the row's. `choice`: of updates, another than the row's.
 
     Raises:
         patrickstar.BudgetError: it does not fit, found out at whatever point.
@@ -58,6 +67,7 @@ def train(
         model,
         plain,
         make_lane=lanes_for(row),
+        choice=choice or choice_of(row),
         precision=row.precision.partition("-")[0],
         step=row.step,
         max_grad_norm=case.max_norm if row.clipping and not by_call else None,

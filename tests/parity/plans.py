@@ -9,6 +9,7 @@ The digests of `FORECASTS`, larger models that are planned and not run, stand be
 
 A digest is over every plan that a run makes, in order: actions, frees, start and end. The line of the machine is left out; all tiers have
 budgets that are given. Transfers are where they are needed, at a depth of 0, whatever the run's: that others begin earlier changes nothing else.
+Updates have a stretch of their own, and are left out themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby, zip_longest
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,7 +33,9 @@ from patrickstar import BudgetError, Options
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.plan import make
+from patrickstar.plan.actions import Move
 from patrickstar.plan.plan import Plan
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import forecast
 from patrickstar.step import stretches
 from patrickstar.units import GIB, MIB
@@ -39,13 +43,15 @@ from tests.parity.limits import LIMITS
 from tests.parity.managed import train
 from tests.parity.matrix import PAIRS, WIDE, Row
 
-__all__ = ["DIGESTS", "FORECASTS", "digest", "forecast_digest", "recorded"]
+__all__ = ["APART", "DIGESTS", "FORECASTS", "digest", "forecast_digest", "recorded"]
 
 _FILE: Final = Path(__file__).with_name("plans.json")
 DIGESTS: Final[Mapping[str, str]] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
 """By row: 16 hexadecimal digits."""
 
 _JOBS = 2
+APART: Final = UpdateChoice(apart=True)
+"""The choice under which plans are recorded."""
 
 
 @contextmanager
@@ -105,7 +111,11 @@ def forecast_digest(name: str) -> str:
         tokens = torch.zeros(1, 256, dtype=torch.long)
         with recorded() as plans:
             found = forecast(
-                model, {"input_ids": tokens, "labels": tokens}, clip=arguments["step"] == "deferred", **arguments
+                model,
+                {"input_ids": tokens, "labels": tokens},
+                clip=arguments["step"] == "deferred",
+                choice=APART,
+                **arguments,
             )
         return digest(plans) if found.fits else hashlib.sha256(found.refusal.encode()).hexdigest()[:16]
     finally:
@@ -114,14 +124,22 @@ def forecast_digest(name: str) -> str:
 
 def digest(plans: Iterable[Plan]) -> str:
     """Equal for equal plans in the same order, but for the machine."""
-    lines = (line for plan in plans for line in str(plan).splitlines() if not line.startswith("machine "))
+    lines = (
+        line for plan in plans for line in str(without_updates(plan)).splitlines() if not line.startswith("machine ")
+    )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def without_updates(plan: Plan) -> Plan:
+    """The plan's transfers alone."""
+    moments = tuple(tuple(action for action in actions if isinstance(action, Move)) for actions in plan.moments)
+    return replace(plan, moments=moments)
 
 
 def plans_of(row: Row) -> list[Plan]:
     """The plans of a run at the row's budget."""
     with tempfile.TemporaryDirectory() as name, recorded() as plans:
-        train(row, LIMITS[str(row)], Path(name) / "disk", prefetch=0)
+        train(row, LIMITS[str(row)], Path(name) / "disk", prefetch=0, choice=APART)
     return plans
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.lanes import LANES
 from tests.parity.cover import cover, every, pairs, wide
-from tests.parity.lanes import DEPTHS, depth_of, lanes_named
+from tests.parity.lanes import CHOICES, DEPTHS, choice_named, depth_of, lanes_named
 from tests.parity.limits import LIMITED, LIMITS
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS
@@ -118,6 +118,21 @@ def test_all_depths_meet_all_lanes_every_value_in_pairs_and_every_model_in_all_r
         met = {(depth_of(row), name, getattr(row, name)) for row in rows for name in dimensions}
         every_value = {(name, getattr(row, name)) for row in rows for name in dimensions}
         assert met == {(depth, *value) for depth in DEPTHS for value in every_value}
+
+
+def test_all_choices_of_updates_meet_all_depths_and_lanes_every_value_in_pairs_and_every_model_in_all_rows() -> None:
+    deferred = [row for row in PAIRS if row.step == "deferred"]
+    assert {(choice_named(row), depth_of(row)) for row in deferred} == {
+        (name, depth) for name in CHOICES for depth in DEPTHS
+    }
+    assert {(choice_named(row), lanes_named(row)) for row in deferred} == {
+        (name, lanes) for name in CHOICES for lanes in LANES
+    }
+    for rows, dimensions in ((PAIRS, [name for name in DIMENSIONS if name != "model"]), ((*PAIRS, *WIDE), ["model"])):
+        of_deferred = [row for row in rows if row.step == "deferred"]
+        met = {(choice_named(row), name, getattr(row, name)) for row in of_deferred for name in dimensions}
+        every_value = {(name, getattr(row, name)) for row in of_deferred for name in dimensions}
+        assert met == {(choice, *value) for choice in CHOICES for value in every_value}
 
 
 @pytest.mark.campaign

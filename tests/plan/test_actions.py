@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait, parse_action
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Update, UpdateWait, Wait, parse_action
 from tests.plan.builders import some
 
 refs = st.builds(PlaneRef, st.integers(0, 10**6), st.sampled_from(["weight", "grad", "exp_avg", "exp_avg_sq", "rest"]))
@@ -19,6 +19,8 @@ actions = st.one_of(
     st.builds(Wait, refs, tiers),
     st.builds(Drop, refs, tiers, slots),
     st.builds(Create, refs, tiers, slots),
+    st.builds(Update, st.integers(0, 99), tiers),
+    st.builds(UpdateWait, st.integers(0, 99), tiers),
 )
 
 
@@ -36,6 +38,8 @@ def test_every_action_parses_back(action: Action) -> None:
         (Wait(PlaneRef(12, "weight"), Tier.DEVICE), "c12.weight D?"),
         (Drop(PlaneRef(3, "weight"), Tier.DEVICE), "c3.weight D!"),
         (Create(PlaneRef(3, "exp_avg"), Tier.DEVICE), "c3.exp_avg 0>D"),
+        (Update(3, Tier.HOST), "c3 step@H"),
+        (UpdateWait(3, Tier.HOST), "c3 step@H?"),
     ],
 )
 def test_an_action_prints_as(action: Action, text: str) -> None:
@@ -53,6 +57,9 @@ def test_an_action_prints_as(action: Action, text: str) -> None:
         "c3.weight D! x0",
         "c3.weight D! x1",
         "w D!",
+        "c3 step",
+        "c3 step@X",
+        "c3.weight step@H",
     ],
 )
 def test_what_is_no_action_is_refused(text: str) -> None:

@@ -52,7 +52,7 @@ def violations(plan: Plan, trace: Trace = TRACE, machine: Machine = MACHINE) -> 
 
 
 def numbers(found: list[str]) -> set[int]:
-    return {int(re.match(r"\((\d)\) ", text)[1]) for text in found}
+    return {int(re.match(r"\((\d+)\) ", text)[1]) for text in found}
 
 
 def test_the_plan_that_is_spoiled_below_keeps_all_invariants() -> None:

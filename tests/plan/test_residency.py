@@ -176,3 +176,67 @@ def test_apply_allows_exactly_what_the_replay_of_versions_finds_nothing_wrong_wi
             moments.append(Moment(Phase.FORWARD, "", tuple(touches)))
             for touch in touches:
                 mark_written(state, touch.ref, touch.tier)
+
+
+UPDATED = "c0.weight dirty, c0.exp_avg clean, c0.exp_avg_sq clean, c0.grad clean"
+
+
+def updating(text: str = UPDATED):  # type: ignore[no-untyped-def]
+    state = state_of(text)
+    apply(state, parse_action("c0 step@H"))
+    return state
+
+
+def test_an_update_writes_all_but_the_gradient_and_pins_all_until_its_wait() -> None:
+    state = updating()
+    assert [state.is_dirty(unit(text), Tier.HOST) for text in UPDATED.split()[::2]] == [True, True, True, False]
+    apply(state, parse_action("c0.weight H>K"))  # it comes after the update
+    apply(state, parse_action("c0 step@H?"))
+    apply(state, parse_action("c0.weight K?"))
+    apply(state, parse_action("c0.grad H!"))
+    assert not state.updating
+    assert not state.in_update
+    assert state.snapshot().newest[unit("c0.weight")] == {Tier.HOST, Tier.DISK}
+
+
+@pytest.mark.parametrize(
+    ("state", "action", "number"),
+    [
+        (UPDATED, "c0 step@H?", 10),  # none has begun
+        (UPDATED.replace("weight dirty", "weight away"), "c0 step@H", 1),
+        (UPDATED.replace("exp_avg clean", "exp_avg stale"), "c0 step@H", 1),
+        (UPDATED.replace("weight dirty", "weight clean:H>K"), "c0 step@H", 5),
+        ("c0.grad clean", "c0 step@H", 9),
+    ],
+)
+def test_an_update_that_cannot_begin_is_refused(state: str, action: str, number: int) -> None:
+    now = state_of(state)
+    with pytest.raises(InvariantError, match=rf"^\({number}\)"):
+        apply(now, parse_action(action))
+    assert now == state_of(state)
+
+
+@pytest.mark.parametrize("action", ["c0 step@H", "c0 step@D?", "c0.weight H!", "c0.grad H!", "c0.exp_avg H!"])
+def test_what_an_update_uses_stays_until_its_wait(action: str) -> None:
+    now = updating()
+    with pytest.raises(InvariantError, match=r"^\(10\)"):
+        apply(now, parse_action(action))
+    assert now == updating()
+
+
+def test_a_transfer_of_what_is_updated_lands_after_the_update() -> None:
+    state = updating()
+    apply(state, parse_action("c0.weight H>K"))
+    with pytest.raises(InvariantError, match=r"^\(10\)"):
+        apply(state, parse_action("c0.weight K?"))
+
+
+def test_the_weight_of_a_run_is_updated_by_one_chunk_after_the_other() -> None:
+    text = "c0.weight dirty, c0.exp_avg clean, c0.exp_avg_sq clean, c1.exp_avg clean, c1.exp_avg_sq clean"
+    state = state_of(text, slots={"c0.weight": 2})
+    apply(state, parse_action("c0 step@H"))
+    with pytest.raises(InvariantError, match=r"^\(10\) c1 step@H: an earlier update of c0.weight"):
+        apply(state, parse_action("c1 step@H"))
+    apply(state, parse_action("c0 step@H?"))
+    apply(state, parse_action("c1 step@H"))
+    assert state.in_update[unit("c0.weight")] == 1

@@ -68,7 +68,7 @@ def test_a_gradient_that_is_kept_is_written_in_its_plane_chunk_by_chunk() -> Non
 def test_an_update_touches_the_same_when_a_gradient_arrives_and_at_the_step(split: bool) -> None:
     formats = bf16_formats() if split else FP32
     now = moments_of(touches(GradientUse.UPDATE, split=split), "a")
-    trace = step_trace(layout(), ["a"], formats=formats, in_plane=False, writes_gradients=False)
+    trace = step_trace(layout(), ["a"], formats=formats, in_plane=False)
     assert now == [texts(moment.touches) for moment in trace.moments]
     assert now[1] == "c0.weight* c1.exp_avg* c1.exp_avg_sq*" + (" c1.rest*" if split else "")
 
@@ -90,9 +90,9 @@ def test_a_gradient_waits_in_its_plane_where_it_is_not_the_whole_one_or_nobody_u
 
 def test_the_step_has_a_moment_for_each_trained_chunk_and_the_norm_one_for_each_piece() -> None:
     names = layout().slices
-    step = step_trace(layout(), names, formats=FP32, in_plane=True, writes_gradients=True)
+    step = step_trace(layout(), names, formats=FP32, in_plane=True)
     assert [moment.label for moment in step.moments] == ["a", "a", "a", "b", "table", "table"]
-    assert texts(step.moments[0].touches) == "c0.exp_avg* c0.exp_avg_sq* c0.grad* c0.weight*"
+    assert texts(step.moments[0].touches) == "c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight*"
     assert gradients_freed(step)[0] == (0, unit("c0.grad"))
     norm = norm_trace(layout(), names, formats=FP32)
     assert [texts(moment.touches) for moment in norm.moments] == [f"c{chunk}.grad" for chunk in range(6)]

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import patrickstar
 from patrickstar.memory.links import MakeLane
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
 from tests.parity.compare import compare_mappings, same_bits
 
@@ -126,15 +127,17 @@ class Pair:
         before: Callable[[nn.Module, Any], object] | None = None,
         with_options: Mapping[str, Any] | None = None,
         make_lane: MakeLane | None = None,
+        choice: UpdateChoice | None = None,
         **keywords: Any,
     ) -> None:
-        """`before`: done to both before `manage` is called. `make_lane`: lanes of the test's own."""
+        """`before`: done to both before `manage` is called. `make_lane`, `choice`: lanes, and when chunks are updated, of the test's own."""
         self.plain, self.model = build(), build()
         self.plain_optimizer, self.original = make_optimizer(self.plain), make_optimizer(self.model)
         if before is not None:
             before(self.plain, self.plain_optimizer)
             before(self.model, self.original)
-        manage = patrickstar.manage if make_lane is None else partial(manage_inside, make_lane=make_lane)
+        inside = {"make_lane": make_lane} if choice is None else {"make_lane": make_lane, "choice": choice}
+        manage = patrickstar.manage if not any(inside.values()) else partial(manage_inside, **inside)
         self.session = manage(
             self.model, self.original, options=options(**(with_options or {})), **(keywords or EMULATED)
         )

@@ -182,7 +182,7 @@ def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_don
                 r"this was c\d+\.\w+ on its way from the (host|disk) to the (host|disk), issued at (.+)", message
             )
             assert found, message
-            assert re.match(r"(forward|backward) \d\.weight|the start of the training step", found[3]), message
+            assert re.match(r"(forward|backward|step) \d\.weight|the start of the training step", found[3]), message
             failed += 1
             assert isinstance(failure.__cause__, DeviceError)
         faulty.faults.clear()

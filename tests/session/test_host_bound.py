@@ -115,13 +115,13 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
 
     def excess_bytes(self: Pressure, growth_bytes: int) -> int:
         if pilot.stretch.trace is not None:
-            told[pilot.stretch.trace.name(pilot.stretch.position - 1)] = growth_bytes
+            told[pilot.stretch.trace.moments[pilot.stretch.position - 1].name] = growth_bytes
         return 0
 
     monkeypatch.setattr(Pressure, "excess_bytes", excess_bytes)
     pair.train(1, first=1)
-    assert told["0 forward first.weight"] >= Replaces.LARGE_BYTES
-    assert told["1 forward second.weight"] >= Replaces.LARGE_BYTES
+    assert told["forward first.weight"] >= Replaces.LARGE_BYTES
+    assert told["forward second.weight"] >= Replaces.LARGE_BYTES
     assert max(told[name] for name in told if "backward" in name) < Replaces.LARGE_BYTES
 
 

@@ -147,6 +147,21 @@ def test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_ag
     pair.expect_same()
 
 
+def test_after_an_interruption_steps_are_planned_again(
+    interrupted: type[Interrupted], make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    """torch calls no hook of a module when a forward is interrupted: nobody says that it has ended."""
+    pair = make_pair(make_lane=lambda src, dst: Interrupted(), **on_disk)
+    pair.train(2)
+    interrupted.waits, interrupted.at = 0, frozenset({3})
+    with pytest.raises(KeyboardInterrupt):
+        backward(pair.model, number=2)
+    pair.optimizer.zero_grad()
+    pair.train(4, first=2)
+    assert pair.session.stats().planned_steps >= 5, pair.session.stats().reason
+    pair.expect_same()
+
+
 def test_what_a_second_interruption_has_left_ends_with_the_next_use(
     interrupted: type[Interrupted], make_pair: MakePair, on_disk: dict[str, Any]
 ) -> None:

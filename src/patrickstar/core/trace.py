@@ -5,11 +5,11 @@ A trace prints one line a moment, and parses back:
     trace of 3 moments
     forward wte.weight 4096 c0.weight
     backward wte.weight 4096..81920 c0.grad* c0.weight held c2.weight
-    step wte.weight 0 c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight* ends c0.weight
+    step wte.weight 0 c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight* updates c0 ends c0.weight
 
 that is: phase, label, non-model bytes (`4096..81920` where some are alive as the moment begins), what is touched (`*`: written; `@H`: on the
-host, below a device), what is still in use from earlier moments, and what is used for the last time. A label has its odd characters escaped as
-in a URL; an empty one prints as `-`.
+host, below a device), the chunk whose update begins, what is still in use from earlier moments, and what is used for the last time. A label has
+its odd characters escaped as in a URL; an empty one prints as `-`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import PlaneRef
+from patrickstar.core.planes import EXP_AVG, PlaneRef
 
 
 class Phase(str, Enum):
@@ -75,6 +75,7 @@ class Moment:
         live_bytes: what of that is alive as the moment begins.
         ends: units whose use ends with this moment; plans do not need it, readers do.
         rows_bytes: of rows that cross the link, of units that are touched where they rest.
+        updates: the chunk whose update begins with this moment, and may go on beside those after it.
     """
 
     phase: Phase
@@ -85,6 +86,7 @@ class Moment:
     live_bytes: int = 0
     ends: tuple[PlaneRef, ...] = ()
     rows_bytes: int = 0
+    updates: int | None = None
 
     def __post_init__(self) -> None:
         touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
@@ -97,11 +99,18 @@ class Moment:
         """Phase and label, as messages name a moment after its number: `backward layers.7.mlp.w1`."""
         return f"{self.phase.value} {self.label}".rstrip()
 
+    @property
+    def update_tier(self) -> Tier | None:
+        """The tier of the update that begins with this moment, as a touch has it: None for the one that computes."""
+        return next(touch.tier for touch in self.touches if touch.ref.plane == EXP_AVG)
+
     def __str__(self) -> str:
         nonmodel = f"{self.live_bytes}..{self.nonmodel_bytes}" if self.live_bytes else str(self.nonmodel_bytes)
         words = [self.phase.value, _escape(self.label), nonmodel, *map(str, self.touches)]
         if self.rows_bytes:
             words += ["rows", str(self.rows_bytes)]
+        if self.updates is not None:
+            words += ["updates", f"c{self.updates}"]
         if self.held:
             words += ["held", *map(str, self.held)]
         if self.ends:
@@ -119,7 +128,9 @@ class Moment:
         live_bytes, _, nonmodel_bytes = nonmodel.rpartition("..")
         rest, ends = _split_at(rest, "ends")
         rest, held = _split_at(rest, "held")
+        rest, updates = _split_at(rest, "updates")
         touches, rows = _split_at(rest, "rows")
+        updated = [int(chunk.removeprefix("c")) for chunk in updates]
         return cls(
             phase=Phase(phase),
             label=unquote(label) if label != "-" else "",
@@ -129,6 +140,7 @@ class Moment:
             live_bytes=int(live_bytes or 0),
             ends=tuple(map(PlaneRef.parse, ends)),
             rows_bytes=sum(map(int, rows)),
+            updates=updated[0] if updated else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Links between tiers: a lane for each, in each direction, and one for filling the slots of a tier."""
+"""Links between tiers: a lane for each, in each direction, one for filling the slots of a tier, and one for the optimizer's updates there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from patrickstar.memory.thread_lane import PacedLane, ThreadLane
 
 __all__ = ["Links", "MakeLane", "lanes_of"]
 
-MakeLane = Callable[[Tier, Tier], Lane]
-"""Makes the lane from one tier to another; from a tier to itself: that which fills slots there."""
+MakeLane = Callable[[Tier, Tier | None], Lane]
+"""Makes the lane from one tier to another; from a tier to itself: that which fills slots there; from a tier to none: that which updates there."""
 
 
 class Links:
@@ -21,10 +21,10 @@ class Links:
 
     def __init__(self, make: MakeLane) -> None:
         self._make = make
-        self._lanes: dict[tuple[Tier, Tier], Lane] = {}
+        self._lanes: dict[tuple[Tier, Tier | None], Lane] = {}
 
-    def lane(self, src: Tier, dst: Tier) -> Lane:
-        """The lane from one tier to another, or the one that fills slots of a tier."""
+    def lane(self, src: Tier, dst: Tier | None) -> Lane:
+        """The lane from one tier to another, the one that fills slots of a tier, or the one that updates what is there."""
         found = self._lanes.get((src, dst))
         if found is None:
             found = self._lanes[src, dst] = self._make(src, dst)
@@ -43,21 +43,22 @@ class Links:
 
 
 def lanes_of(*, bytes_per_second: float | None = None, stress_seed: int | None = None) -> MakeLane:
-    """The lanes of a session: threads for the disk, so that both directions are used at once; the rest where it is asked for.
+    """The lanes of a session: threads for the disk, so that both directions are used at once, and for updates, which an interruption of the
+    caller does not leave half done; the rest where it is asked for.
 
     Args:
         bytes_per_second: of the emulated device's link, in each direction. stress_seed: makes every work late by chance.
     """
     random = None if stress_seed is None else Random(stress_seed)  # noqa: S311 - times to be late by
 
-    def make(src: Tier, dst: Tier) -> Lane:
-        name = f"{src.value}>{dst.value}"
+    def make(src: Tier, dst: Tier | None) -> Lane:
+        name = f"{src.value} step" if dst is None else f"{src.value}>{dst.value}"
         lane: Lane
         if bytes_per_second is not None and {src, dst} == {Tier.DEVICE, Tier.HOST}:
             lane = PacedLane(name, bytes_per_second=bytes_per_second)
         elif random is not None:
             lane = ThreadLane(name, works=_STRESSED_WORKS)
-        elif Tier.DISK in (src, dst):
+        elif Tier.DISK in (src, dst) or dst is None:
             lane = ThreadLane(name)
         else:
             lane = InlineLane()

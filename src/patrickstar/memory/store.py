@@ -7,6 +7,7 @@ On a tier a unit's bytes are in slots of that tier's arena, or in an extent of t
     Copy     slots are taken where the copy arrives; the bytes follow, perhaps over several moments; a ticket is kept
     Wait     the ticket's wait: from now on the copy holds the bytes
     Drop     the slots are given back, poisoned where asked for, with a fence until that is over
+    Update   the work of a chunk's update begins, on the lane for that; a ticket is kept until its wait
 
 All bytes are moved and filled on lanes, each work after those that it depends on: what is written comes after the fences of its slots, and what is
 read after their filling.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from patrickstar.memory.lanes import Ticket, Work
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.links import Links
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Update, UpdateWait, Wait
 from patrickstar.plan.residency import InvariantError, Residency
 from patrickstar.torch_private import is_profiled
 
@@ -52,7 +54,10 @@ class ChunkStore:
         leases: on slots of the compute tier, and on what is held in the stead of one.
         committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
         log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
+        update_work: makes the work of a chunk's update on a tier; set by who knows of updates.
     """
+
+    update_work: Callable[[int, Tier], Work]
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class ChunkStore:
         self._tickets: dict[tuple[PlaneRef, Tier], Ticket] = {}
         self._issued_at: dict[PlaneRef, str] = {}
         self._filling: dict[tuple[PlaneRef, Tier], Ticket] = {}
+        self._updates: dict[int, Ticket] = {}
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
         self._beside_bytes = self._most_beside_bytes = 0
 
@@ -100,6 +106,8 @@ class ChunkStore:
         Raises:
             InvariantError: the bytes are not there, or still on their way. StateError: the store is closed, or of another process.
         """
+        if ref in self.state.in_update:
+            raise InvariantError(10, f"{ref} is used while an update of chunk {self.state.in_update[ref]} is under way")
         if tier is not None and tier is not self._compute:
             return self._wrapping(ref, tier)()
         wrap = self._wrap.get(ref)
@@ -164,6 +172,10 @@ class ChunkStore:
         if os.getpid() != self._process:
             self._arenas[self._compute].expect_open()
 
+    def wait_for_updates(self) -> None:
+        """Waits for all updates under way."""
+        self.carry_out([UpdateWait(chunk, tier) for chunk, tier in self.state.updating.items()])
+
     def _give_up(self, action: Wait) -> None:
         """Undoes a transfer whose wait has failed."""
         ref, tier = action.ref, action.tier
@@ -173,7 +185,11 @@ class ChunkStore:
         self._landed(ref, tier)
 
     def _land(self) -> None:
-        """Waits for all transfers under way."""
+        """Waits for all transfers and updates under way."""
+        for chunk, tier in list(self.state.updating.items()):
+            with suppress(Exception):  # whoever has given the work knows of it
+                self._wait_for_update(chunk)
+            self._apply(UpdateWait(chunk, tier))
         for ref, (_, tier) in list(self.state.in_flight.items()):
             ticket = self._tickets[ref, tier]
             try:
@@ -184,6 +200,12 @@ class ChunkStore:
                 self._apply(Wait(ref, tier))
 
     def _move_and_apply(self, action: Action) -> None:
+        if isinstance(action, Update):
+            # Noted first: an interruption between the two leaves a unit that counts as written and is not, which does no harm.
+            work = self.update_work(action.chunk, action.tier)
+            residency.apply(self.state, action)
+            self._updates[action.chunk] = self._links.lane(action.tier, None).issue(work)
+            return
         self._move(action)
         self._apply(action)
 
@@ -192,6 +214,15 @@ class ChunkStore:
         residency.apply(self.state, action)
         if isinstance(action, Wait):
             self._landed(action.ref, action.tier)
+        elif isinstance(action, UpdateWait):
+            self._updates.pop(action.chunk, None)
+
+    def _wait_for_update(self, chunk: int) -> None:
+        ticket = self._updates.get(chunk)
+        if ticket is None:  # an interruption came before there was one, but perhaps not before the work had begun
+            self._links.drain()
+        else:
+            ticket.wait()
 
     def _landed(self, ref: PlaneRef, tier: Tier) -> None:
         self._tickets.pop((ref, tier), None)
@@ -211,6 +242,8 @@ class ChunkStore:
                 self._wait(ref, tier)
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
+            case UpdateWait(chunk):
+                self._wait_for_update(chunk)
 
     def _wait(self, ref: PlaneRef, tier: Tier) -> None:
         try:
@@ -222,7 +255,13 @@ class ChunkStore:
             ) from error
 
     def land(self, ref: PlaneRef) -> None:
-        """Waits for a transfer of a unit, if one is under way."""
+        """Waits for an update that uses a unit and for a transfer of it, if they are under way."""
+        if ref in self.state.in_update:
+            chunk = self.state.in_update[ref]
+            self.carry_out([UpdateWait(chunk, self.state.updating[chunk])])
+        self._land_transfer(ref)
+
+    def _land_transfer(self, ref: PlaneRef) -> None:
         if ref in self.state.in_flight:
             self.carry_out([Wait(ref, self.state.in_flight[ref][1])])
 
@@ -231,8 +270,8 @@ class ChunkStore:
         residency.mark_written(self.state, ref, tier)
 
     def forget(self, ref: PlaneRef) -> None:
-        """Drops a unit's contents, which nobody wants any more; its slots go when room is needed."""
-        self.land(ref)
+        """Drops a unit's contents, which nobody wants any more but an update under way; its slots go when room is needed."""
+        self._land_transfer(ref)
         residency.mark_free(self.state, ref)
 
     def release(self, ref: PlaneRef) -> None:
@@ -344,9 +383,10 @@ class ChunkStore:
         self._filling[ref, tier] = self._links.lane(tier, tier).issue(arena.filling(first, slots), before)
 
     def _under_way(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """The filling that must be over before a unit's slots are read or written."""
-        filling = self._filling.get((ref, tier))
-        return [] if filling is None else [filling]
+        """The filling and the update that must be over before a unit's slots are read or written."""
+        chunk = self.state.in_update.get(ref)
+        update = self._updates.get(chunk) if chunk is not None and self.state.updating[chunk] is tier else None
+        return [ticket for ticket in (self._filling.get((ref, tier)), update) if ticket is not None]
 
     def _copy(self, ref: PlaneRef, src: Tier, dst: Tier) -> None:
         slots, nbytes = self.state.slots[ref], self.state.unit_bytes(ref)

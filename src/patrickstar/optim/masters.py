@@ -14,6 +14,7 @@ the largest bf16 rounds to infinity, as rounding does, and is a finite master ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -48,6 +49,26 @@ def scaled_blocks(piece: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield block
 
 
+class Scratch:
+    """Blocks of these types to be written over, as many times as there are users at once."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        self._dtypes = dtypes
+        self._unused: list[tuple[Tensor, ...]] = []
+
+    @contextmanager
+    def taken(self) -> Iterator[tuple[Tensor, ...]]:
+        """A context with a block of each type, which nobody else uses."""
+        try:
+            whole = self._unused.pop()
+        except IndexError:
+            whole = tuple(torch.empty(BLOCK_NUMEL, dtype=dtype, device="cpu") for dtype in self._dtypes)
+        try:
+            yield whole
+        finally:
+            self._unused.append(whole)
+
+
 class WideningKernel:
     """An update of fp32 masters from gradients of another type, by a kernel for fp32: the very same arithmetic, block by block.
 
@@ -57,7 +78,7 @@ class WideningKernel:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._gradient = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
+        self._scratch = Scratch(torch.float32)
 
     @torch.no_grad()
     def update(
@@ -77,12 +98,13 @@ class WideningKernel:
             weight, exp_avg, exp_avg_sq: fp32. grad: of any floating type, widened before anything else. All flat, contiguous, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        for block in blocks(weight.numel()):
-            gradient = self._gradient[: block.stop - block.start]
-            gradient.copy_(grad[block])
-            for factor in factors:
-                gradient.mul_(factor)
-            self._kernel.update(weight[block], gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
+        with self._scratch.taken() as (whole,):
+            for block in blocks(weight.numel()):
+                gradient = whole[: block.stop - block.start]
+                gradient.copy_(grad[block])
+                for factor in factors:
+                    gradient.mul_(factor)
+                self._kernel.update(weight[block], gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
 
 
 def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | None = None) -> None:
@@ -115,9 +137,7 @@ class SplitKernel:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._master = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
-        self._gradient = torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu")
-        self._bits = torch.empty(BLOCK_NUMEL, dtype=torch.int32, device="cpu")
+        self._scratch = Scratch(torch.float32, torch.float32, torch.int32)
 
     @torch.no_grad()
     def update(
@@ -139,12 +159,12 @@ class SplitKernel:
             exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        for block in blocks(weight.numel()):
-            numel = block.stop - block.start
-            master, gradient = self._master[:numel], self._gradient[:numel]
-            join(weight[block], rest[block], master, scratch=self._bits[:numel])
-            gradient.copy_(grad[block])
-            for factor in factors:
-                gradient.mul_(factor)
-            self._kernel.update(master, gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
-            split(master, weight[block], rest[block], scratch=self._bits[:numel])
+        with self._scratch.taken() as whole:
+            for block in blocks(weight.numel()):
+                master, gradient, bits = (scratch[: block.stop - block.start] for scratch in whole)
+                join(weight[block], rest[block], master, scratch=bits)
+                gradient.copy_(grad[block])
+                for factor in factors:
+                    gradient.mul_(factor)
+                self._kernel.update(master, gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
+                split(master, weight[block], rest[block], scratch=bits)

@@ -4,6 +4,8 @@
     c12.weight D?        Wait: the transfer to this tier must be over now
     c12.weight D! x4     Drop: the copy's slots are given back, nothing is transferred
     c3.exp_avg 0>D       Create: first contents, all zeros
+    c3 step@D            Update: the optimizer's update of a chunk begins, on this tier
+    c3 step@D?           UpdateWait: it must be over now
 
 A count of slots is printed where it is not one. The union is closed: a new kind of action is a new class here, a line
 in `parse_action`, a case in `residency.apply`, and a case in `check`.
@@ -67,12 +69,38 @@ class Create:
         return f"{self.ref} 0>{self.tier.value}{_times(self.slots)}"
 
 
-Action = Copy | Wait | Drop | Create
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Begin the optimizer's update of a chunk on a tier, where all that it needs is; it may go on beside what follows."""
+
+    chunk: int
+    tier: Tier
+
+    def __str__(self) -> str:
+        return f"c{self.chunk} step@{self.tier.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWait:
+    """Wait for the update of a chunk: one for each."""
+
+    chunk: int
+    tier: Tier
+
+    def __str__(self) -> str:
+        return f"c{self.chunk} step@{self.tier.value}?"
+
+
+Move = Copy | Wait | Drop | Create
+"""An action on one unit."""
+
+Action = Move | Update | UpdateWait
 
 _TIER: Final = "[DHK]"
 _ACTION: Final = re.compile(
     rf"(?P<ref>\S+) (?:(?P<src>0|{_TIER})>(?P<dst>{_TIER})|(?P<tier>{_TIER})(?P<kind>[?!]))(?: x(?P<slots>[1-9]\d*))?"
 )
+_UPDATE: Final = re.compile(rf"c(?P<chunk>\d+) step@(?P<tier>{_TIER})(?P<waits>\??)")
 
 
 def parse_action(text: str) -> Action:
@@ -81,6 +109,9 @@ def parse_action(text: str) -> Action:
     Raises:
         ValueError: `text` is not the print of an action.
     """
+    update = _UPDATE.fullmatch(text)
+    if update:
+        return (UpdateWait if update["waits"] else Update)(int(update["chunk"]), Tier(update["tier"]))
     found = _ACTION.fullmatch(text)
     if not found or (found["kind"] == "?" and found["slots"]) or found["slots"] == "1":
         raise ValueError(f'{text!r} is not an action, such as "c12.weight H>D x4", "c12.weight D?", "c12.weight D!"')

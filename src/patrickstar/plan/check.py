@@ -21,6 +21,9 @@
     from zeros, or what was accumulated is lost.
 (9) Homes are unchanged, no contents are lost, and the end that is written down is where the actions lead.
     Otherwise the next plan starts from a state that is not there.
+(10) An update begins once, where its moment has what it needs, and has exactly one wait: before anything else uses its units there, takes
+    their slots, or counts on a transfer of them.
+    Otherwise somebody computes with a weight of which a part is new.
 
 Nothing here is shared with `residency.apply`. A plan is read unit by unit, each from its first moment to its last: bytes
 are told apart by who wrote them when, a transfer carries what its source had at its issue, and only afterwards is it
@@ -36,12 +39,12 @@ from dataclasses import dataclass, field
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.core.trace import Trace
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.core.trace import Moment, Trace
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.snapshot import Snapshot
 
-_PLACE = re.compile(r"\(\d\) moment (\d+) ")
+_PLACE = re.compile(r"\(\d+\) moment (\d+) ")
 
 _At = tuple[int, int]
 """A place in a plan: the number of a moment, and of an action before it, or one of these two."""
@@ -73,28 +76,79 @@ def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[st
 def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: _Found) -> None:
     """Tells each unit what is done with it."""
     compute, freed_after = plan.start.compute, plan.freed_after()
+    updates = _Updates(histories, compute, found)
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=False)):
         pinned = {*moment.held, *(touch.ref for touch in moment.touches if touch.tier in (None, compute))}
         for number, action in enumerate(actions):
-            if action.ref not in histories:
+            if isinstance(action, Update | UpdateWait):
+                updates.act((index, number), action, moment)
+            elif not isinstance(action, Move):
+                found.add((index, number), 6, f"{action}: not an action of one rank")
+            elif action.ref not in histories:
                 found.add((index, number), 9, f"{action}: there is no such unit")
             else:
                 histories[action.ref].act((index, number), action, is_pinned=action.ref in pinned)
-        at = (index, _USE)
-        for ref in sorted(pinned):
-            histories[ref].use(at, compute)
-        for touch in moment.touches:
-            history, tier = histories[touch.ref], touch.tier or compute
-            if tier is not compute:
-                history.use(at, tier)
-                if touch.writes and touch.ref in pinned:
-                    found.add(
-                        at, 3, f"{touch.ref} is written on the {tier.label} while it is in use on the {compute.label}"
-                    )
-            if touch.writes:
-                history.write(at, tier)
+        updates.expect_begun((index, _USE), moment)
+        _use(histories, moment, (index, _USE), pinned, compute)
         for ref in freed_after.get(index, ()):
             histories[ref].free((index, _FREE))
+    updates.end((len(trace), 0))
+
+
+def _use(histories: dict[PlaneRef, _History], moment: Moment, at: _At, pinned: set[PlaneRef], compute: Tier) -> None:
+    """Tells units that a moment uses them."""
+    for ref in sorted(pinned):
+        histories[ref].use(at, compute, by=moment.updates)
+    for touch in moment.touches:
+        history, tier = histories[touch.ref], touch.tier or compute
+        if tier is not compute:
+            history.use(at, tier, by=moment.updates)
+            if touch.writes and touch.ref in pinned:
+                history.wrong(
+                    at, 3, f"{touch.ref} is written on the {tier.label} while it is in use on the {compute.label}"
+                )
+        if touch.writes:
+            history.write(at, tier)
+
+
+class _Updates:
+    """The updates of chunks: each begins at its moment, and is waited for once."""
+
+    def __init__(self, histories: dict[PlaneRef, _History], compute: Tier, found: _Found) -> None:
+        self._histories = histories
+        self._compute = compute
+        self._found = found
+
+        self._under_way: dict[int, tuple[Tier, Moment]] = {}
+        self._begun: set[int] = set()
+
+    def act(self, at: _At, action: Update | UpdateWait, moment: Moment) -> None:
+        if isinstance(action, Update):
+            self._begin(at, action, moment)
+        elif self._under_way.get(action.chunk, (None, None))[0] is not action.tier:
+            self._found.add(at, 10, f"{action}: no such update has begun")
+        else:
+            for touch in self._under_way.pop(action.chunk)[1].touches:
+                self._histories[touch.ref].end_update()
+
+    def _begin(self, at: _At, action: Update, moment: Moment) -> None:
+        if action.chunk in self._begun:
+            self._found.add(at, 10, f"{action}: it has been done")
+        if moment.updates != action.chunk or (moment.update_tier or self._compute) is not action.tier:
+            self._found.add(at, 10, f"{action}: this is not its moment")
+            return
+        self._begun.add(action.chunk)
+        self._under_way[action.chunk] = action.tier, moment
+        for touch in moment.touches:
+            self._histories[touch.ref].begin_update(at, action)
+
+    def expect_begun(self, at: _At, moment: Moment) -> None:
+        if moment.updates is not None and moment.updates not in self._begun:
+            self._found.add(at, 10, f"the update of c{moment.updates} does not begin")
+
+    def end(self, at: _At) -> None:
+        for chunk in sorted(self._under_way):
+            self._found.add(at, 10, f"the update of c{chunk} was never waited for")
 
 
 def show(violations: Iterable[str], plan: Plan, trace: Trace) -> str:
@@ -151,6 +205,7 @@ class _History:
         self._bytes: dict[Tier, str | None] = dict.fromkeys(start.newest.get(ref, ()), self._writer)
         self._room = {tier for tier, refs in start.taken.items() if ref in refs}
         self._under_way: dict[Tier, tuple[Tier, str | None]] = {}
+        self._update: Update | None = None
         if ref in start.in_flight:
             src, dst = start.in_flight[ref]
             self._under_way[dst] = src, self._bytes.get(src)
@@ -159,7 +214,7 @@ class _History:
         if self._home is not self._compute:
             self.changes.append((_START, self._home, self._slots))
 
-    def _wrong(self, at: _At, number: int, text: str) -> None:
+    def wrong(self, at: _At, number: int, text: str) -> None:
         self._found.add(at, number, text)
 
     def _is_last(self, tier: Tier) -> bool:
@@ -168,18 +223,27 @@ class _History:
     def _needs_room(self, tier: Tier) -> bool:
         return tier is self._compute or tier is not self._home
 
-    def act(self, at: _At, action: Action, *, is_pinned: bool) -> None:
-        if not isinstance(action, Wait | Copy | Drop | Create):
-            self._wrong(at, 6, f"{action}: not an action of one rank")
-            return
+    def begin_update(self, at: _At, update: Update) -> None:
+        if self._update is not None and self._update.chunk != update.chunk:
+            self.wrong(at, 10, f"{update}: {self._ref} is used by {self._update}, which has not been waited for")
+        self._update = update
+
+    def end_update(self) -> None:
+        self._update = None
+
+    def act(self, at: _At, action: Move, *, is_pinned: bool) -> None:
+        if self._update is not None and (
+            isinstance(action, Wait) or (isinstance(action, Drop | Create) and action.tier is self._update.tier)
+        ):
+            self.wrong(at, 10, f"{action}: {self._update} has not been waited for")
         if not isinstance(action, Wait) and action.slots != self._slots:
-            self._wrong(at, 7, f"{action}: the unit takes {self._slots} slots")
+            self.wrong(at, 7, f"{action}: the unit takes {self._slots} slots")
         match action:
             case Copy(_, src, dst):
                 self._copy(at, action, src, dst, is_pinned=is_pinned)
             case Wait(_, tier):
                 if tier not in self._under_way:
-                    self._wrong(at, 5, f"{action}: no such transfer has been issued")
+                    self.wrong(at, 5, f"{action}: no such transfer has been issued")
                 else:
                     _, self._bytes[tier] = self._under_way.pop(tier)
             case Drop(_, tier):
@@ -189,16 +253,16 @@ class _History:
 
     def _copy(self, at: _At, action: Copy, src: Tier, dst: Tier, *, is_pinned: bool) -> None:
         if src is self._compute and is_pinned:
-            self._wrong(at, 3, f"{action}: it is in use at this moment")
+            self.wrong(at, 3, f"{action}: it is in use at this moment")
         way = [tier for tier in Tier if not _is_above(tier, self._compute) and not _is_above(self._home, tier)]
         if src not in way or dst not in way or abs(way.index(src) - way.index(dst)) != 1:
-            self._wrong(at, 9, f"{action}: it rests on the {self._home.label}, and this is not its way there or back")
+            self.wrong(at, 9, f"{action}: it rests on the {self._home.label}, and this is not its way there or back")
         if src in self._under_way:
-            self._wrong(at, 5, f"{action}: the transfer to the {src.label} has not been waited for")
+            self.wrong(at, 5, f"{action}: the transfer to the {src.label} has not been waited for")
         elif not self._is_last(src):
-            self._wrong(at, 4, f"{action}: the {src.label} does not hold its last contents")
+            self.wrong(at, 4, f"{action}: the {src.label} does not hold its last contents")
         if dst in self._under_way:
-            self._wrong(at, 5, f"{action}: issued again before its wait")
+            self.wrong(at, 5, f"{action}: issued again before its wait")
         if self._needs_room(dst):
             self._take(at, action, dst)
         self._under_way[dst] = src, self._bytes.get(src)
@@ -206,60 +270,62 @@ class _History:
 
     def _drop(self, at: _At, action: Drop, tier: Tier, *, is_pinned: bool) -> None:
         if tier is self._compute and is_pinned and self._is_last(tier):
-            self._wrong(at, 3, f"{action}: it is in use at this moment")
+            self.wrong(at, 3, f"{action}: it is in use at this moment")
         if tier in self._under_way or any(src is tier for src, _ in self._under_way.values()):
-            self._wrong(at, 5, f"{action}: a transfer still uses these slots")
+            self.wrong(at, 5, f"{action}: a transfer still uses these slots")
         if tier not in self._room:
             if tier is self._home:
-                self._wrong(at, 4, f"{action}: this is its home")
+                self.wrong(at, 4, f"{action}: this is its home")
             else:
-                self._wrong(at, 2, f"{action}: it has no slots there")
+                self.wrong(at, 2, f"{action}: it has no slots there")
             return
         was_last = self._is_last(tier)
         self._bytes.pop(tier, None)
         if was_last and not any(map(self._is_last, Tier)):
-            self._wrong(at, 4, f"{action}: it is the last valid copy")
+            self.wrong(at, 4, f"{action}: it is the last valid copy")
         self._room.discard(tier)
         self.changes.append((at, tier, -self._slots))
 
     def _create(self, at: _At, action: Create, tier: Tier) -> None:
         if self._writer is not None:
-            self._wrong(at, 8 if self._ref.plane == GRAD else 4, f"{action}: it has contents")
+            self.wrong(at, 8 if self._ref.plane == GRAD else 4, f"{action}: it has contents")
         is_between = not _is_above(tier, self._compute) and not _is_above(self._home, tier)
         if tier is Tier.DISK or (tier is not self._compute and not is_between):
-            self._wrong(at, 9, f"{action}: first contents are made in memory on its way home")
+            self.wrong(at, 9, f"{action}: first contents are made in memory on its way home")
         if self._room:
-            self._wrong(at, 5, f"{action}: it has slots already")
+            self.wrong(at, 5, f"{action}: it has slots already")
         elif self._needs_room(tier):
             self._take(at, action, tier)
         self.write(at, tier)
 
     def _take(self, at: _At, action: Action, tier: Tier) -> None:
         if tier in self._room:
-            self._wrong(at, 5, f"{action}: it has slots on the {tier.label} already")
+            self.wrong(at, 5, f"{action}: it has slots on the {tier.label} already")
             return
         self._room.add(tier)
         self.changes.append((at, tier, self._slots))
 
-    def use(self, at: _At, tier: Tier) -> None:
-        """A moment reads or writes the unit on this tier."""
+    def use(self, at: _At, tier: Tier, *, by: int | None) -> None:
+        """A moment reads or writes the unit on this tier. `by`: the chunk whose update that is."""
+        if self._update is not None and self._update.chunk != by:
+            self.wrong(at, 10, f"{self._ref} is used before the wait for {self._update}")
         if tier in self._under_way:
-            self._wrong(at, 5, f"{self._ref} is used before the wait for its transfer")
+            self.wrong(at, 5, f"{self._ref} is used before the wait for its transfer")
         if self._writer is None or self._bytes.get(tier) is None:
-            self._wrong(at, 1, f"{self._ref} is used but is not on the {tier.label}")
+            self.wrong(at, 1, f"{self._ref} is used but is not on the {tier.label}")
         elif not self._is_last(tier):
-            self._wrong(at, 1, f"{self._ref} is used but the {tier.label} holds older contents")
+            self.wrong(at, 1, f"{self._ref} is used but the {tier.label} holds older contents")
 
     def write(self, at: _At, tier: Tier) -> None:
         """Somebody writes the unit on this tier: these bytes are nowhere else."""
         if self._under_way:
-            self._wrong(at, 5, f"{self._ref} is written while a transfer reads it")
+            self.wrong(at, 5, f"{self._ref} is written while a transfer reads it")
         self._writer = self._bytes[tier] = f"moment {at[0]}, {at[1]}"
 
     def free(self, at: _At) -> None:
         """Nobody wants the unit's contents any more."""
         if self._under_way:
-            self._wrong(at, 5, f"{self._ref} is freed while it is on its way")
+            self.wrong(at, 5, f"{self._ref} is freed while it is on its way")
         self._writer = None
         self._bytes.clear()
 
@@ -268,18 +334,18 @@ class _History:
         ref = self._ref
         for tier, (src, _) in self._under_way.items():
             if end.in_flight.get(ref) != (src, tier):
-                self._wrong(at, 5, f"the transfer of {ref} to the {tier.label} was never waited for")
+                self.wrong(at, 5, f"the transfer of {ref} to the {tier.label} was never waited for")
         if ref in end.in_flight and end.in_flight[ref][1] not in self._under_way:
-            self._wrong(at, 9, f"{ref} is not on its way to the {end.in_flight[ref][1].label}, as the plan says")
+            self.wrong(at, 9, f"{ref} is not on its way to the {end.in_flight[ref][1].label}, as the plan says")
         if self._writer is None and not may_be_lost:
-            self._wrong(at, 9, f"{ref} has lost its contents")
+            self.wrong(at, 9, f"{ref} has lost its contents")
         newest = {tier for tier in Tier if self._is_last(tier)}
         room = {tier for tier, refs in end.taken.items() if ref in refs}
         if newest != end.newest.get(ref, frozenset()):
             said = _names(end.newest.get(ref, ()))
-            self._wrong(at, 9, f"the last contents of {ref} are on {_names(newest)}, the plan says {said}")
+            self.wrong(at, 9, f"the last contents of {ref} are on {_names(newest)}, the plan says {said}")
         if room != self._room:
-            self._wrong(at, 9, f"{ref} has slots on {_names(self._room)}, the plan says {_names(room)}")
+            self.wrong(at, 9, f"{ref} has slots on {_names(self._room)}, the plan says {_names(room)}")
 
 
 def _add_up(histories: Iterable[_History], start: Snapshot, trace: Trace, machine: Machine, found: _Found) -> None:

@@ -16,7 +16,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
-from patrickstar.plan.actions import Action, Wait
+from patrickstar.plan.actions import Action, Update, UpdateWait, Wait
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
 from patrickstar.plan.overlap import overlap
@@ -66,10 +66,14 @@ def make_plan(
         except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
             host_bytes = machine.budget[Tier.HOST]
             raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
+        moved = [action.ref for action in actions if not isinstance(action, Update | UpdateWait)]
+        if moment.updates is not None:
+            where = moment.updates, moment.update_tier or machine.compute
+            actions = [*actions, Update(*where), UpdateWait(*where)]
         for action in actions:
             apply(state, action)
         mark_moment(state, moment, done)
-        ranking.moved(*(action.ref for action in actions), *done)
+        ranking.moved(*moved, *done)
         ranking.used(
             index, *(touch.ref for touch in moment.touches), *(ref for ref in moment.held if ref not in ranking)
         )

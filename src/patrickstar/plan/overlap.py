@@ -6,6 +6,7 @@ moments, and nothing else changes:
     hoist              a unit's copy to the tier that computes is issued at the earliest moment from which its slots are free until its use
     early write-back   what leaves dirty is copied home as soon as it has been written for the last time
     early drop         what leaves gives its slots back before that, where something that is fetched early takes them
+    late wait          an update is waited for when something needs what it uses
 
     moment      3                  4          5          6                          7
     before                                               a D>H, a H?, a D!, b H>D, b D?
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 
@@ -35,7 +36,7 @@ __all__ = ["overlap"]
 
 def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan:
     """The plan with its transfers at most so many moments earlier; None: as early as they can be."""
-    if moments_ahead == 0 or not any(isinstance(action, Copy) for action in plan.actions()):
+    if moments_ahead == 0 or not any(isinstance(action, Copy | Update) for action in plan.actions()):
         return plan
     return _Overlap(plan, trace, len(trace) if moments_ahead is None else moments_ahead).plan()
 
@@ -90,8 +91,9 @@ class _Overlap:
                     self._since[touch.ref] = index + 1
             for ref in freed_after.get(index, ()):
                 self._pins[ref].append(index)
-        moments = tuple(tuple(self._together(index, kept)) for index, kept in enumerate(self._kept))
-        return replace(self._plan, moments=moments)
+        moments = [self._together(index, kept) for index, kept in enumerate(self._kept)]
+        self._wait_for_updates_late(moments)
+        return replace(self._plan, moments=tuple(map(tuple, moments)))
 
     def _free_slots(self) -> list[int]:
         """Slots of the tier that computes that each moment leaves free, as the plan is."""
@@ -109,9 +111,10 @@ class _Overlap:
 
     def _move(self, index: int, actions: Sequence[Action]) -> list[Action]:
         """Moves what can be moved from a moment to earlier ones; what stays."""
-        by_unit: dict[PlaneRef, list[Action]] = defaultdict(list)
+        by_unit: dict[PlaneRef, list[Move]] = defaultdict(list)
         for action in actions:
-            by_unit[action.ref].append(action)
+            if not isinstance(action, Update | UpdateWait):
+                by_unit[action.ref].append(action)
         leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
         for one in leaving:
             self._free.add(self._slots[one.ref], one.earliest, index)  # if they are needed
@@ -127,11 +130,11 @@ class _Overlap:
         return [
             action
             for action in actions
-            if not (action.ref in early and isinstance(action, Copy))
-            and not (action.ref in gone and action in gone[action.ref])
+            if isinstance(action, Update | UpdateWait)
+            or not ((action.ref in early and isinstance(action, Copy)) or action in gone.get(action.ref, ()))
         ]
 
-    def _leaving(self, ref: PlaneRef, own: Sequence[Action], index: int) -> _Leaving | None:
+    def _leaving(self, ref: PlaneRef, own: Sequence[Move], index: int) -> _Leaving | None:
         """A unit whose actions at a moment make it leave, directly to the tier below; None where they do not, or it can leave no earlier."""
         match own:
             case [Drop(_, self._compute, _)]:
@@ -155,7 +158,7 @@ class _Overlap:
             return None
         return _Leaving(ref, max(used_until, (begins + index + 1) // 2), begins)
 
-    def _arrives(self, own: Sequence[Action]) -> bool:
+    def _arrives(self, own: Sequence[Move]) -> bool:
         """Tells whether a unit's actions at a moment are its way from the tier below to the one that computes, and no more."""
         match own:
             case [Copy(_, self._below, self._compute, _), Wait(_, self._compute)]:
@@ -214,3 +217,20 @@ class _Overlap:
         if any(isinstance(action, Drop | Copy) for action in kept[at:]):
             at = len(kept)  # nothing is taken before the last drop
         return [*moved.drops, *kept[:at], *moved.copies, *moved.write_backs, *kept[at:]]
+
+    def _wait_for_updates_late(self, moments: list[list[Action]]) -> None:
+        """Has each update waited for only before the first thing that needs its units, or before the last moment."""
+        needed: dict[PlaneRef, int] = {}
+        for index in reversed(range(len(moments))):
+            moment, actions = self._trace.moments[index], moments[index]
+            if moment.updates is not None and isinstance(actions[-1], UpdateWait):
+                units = [touch.ref for touch in moment.touches]
+                last = min(index + self._ahead, len(moments) - 1)
+                at = min((needed[ref] for ref in units if ref in needed), default=last)
+                if index < min(at, last):
+                    moments[min(at, last)].insert(0, actions.pop())
+            for action in actions:
+                if isinstance(action, Wait | Drop | Create):
+                    needed[action.ref] = index
+            needed.update((touch.ref, index) for touch in moment.touches)
+            needed.update((ref, index) for ref in moment.held)

@@ -14,9 +14,9 @@ from enum import Enum
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.actions import Action, Drop
+from patrickstar.plan.actions import Action, Drop, Update, UpdateWait
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
 from patrickstar.plan.fit import refuse_host
 from patrickstar.plan.plan import Plan
@@ -76,7 +76,9 @@ class Stretch:
     lets_go_at: int = 0
     let_go_at: int = 0
     differentiates: bool = False  # a backward of it has made a graph
-    opened: bool = False  # what must happen before the first moment has happened
+    is_over: bool = False  # its backward has ended, or an exception has ended it
+    own_trace: Trace | None = None  # that of its forward and backward alone, where others' moments are woven between
+    opened_at: int = -1  # the moment before which what must happen has happened already
     worth: Worth | None = field(default=None, repr=False)
 
     def depart(self, reason: str) -> None:
@@ -150,19 +152,28 @@ class Pilot:
     def opening(self, held: Collection[PlaneRef]) -> Sequence[Action]:
         """Actions that may be done as soon as the stretch begins, so that what is allocated before its first moment finds room."""
         stretch, state = self.stretch, self._state
+        at = stretch.position
         match stretch.course:
-            case Planned(plan, trace) if trace.moments and not self._drops_held(plan.moments[0], held):
-                stretch.opened = True
+            case Planned(plan, trace) if at < len(trace.moments) and not self._drops_held(plan.moments[at], held):
+                stretch.opened_at = at
                 self.capacity_slots = (
-                    plan.machine.budget[state.compute] - trace.moments[0].nonmodel_bytes
+                    plan.machine.budget[state.compute] - trace.moments[at].nonmodel_bytes
                 ) // state.slot_bytes
-                return plan.moments[0]
+                return plan.moments[at]
         withheld = stretch.reserve_bytes + self._spare_bytes
         self.capacity_slots = (self._budget_bytes() - withheld) // state.slot_bytes
         try:
             return self._make_room((), held, self.capacity_slots)
         except NoRoom:
             return ()  # what is in use now may leave before the first moment, which decides
+
+    def next_update(self) -> Moment | None:
+        """The update that the plan has before the next moment of anything else; None where it has none."""
+        stretch = self.stretch
+        if isinstance(stretch.course, Planned) and not stretch.complete:
+            moment = stretch.course.trace.moments[stretch.position]
+            return moment if moment.updates is not None else None
+        return None
 
     def let_go(self, ref: PlaneRef) -> bool:
         """Tells whether the plan has it that a unit's contents are let go of now: its slots then stay until the plan gives them back.
@@ -202,9 +213,13 @@ class Pilot:
         label: str,
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
+        *,
         rows_bytes: int = 0,
+        update: Update | None = None,
     ) -> Sequence[Action]:
         """Actions that must be done before a moment that touches these units, and uses rows of so many bytes, while `held` are in use.
+
+        `update`: what begins with the moment.
 
         Raises:
             BudgetError: what the moment needs at once does not fit.
@@ -219,7 +234,7 @@ class Pilot:
             if planned is not None:
                 stretch.position += 1
                 return planned
-        return self.decided(phase, label, touches, held)
+        return self.decided(phase, label, touches, held, update)
 
     def _planned(
         self,
@@ -245,7 +260,7 @@ class Pilot:
             came = " ".join(map(str, touches))
             stretch.depart(f"at moment {number} of the {stretch.kind} came {phase} {came} where the trace has {moment}")
             return None
-        actions: Sequence[Action] = () if stretch.opened and not number else course.plan.moments[number]
+        actions: Sequence[Action] = () if stretch.opened_at == number else course.plan.moments[number]
         dropped = self._drops_held(actions, held) if actions else None
         if dropped is not None:
             stretch.depart(
@@ -278,9 +293,20 @@ class Pilot:
         return None
 
     def decided(
-        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+        self,
+        phase: Phase,
+        label: str,
+        touches: Sequence[Touch],
+        held: Collection[PlaneRef],
+        update: Update | None = None,
     ) -> Sequence[Action]:
         """Actions for such a moment that are decided on the spot, whatever the plan says. BudgetError: what it needs at once does not fit."""
+        room = self._room_for(phase, label, touches, held)
+        return room if update is None else [*room, update, UpdateWait(update.chunk, update.tier)]
+
+    def _room_for(
+        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
+    ) -> Sequence[Action]:
         stretch = self.stretch
         budget, slot_bytes = self._budget_bytes(), self._state.slot_bytes
         withheld = stretch.reserve_bytes + self._handicap_bytes + self._spare_bytes
@@ -320,7 +346,11 @@ class Pilot:
     def _make_room(self, touches: Sequence[Touch], held: Collection[PlaneRef], capacity_slots: int) -> Sequence[Action]:
         state = self._state
         capacity = capacity_of(state, capacity_slots, host_bytes=self._host_bytes)
-        return make_room(state, touches=touches, held=held, capacity=capacity, order=self._order(self.stretch))
+        waits = [UpdateWait(chunk, tier) for chunk, tier in state.updating.items()]
+        return [
+            *waits,
+            *make_room(state, touches=touches, held=held, capacity=capacity, order=self._order(self.stretch)),
+        ]
 
     def _order(self, stretch: Stretch) -> Order:
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):

@@ -16,7 +16,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import LINKS, Machine, Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Copy, Create, Drop
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait
 from patrickstar.plan.eviction import NEVER, Uses
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import Simulation, simulate
@@ -79,7 +79,7 @@ def _head(plan: Plan, machine: Machine, simulation: Simulation) -> Iterator[str]
 
 
 def _told(
-    actions: Iterable[Action], *, plan: Plan, moment: Moment, uses: Uses, now: int, void: Collection[PlaneRef]
+    actions: Collection[Action], *, plan: Plan, moment: Moment, uses: Uses, now: int, void: Collection[PlaneRef]
 ) -> Iterator[str]:
     """One phrase per unit and stay: its actions up to a `Drop` from the compute tier belong to the way out."""
     written = {touch.ref for touch in moment.touches if touch.writes}
@@ -102,13 +102,18 @@ def _told(
             yield f"write back {unit}{links} and drop it ({_reason(ref, plan.policy, uses, now)})"
         else:
             yield f"drop {unit} (clean; {_reason(ref, plan.policy, uses, now)})"
+    for action in actions:
+        if isinstance(action, Update):
+            yield f"update c{action.chunk} on the {action.tier.label}"
 
 
-def _journeys(actions: Iterable[Action]) -> list[tuple[PlaneRef, list[Action]]]:
+def _journeys(actions: Iterable[Action]) -> list[tuple[PlaneRef, list[Move]]]:
     """Actions by unit, in order of each one's first; a creation or a fetch after a drop is a journey of its own."""
-    journeys: list[tuple[PlaneRef, list[Action]]] = []
+    journeys: list[tuple[PlaneRef, list[Move]]] = []
     open_at: dict[PlaneRef, int] = {}
     for action in actions:
+        if isinstance(action, Update | UpdateWait):
+            continue
         if isinstance(action, Create) or action.ref not in open_at:
             open_at[action.ref] = len(journeys)
             journeys.append((action.ref, []))
@@ -116,7 +121,7 @@ def _journeys(actions: Iterable[Action]) -> list[tuple[PlaneRef, list[Action]]]:
     return journeys
 
 
-def _leaves(path: Iterable[Action], tier: Tier) -> bool:
+def _leaves(path: Iterable[Move], tier: Tier) -> bool:
     return any(isinstance(step, Drop) and step.tier is tier for step in path)
 
 

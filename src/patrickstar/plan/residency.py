@@ -11,6 +11,7 @@ between, a copy takes slots as long as it is there.
 | `Drop` from a tier            | it has slots there, and is not newest there alone        | no copy there                                   |
 | `mark_written` on a tier      | newest there, nothing in flight                          | newest there alone: other slots of it are stale |
 | `mark_free`                   | nothing in flight                                        | free: its slots are stale                       |
+| `Update`, `UpdateWait`        | what it needs is newest on its tier                      | until its wait: no slots that it uses go        |
 
 Slots that are stale hold nothing that anybody wants: they are given back as soon as room is made. `make_room` of `plan/room.py` decides and changes
 nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state what a moment did.
@@ -26,9 +27,9 @@ from typing import Final, NoReturn
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
 from patrickstar.plan.snapshot import Snapshot
 
 _DEPTH: Final = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
@@ -58,6 +59,7 @@ class Residency:
         stale: by tier, those of `taken` that hold nothing that anybody wants.
         in_flight: transfers issued and not waited for, at most one of a unit: where from, and where to.
         slots_used: by tier, the slots of `taken`; slots_resting: by tier below the one that computes, those of the units whose home it is.
+        updating: by chunk, the tier of its update that has begun and has not been waited for; in_update: by unit, the chunk of that update.
     """
 
     compute: Tier
@@ -71,6 +73,8 @@ class Residency:
     in_flight: dict[PlaneRef, tuple[Tier, Tier]] = field(default_factory=dict)
     slots_used: dict[Tier, int] = field(default_factory=dict)
     slots_resting: dict[Tier, int] = field(default_factory=dict)
+    updating: dict[int, Tier] = field(default_factory=dict)
+    in_update: dict[PlaneRef, int] = field(default_factory=dict)
 
     @classmethod
     def at_rest(
@@ -129,10 +133,13 @@ class Residency:
             dict(self.in_flight),
             dict(self.slots_used),
             dict(self.slots_resting),
+            dict(self.updating),
+            dict(self.in_update),
         )
 
     def snapshot(self) -> Snapshot:
-        """A frozen copy of the state, between two moments."""
+        """A frozen copy of the state, between two moments, at which no update is under way."""
+        assert not self.updating, f"updates of chunks {sorted(self.updating)} are under way"
         return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.newest, self.taken, self.in_flight)
 
     def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
@@ -235,6 +242,15 @@ def apply(state: Residency, action: Action) -> None:
         InvariantError: the action is not legal now; it names the invariant of `plan/check.py` that would be broken,
             and the state is unchanged.
     """
+    if isinstance(action, Update):
+        _update(state, action)
+    elif isinstance(action, UpdateWait):
+        _end_update(state, action)
+    else:
+        _move(state, action)
+
+
+def _move(state: Residency, action: Move) -> None:
     if action.ref not in state.home:
         _refuse(9, action, "there is no such unit")
     if isinstance(action, Wait):
@@ -269,6 +285,7 @@ def _copy(state: Residency, action: Copy) -> None:
         _refuse(5, action, "it has slots there already")
     if src not in newest:
         _refuse(4, action, f"the {src.label} does not hold its last contents")
+    # From where it is updated a transfer may be issued: it begins when the update is over.
     state.in_flight[ref] = src, dst
     state.newest[ref] = frozenset(newest) - {dst}
     if takes:
@@ -286,6 +303,8 @@ def _wait(state: Residency, action: Wait) -> None:
     ref, tier = action.ref, action.tier
     if state.in_flight.get(ref, (None, None))[1] is not tier:
         _refuse(5, action, "no such transfer has been issued")
+    if ref in state.in_update:
+        _refuse(10, action, "its update has not been waited for")
     del state.in_flight[ref]
     state.newest[ref] |= _ALONE[tier]
 
@@ -295,6 +314,8 @@ def _drop(state: Residency, action: Drop) -> None:
     newest = state.newest.get(ref, ())
     if tier in state.in_flight.get(ref, ()):
         _refuse(5, action, "a transfer still uses these slots")
+    if _is_updated_on(state, ref, tier):
+        _refuse(10, action, "an update still uses these slots")
     if ref not in state.taken.get(tier, ()):
         _refuse(4 if tier is state.home[ref] else 2, action, "it has no slots there that may go")
     if newest == _ALONE[tier]:
@@ -322,6 +343,45 @@ def _create(state: Residency, action: Create) -> None:
     if state.has_slots_to_take(ref, tier):
         state.taken[tier].add(ref)
         state.slots_used[tier] += action.slots
+
+
+def _update(state: Residency, action: Update) -> None:
+    chunk, tier = action.chunk, action.tier
+    units = units_of_update(state, chunk)
+    if busy := [ref for ref in units if ref in state.in_update]:
+        _refuse(10, action, f"an earlier update of {busy[0]} has not been waited for")
+    for ref in units:
+        if ref.plane != GRAD:
+            if tier not in state.newest.get(ref, ()):
+                _refuse(1, action, f"the {tier.label} does not hold the last contents of {ref}")
+            if ref in state.in_flight:
+                _refuse(5, action, f"{ref} is on its way")
+    state.updating[chunk] = tier
+    for ref in units:
+        state.in_update[ref] = chunk
+        if ref.plane != GRAD:
+            mark_written(state, ref, tier)
+
+
+def _end_update(state: Residency, action: UpdateWait) -> None:
+    if state.updating.get(action.chunk) is not action.tier:
+        _refuse(10, action, "no such update has begun")
+    del state.updating[action.chunk]
+    for ref in [ref for ref, chunk in state.in_update.items() if chunk == action.chunk]:
+        del state.in_update[ref]
+
+
+def units_of_update(state: Residency, chunk: int) -> list[PlaneRef]:
+    """The units that a chunk's update uses: its own, and the weight whose run it is part of."""
+    head = next((number for number in range(chunk, -1, -1) if PlaneRef(number, WEIGHT) in state.home), None)
+    if head is None:
+        raise InvariantError(9, f"there is no weight of chunk {chunk}")
+    planes = (PlaneRef(chunk, plane) for plane in (REST, EXP_AVG, EXP_AVG_SQ, GRAD))
+    return [PlaneRef(head, WEIGHT), *(ref for ref in planes if ref in state.home)]
+
+
+def _is_updated_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
+    return ref in state.in_update and state.updating[state.in_update[ref]] is tier
 
 
 def _refuse(number: int, action: Action, why: str) -> NoReturn:

@@ -13,7 +13,7 @@ from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Machine, Tier
 from patrickstar.core.trace import Trace, link_of_rows
 from patrickstar.errors import StateError
-from patrickstar.plan.actions import Action, Copy, Create, Drop
+from patrickstar.plan.actions import Copy, Create, Drop, Move, Update, UpdateWait
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply, mark_moment
 
@@ -62,7 +62,8 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=True)):
         for action in actions:
             apply(state, action)
-            _enter(ledger, state, action)
+            if not isinstance(action, Update | UpdateWait):
+                _enter(ledger, state, action)
         if moment.rows_bytes:
             ledger.move(*link_of_rows(moment.touches), moment.rows_bytes)
         ledger.begin_moment({compute: moment.nonmodel_bytes})
@@ -76,7 +77,7 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
     return Simulation(peak, moved, tuple(slots), tuple(per_moment))
 
 
-def _enter(ledger: Ledger, state: Residency, action: Action) -> None:
+def _enter(ledger: Ledger, state: Residency, action: Move) -> None:
     nbytes = state.unit_bytes(action.ref)
     match action:
         case Copy(ref, src, dst):

@@ -9,7 +9,7 @@
 | a gradient arrives, and is used        | backward           | chunk by chunk: weight*, both moments*, rest*                         |
 | gradients of rows arrive               | backward           | gradients*, on the host; or tile by tile as above                     |
 | the norm is taken                      | step               | parameter by parameter, chunk by chunk: gradient                      |
-| a chunk is updated                     | step               | weight*, both moments*, rest*, and gradient (`*` if scaled in place)  |
+| a chunk is updated                     | step               | weight*, both moments*, rest*, and gradient                           |
 
 The rest is there where a chunk's master is split.
 """
@@ -191,18 +191,18 @@ def step_trace(
     *,
     formats: Formats,
     in_plane: bool,
-    writes_gradients: bool,
 ) -> Trace:
     """The moments of an update of these parameters: one for each chunk that holds a piece of one.
 
     Args:
         formats: which chunks are trained, and have a split master.
-        in_plane: whether gradients lie in chunks. writes_gradients: whether gradients are scaled there first.
+        in_plane: whether gradients lie in chunks.
     """
     moments = []
     for chunk, label in updated_chunks(layout, names, formats=formats):
-        gradient = [Touch(PlaneRef(chunk, GRAD), writes_gradients)] if in_plane else []
-        moments.append(Moment(Phase.STEP, label, update_touches(chunk, layout, formats, *gradient)))
+        gradient = [Touch(PlaneRef(chunk, GRAD))] if in_plane else []
+        touches = update_touches(chunk, layout, formats, *gradient)
+        moments.append(Moment(Phase.STEP, label, touches, updates=chunk))
     return Trace(tuple(moments))
 
 
@@ -230,10 +230,11 @@ def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats) -> Tra
 
 
 def gradients_freed(trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
-    """(moment, unit) of every gradient in a trace of an update: nobody wants the unit any more once that moment is over."""
+    """(moment, unit) of every gradient that an update in a trace uses: nobody wants the unit any more once that moment is over."""
     return tuple(
         (index, touch.ref)
         for index, moment in enumerate(trace.moments)
+        if moment.updates is not None
         for touch in moment.touches
         if touch.ref.plane == GRAD
     )

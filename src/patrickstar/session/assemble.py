@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from patrickstar.parameters.whole_calls import WholeCalls
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import Touches, UseCounts
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
 from patrickstar.session.buffers import cast_buffers, persistent_buffers, put_back
 from patrickstar.session.checks import check_model
@@ -75,11 +77,12 @@ def assemble(
     memory: MemoryOptions,
     *,
     make_lane: MakeLane | None = None,
+    choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
 ) -> Session:
     """The session for arguments of `manage`, which have been checked.
 
     Args:
-        make_lane: lanes in place of those that the options ask for.
+        make_lane: lanes in place of those that the options ask for. choice: when chunks are updated.
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
@@ -123,6 +126,7 @@ def assemble(
             formats=formats,
             store=store,
             source=source,
+            choice=choice,
         )
     except BaseException:
         store.close()
@@ -194,6 +198,7 @@ def _build_session(
     formats: SessionFormats,
     store: ChunkStore,
     source: Loading | None,
+    choice: UpdateChoice,
 ) -> Session:
     machine, options = budgets.machine, memory.options
     compute = machine.compute
@@ -267,6 +272,8 @@ def _build_session(
         metering=Metering(executor),
         late_planes=late_planes,
         always_meter=compute is Tier.DEVICE,
+        choice=choice if gradients is GradientUse.CHUNK else replace(choice, apart=True),
+        may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes)
     in_chunks = Gradients(

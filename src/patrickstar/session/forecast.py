@@ -27,6 +27,8 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, step_trace
+from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.plan.weave import weave
 from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.events import cast_inputs
@@ -72,8 +74,15 @@ class Forecast:
         return "\n\n".join(str(plan) for plan in self.plans)
 
 
-def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = False, **memory_options: Any) -> Forecast:
-    """The forecast of training `model(**batch)`, with memory options as `manage` takes them.
+def forecast(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    clip: bool = False,
+    choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
+    **memory_options: Any,
+) -> Forecast:
+    """The forecast of training `model(**batch)`, with memory options as `manage` takes them. `clip`: whether gradients are clipped by hand.
 
     Raises:
         ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
@@ -106,7 +115,7 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
     clips = clip or memory.max_grad_norm is not None
     in_chunks = gradients is GradientUse.CHUNK
     late = _updated_late(step, layout) if in_backward else trainable
-    update = _update(layout, named, late, precision.formats, clips=clips, in_chunks=in_chunks or in_backward)
+    update = _update(layout, named, late, precision.formats, in_chunks=in_chunks or in_backward)
     updates = [update] if late or not in_backward else []
     norms = [norm_trace(layout, trainable, formats=precision.formats)] if clips and in_chunks else []
     traces = (step, *norms, *updates)
@@ -123,9 +132,11 @@ def forecast(model: nn.Module, batch: Mapping[str, Tensor], *, clip: bool = Fals
         if in_backward:
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
         kept = KeptBlocks(budgets)
+        first, *later = _steps(traces, state, budgets, weaves=in_chunks and not choice.apart)
         peak, moved, plans = _long_run(
-            state, layout, budgets, traces, kept, options=memory.options, frees=not in_backward
+            state, layout, budgets, (first, *later), kept, options=memory.options, frees=not in_backward
         )
+        facts["traces"] = (*later, first)[0]
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
         return Forecast(False, f"{refusal}{_full_disk(memory, budgets)}", nothing, {}, minimum, **facts)  # type: ignore[arg-type]
@@ -169,10 +180,9 @@ def _update(
     trainable: set[str],
     formats: Formats,
     *,
-    clips: bool,
     in_chunks: bool,
 ) -> Trace:
-    trace = step_trace(layout, trainable, formats=formats, in_plane=in_chunks, writes_gradients=clips)
+    trace = step_trace(layout, trainable, formats=formats, in_plane=in_chunks)
     if in_chunks:
         return trace
     beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
@@ -224,11 +234,21 @@ def _touched(state: Residency, trace: Trace) -> Residency:
     return state
 
 
+def _steps(traces: tuple[Trace, ...], state: Residency, budgets: Budgets, *, weaves: bool) -> list[tuple[Trace, ...]]:
+    """The stretches of the first step, and of those after it where these are others: whose forward has the updates of the step before."""
+    if not weaves:
+        return [traces]
+    step, *norms, update = traces
+    machine = budgets.machine_for(max(worst_moment(trace, start=state).nbytes for trace in (step, update)))
+    woven = weave(step, update, state=state, capacity_bytes=machine.budget[machine.compute])
+    return [(step, *norms), (woven, *norms)]
+
+
 def _long_run(
     state: Residency,
     layout: Layout,
     budgets: Budgets,
-    traces: tuple[Trace, ...],
+    steps: tuple[tuple[Trace, ...], ...],
     kept: KeptBlocks,
     *,
     options: Options,
@@ -237,7 +257,7 @@ def _long_run(
     """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
 
     Args:
-        kept: learns of each plan.
+        steps: the stretches of the first step, and of those after it where these are others. kept: learns of each plan.
         frees: whether the update's plan lets each gradient go when it has been used; else all of them go when the update is done.
     """
     _fill(state, layout, budgets, options.eviction)
@@ -245,12 +265,12 @@ def _long_run(
     starts: list[str] = []
     plans: list[Plan] = []
     moved: Counter[str] = Counter()
-    for _ in range(_STEPS_TO_SETTLE):
+    for step in range(_STEPS_TO_SETTLE):
+        traces = steps[min(step, len(steps) - 1)]
         plans, moved = [], Counter()
         for number, trace in enumerate(traces):
-            last = number == len(traces) - 1
             machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
-            freed = gradients_freed(trace) if frees and last and len(traces) > 1 else ()
+            freed = gradients_freed(trace) if frees else ()
             plan = make_plan(
                 trace,
                 layout=layout,
@@ -268,7 +288,7 @@ def _long_run(
             for tier, nbytes in simulated.peak.items():
                 peak[tier] = max(peak[tier], nbytes)
             state = Residency.of(plan.end)
-            if last:
+            if trace.moments and trace.moments[-1].updates is not None:
                 _let_gradients_go(state)
         now = str(state.snapshot())
         if now in starts:

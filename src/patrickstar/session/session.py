@@ -94,7 +94,6 @@ class Session:
         """Numbers of what has happened so far."""
         self._expect_open()
         parts = self._parts
-        parts.executor.settle()
         step_seconds = parts.training.step_seconds if parts.training is not None else 0.0
         return gather_stats(
             parts.executor.store,
@@ -102,6 +101,7 @@ class Session:
             seconds={**parts.events.seconds, "step": step_seconds},
             numel=parts.layout.model_numel,
             gradient_bytes=parts.binding.gradients.own_bytes(),
+            pending=parts.executor.pending,
         )
 
     # gradients

@@ -141,7 +141,7 @@ def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, f
     traces = [Trace(uses)]
     if gradients is not GradientUse.NONE:
         in_chunks = gradients is GradientUse.CHUNK
-        traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, writes_gradients=True))
+        traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks))
 
     def with_homes(home: Mapping[PlaneRef, Tier]) -> Residency:
         state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)

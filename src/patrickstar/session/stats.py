@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
-from patrickstar.core.planes import GRAD
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.memory.store import ChunkStore
+from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.stretches import Stretches
 
 __all__ = ["Stats", "gather_stats"]
@@ -46,13 +47,25 @@ class Stats:
 
 
 def gather_stats(
-    store: ChunkStore, stretches: Stretches, *, seconds: Mapping[str, float], numel: int, gradient_bytes: int
+    store: ChunkStore,
+    stretches: Stretches,
+    *,
+    seconds: Mapping[str, float],
+    numel: int,
+    gradient_bytes: int,
+    pending: PendingStep | None,
 ) -> Stats:
-    """The numbers as they are now. `numel`: elements of all parameters. `gradient_bytes`: of gradients in no chunk."""
+    """The numbers as they are now.
+
+    Args:
+        numel: elements of all parameters. gradient_bytes: of gradients in no chunk. pending: the step that is called and not over: what that
+            will have made counts as model data, and what it lets go of does not.
+    """
     state, ledger = store.state, store.ledger
+    made, freed = pending.leaves() if pending is not None else (frozenset[PlaneRef](), frozenset[PlaneRef]())
     model_data: dict[str, int] = {}
     for ref in state.home:
-        if not state.is_free(ref):
+        if (ref in made or not state.is_free(ref)) and ref not in freed:
             model_data[ref.plane] = model_data.get(ref.plane, 0) + state.unit_bytes(ref)
     if gradient_bytes:
         model_data[GRAD] = model_data.get(GRAD, 0) + gradient_bytes

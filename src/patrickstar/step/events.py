@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Events:
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
         self._rows = WaitingRows()
         self._depth = 0
+        self._caller: FrameType | None = None
         self._handled: BaseException | None = None
         self._in_backward = False
         self._began_s = 0.0
@@ -109,8 +111,8 @@ class Events:
         self._executor.moment(Phase.RECOMPUTE, label, touches)
 
     def carry_out_pending(self) -> None:
-        """Carries out an optimizer step that is pending."""
-        self._executor.settle()
+        """Carries out what is pending for whoever holds views of parameters, and is about to use them."""
+        self._executor.update_held()
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident, in a moment of the backward."""
@@ -241,6 +243,9 @@ class Events:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begins a forward of the model; gives its inputs, cast. BudgetError, before anything has changed, where the forward does not fit."""
+        if self._depth and not _is_running(self._caller):  # an interruption, after which torch calls no hook
+            self._depth = 0
+            self._stretches.abandon()
         if self._depth:
             self._depth += 1
             return args, kwargs
@@ -248,13 +253,12 @@ class Events:
         if self._training is not None:
             self._training.begin_forward()
         self.check_watch()
-        self._executor.settle()
         args, kwargs = cast_inputs((args, kwargs), self._compute)
         with self._executor.lock:
             self._stretches.begin_forward(module, self._named, args, kwargs)
         self.touches.begin_forward()
         self._rows.clear()
-        self._depth = 1
+        self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
@@ -267,6 +271,7 @@ class Events:
         self._depth -= 1
         if self._depth:
             return
+        self._caller = None
         if (
             sys.exc_info()[1] is not self._handled
         ):  # hooks that are always called are called while the exception is on its way
@@ -297,6 +302,14 @@ class Events:
             f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "
             "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
         )
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Tells whether a frame is one of those that have led here."""
+    now: FrameType | None = sys._getframe(1)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is not None
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

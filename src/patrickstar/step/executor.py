@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Phase, Touch, link_of_rows
+from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, link_of_rows
 from patrickstar.errors import BudgetError
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Action, Copy, Create, Drop
+from patrickstar.plan.actions import Action, Copy, Create, Drop, Update
 from patrickstar.plan.pilot import Pilot, Planned, Stretch
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.pending_step import PendingStep
@@ -29,8 +29,8 @@ from patrickstar.units import format_bytes
 
 __all__ = ["Executor", "MeterBound"]
 
-_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef]]
-"""A moment as the pilot decides about it: phase, label, touches, and what is held."""
+_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Update | None]
+"""A moment as the pilot decides about it: phase, label, touches, what is held, and the update that begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,12 @@ class Executor:
     Attributes:
         recorder: writes down what happens, where somebody wants to know.
         meter: of live bytes, while one is on. meter_acts: whether chunks leave where the meter shows more than there is room for.
-        pending: the optimizer step that was called, to be carried out before any further moment. carry_out_step: carries it out.
+        pending: the optimizer step that was called and is not over. carry_out_step: carries out what is left of it, in a stretch of its own.
+            step_is_over: is told of its end.
     """
 
-    carry_out_step: Callable[[PendingStep, bool], None]
+    carry_out_step: Callable[[PendingStep], None]
+    step_is_over: Callable[[PendingStep], None]
 
     def __init__(
         self,
@@ -87,15 +89,20 @@ class Executor:
             BudgetError: the moment does not fit. DeviceError: the disk does not do its work.
         """
         with self.lock:
-            if self.pending is not None:
-                self.settle()
+            self._update_before(touches)
+            self._moment(phase, label, touches, rows_bytes)
+
+    def _moment(
+        self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0, update: Update | None = None
+    ) -> None:
+        with self.lock:
             store, pilot = self.store, self.pilot
             held = store.leases.held()
             if self.recorder is not None and phase is not Phase.STEP:
                 self.recorder.moment(phase, label, touches, held, rows_bytes)
-            actions = pilot.actions(phase, label, touches, held, rows_bytes)
+            actions = pilot.actions(phase, label, touches, held, rows_bytes=rows_bytes, update=update)
             if self._pressure is not None or self.meter is not None:
-                actions = self._within_bounds(actions, (phase, label, touches, held))
+                actions = self._within_bounds(actions, (phase, label, touches, held, update))
             store.limit_slots = pilot.capacity_slots
             now = self._nonmodel_now()
             if actions:
@@ -122,14 +129,49 @@ class Executor:
     def use_where_it_is(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
         """The units of these touches, as `use` gives them, on the tier nearest to the one that computes that has their last contents in memory."""
         with self.lock:
-            if self.pending is not None:
-                self.settle()
+            self._update_before(touches)
             return self.use(phase, label, self.pilot.nearest(touches))
+
+    def update(self, moment: Moment) -> None:
+        """Begins the update of a chunk, which is pending. Raises what `moment` raises; it is still pending then."""
+        pending, chunk = self.pending, moment.updates
+        assert pending is not None, "no update is pending"
+        assert chunk is not None, "a moment of no update"
+        with self.lock:
+            tier = moment.update_tier or self._compute
+            self._moment(moment.phase, moment.label, moment.touches, update=Update(chunk, tier))
+            gradient = PlaneRef(chunk, GRAD)
+            if gradient in pending.frees:
+                self.store.forget(gradient)
+
+    def _update_before(self, touches: Sequence[Touch]) -> None:
+        """Begins the updates that come before a moment with these touches: those that the plan has there, and any that must be over.
+
+        A step that is not woven into the forward under way is carried out first: somebody may hold what it would have to renew.
+        """
+        pending = self.pending
+        if pending is None:
+            return
+        if not pending.is_woven:
+            self.settle()
+            return
+        while (planned := self.pilot.next_update()) is not None:
+            self.update(planned)
+        for moment in pending.due(touches):
+            if moment.updates not in self.store.state.updating:
+                self.update(moment)
+        self._notice_end(pending)
+
+    def _notice_end(self, pending: PendingStep) -> None:
+        if (pending.is_done or pending.failed is not None) and self.pending is pending:
+            self.pending = None
+            self.step_is_over(pending)
 
     def open(self) -> None:
         """Does what may be done as soon as a stretch of the step has begun."""
         with self.lock:
             store, pilot = self.store, self.pilot
+            self._update_before(())
             if self.meter is None:
                 # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
                 store.hold_beside(min(self._nonmodel_at(pilot.stretch, 0), self._nonmodel_before))
@@ -141,22 +183,60 @@ class Executor:
 
     def _carry_out(self, actions: Sequence[Action], during: str) -> None:
         try:
-            self.store.carry_out(actions, during=during)
+            with self.apart():  # works that wait for somebody who waits are done by this thread
+                self.store.carry_out(actions, during=during)
         except BaseException:
             # What a plan has from here on begins elsewhere.
             self.pilot.stretch.depart(f"a transfer at {during} was not done")
             raise
 
-    def settle(self, *, frees_gradients: bool = False) -> None:
-        """Carries out the optimizer step that is pending, if one is. `frees_gradients`: nobody wants gradients afterwards."""
+    def settle(self) -> None:
+        """Carries out what is left of the optimizer step that is pending, if one is."""
         with self.lock:
-            pending, self.pending = self.pending, None
-            if pending is not None:
-                self.carry_out_step(pending, frees_gradients)
+            pending = self.pending
+            if pending is None:
+                return
+            self.wait_for_updates()
+            if pending.waiting and pending.failed is None:
+                self.carry_out_step(pending)
+                self.wait_for_updates()
+
+    def update_held(self) -> None:
+        """Carries out what is left of the optimizer step that is pending, if one is, for whoever holds anything.
+
+        Where that is woven into the forward under way, nobody holds anything but units.
+        """
+        with self.lock:
+            if self.pending is None or not self.pending.is_woven:
+                self.settle()
+                return
+            held = [Touch(ref) for ref in self.store.leases.held()]
+            for moment in self.pending.due(held):
+                if moment.updates not in self.store.state.updating:
+                    self.update(moment)
+            for touch in held:
+                if touch.ref in self.store.state.in_update:
+                    self._land(touch.ref, "was used")
+
+    def wait_for_updates(self) -> None:
+        """Waits for the updates that have begun."""
+        with self.lock:
+            try:
+                if self.store.state.updating:
+                    with self.apart():
+                        self.store.wait_for_updates()
+            finally:
+                if self.pending is not None:
+                    self._notice_end(self.pending)
 
     def release(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more: in the middle of a stretch, or between two."""
         with self.lock:
+            if self.pending is not None and self.pending.reads(ref):
+                if self.pending.is_woven:
+                    self.pilot.stretch.depart(f"{ref} was let go of while its update was pending")
+                self.pending.frees.add(ref)
+                return
             self._land(ref, "was let go of")
             if self.pilot.let_go(ref):
                 self.store.forget(ref)
@@ -171,9 +251,12 @@ class Executor:
 
     def _land(self, ref: PlaneRef, why: str) -> None:
         """Ends a transfer of a unit before its time, if one is under way: the plan, which would wait for it later, is followed no longer."""
-        if ref in self.store.state.in_flight:
-            self.pilot.stretch.depart(f"{ref} {why} while it was on its way")
-            self.store.land(ref)
+        state = self.store.state
+        if ref in state.in_flight or ref in state.in_update:
+            what = "on its way" if ref in state.in_flight else "in an update"
+            self.pilot.stretch.depart(f"{ref} {why} while it was {what}")
+            with self.apart():
+                self.store.land(ref)
 
     def change_phase(self) -> Phase:
         """The phase of a change in place that has just been noticed: part of a stretch that is recorded or goes as planned, or of none."""

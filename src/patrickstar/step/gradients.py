@@ -206,7 +206,6 @@ class Gradients:
         """Drops a parameter's gradient; chunks without any other give their slots back."""
         if name not in self.names and name not in self.incomplete:
             return
-        self._executor.settle()
         self._forget(name)
         for part in self._layout.parts(name):
             pieces = self._layout.tensors_in(part.chunk)

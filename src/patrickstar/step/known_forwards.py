@@ -86,7 +86,7 @@ class KnownForward:
         """The reason why a step departed from its trace, to be added to the place where it did; empty where that is not known."""
         if stretch.trace is None or stretch.reason == BEING_MEASURED:
             return ""
-        if stretch.differentiates and stretch.trace is self.trace:
+        if stretch.differentiates and (stretch.own_trace or stretch.trace) is self.trace:
             return "; it differentiates a gradient (create_graph=True), which no forward shows: what was measured is expected of the next such step"
         if self.by_chance and not _forward_is(stretch.trace, stretch, None):
             return (

@@ -1,13 +1,24 @@
-"""An optimizer step that was called and not yet carried out, as data."""
+"""An optimizer step that was called and is not yet carried out, as data.
+
+Note [Pending step]
+    `optimizer.step()` notes what is to be done as things stand then: hyper-parameters, counts and factors. The update of each chunk is done before
+    anything else uses what it changes, or changes what it reads: mostly between the moments of the next forward (`plan/weave.py`), in the order in
+    which that needs them; in a stretch of their own where somebody wants to see the model before, or where that forward has no plan. Each is done
+    once and whole: what has begun ends on its lane, whatever happens to the caller, and what has not begun is still here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from patrickstar.core.planes import PlaneRef
+from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.optim.hyper import Hyper
+from patrickstar.plan.weave import needs_before
 
 __all__ = ["Factors", "PendingStep"]
 
@@ -15,16 +26,73 @@ Factors = Mapping[str, tuple[Tensor, ...]]
 """Factors that gradients are multiplied with first, in order (0-dim fp32), by name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingStep:
-    """A step that `optimizer.step()` asked for, as things stood then. See Note [Pending step] in `training.py`.
+    """A step that `optimizer.step()` asked for, as things stood then. See Note [Pending step].
 
     Attributes:
         hypers: the hyper-parameters of each parameter that is updated, by name.
         steps: the number of this update for each of them, from 1.
+        trace: a moment for each chunk that is updated.
         factors: what their gradients are multiplied with first.
+        gradients: gradients that are tensors of their own, by name, 1-D in slot order; None: they lie in chunks.
+        frees: gradients in chunks that nobody wants once they have been used.
+        waiting: by chunk, the moments of the updates that have not begun. under_way: chunks whose update has begun and not ended.
+        failed: what an update has raised half way. seconds: how long updates have taken. is_woven: whether it is done between others' moments.
     """
 
     hypers: Mapping[str, Hyper]
     steps: Mapping[str, int]
+    trace: Trace
     factors: Factors = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] | None = None
+    frees: set[PlaneRef] = field(default_factory=set)
+
+    waiting: dict[int, Moment] = field(init=False)
+    under_way: set[int] = field(default_factory=set)
+    failed: BaseException | None = None
+    seconds: float = 0.0
+    is_woven: bool = False
+    _of_unit: dict[PlaneRef, list[int]] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = {moment.updates: moment for moment in self.trace.moments if moment.updates is not None}
+        for chunk, moment in self.waiting.items():
+            for touch in moment.touches:
+                self._of_unit.setdefault(touch.ref, []).append(chunk)
+
+    def due(self, touches: Iterable[Touch]) -> list[Moment]:
+        """The updates that must be done before somebody touches these units."""
+        chunks = dict.fromkeys(
+            chunk for touch in touches if needs_before(touch) for chunk in self._of_unit.get(touch.ref, ())
+        )
+        return [self.waiting[chunk] for chunk in chunks if chunk in self.waiting]
+
+    def reads(self, gradient: PlaneRef) -> bool:
+        """Tells whether an update that has not begun will read this gradient."""
+        return any(chunk in self.waiting for chunk in self._of_unit.get(gradient, ()))
+
+    def leaves(self) -> tuple[set[PlaneRef], set[PlaneRef]]:
+        """The units that will have contents once the updates that have not begun are over, and those that will have none."""
+        units = {touch.ref for moment in tuple(self.waiting.values()) for touch in moment.touches}
+        return units - self.frees, units & self.frees
+
+    def begin(self, chunk: int) -> bool:
+        """Notes that the update of a chunk begins now. False: it has begun before, and must not again."""
+        with self._lock:
+            if self.waiting.pop(chunk, None) is None:
+                return False
+            self.under_way.add(chunk)
+            return True
+
+    def end(self, chunk: int, seconds: float) -> None:
+        """Notes that the update of a chunk is over."""
+        with self._lock:
+            self.under_way.discard(chunk)
+            self.seconds += seconds
+
+    @property
+    def is_done(self) -> bool:
+        """True once every update is over."""
+        return not self.waiting and not self.under_way

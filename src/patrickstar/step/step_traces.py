@@ -12,7 +12,7 @@ from patrickstar.plan.touches import norm_trace, step_trace
 __all__ = ["StepTraces"]
 
 _KEPT = 64
-_Key = tuple[str, frozenset[str], bool, frozenset[int]]
+_Key = tuple[str, frozenset[str], frozenset[int]]
 
 
 class StepTraces:
@@ -36,20 +36,14 @@ class StepTraces:
             self._known[key] = norm_trace(self._layout, names, formats=self._formats.now)
         return self._known[key]
 
-    def step(self, names: Iterable[str], *, writes: bool = False) -> Trace:
-        """The trace of the update of these parameters. `writes`: whether gradients are scaled in place first."""
-        key = self._key("step", names, writes=writes)
+    def step(self, names: Iterable[str]) -> Trace:
+        """The trace of the update of these parameters."""
+        key = self._key("step", names)
         if key not in self._known:
-            self._known[key] = step_trace(
-                self._layout,
-                names,
-                formats=self._formats.now,
-                in_plane=self._in_chunks,
-                writes_gradients=writes,
-            )
+            self._known[key] = step_trace(self._layout, names, formats=self._formats.now, in_plane=self._in_chunks)
         return self._known[key]
 
-    def _key(self, kind: str, names: Iterable[str], *, writes: bool = False) -> _Key:
+    def _key(self, kind: str, names: Iterable[str]) -> _Key:
         if len(self._known) > _KEPT:
             self._known.clear()
-        return kind, frozenset(names), writes, self._formats.now.thawed
+        return kind, frozenset(names), self._formats.now.thawed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +24,16 @@ from patrickstar.plan.make import make_plan
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
+from patrickstar.plan.touches import gradients_freed
+from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.plan.weave import own_moments, weave
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.freed_blocks import FreedBlocks
 from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.metering import Metering
+from patrickstar.step.pending_step import PendingStep
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
 
@@ -51,6 +55,7 @@ class Stretches:
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. late_planes: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
+        choice: when updates are done. may_weave: whether nobody holds what an update would have to renew.
 
     Attributes:
         planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
@@ -70,6 +75,8 @@ class Stretches:
         metering: Metering,
         late_planes: LatePlanes,
         always_meter: bool,
+        choice: UpdateChoice,
+        may_weave: Callable[[], bool],
     ) -> None:
         self._executor = executor
         self._layout = layout
@@ -82,15 +89,19 @@ class Stretches:
         self._metering = metering
         self._late_planes = late_planes
         self._always_meter = always_meter
+        self._choice = choice
+        self._may_weave = may_weave
 
         self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
         self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
+        self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._follower: dict[StretchKind, Trace] = {}
         self._current: KnownForward | None = None
         self._recorded = False
         self._ended: Stretch | None = None
         self._largest_bytes = 0
         self._step_reasons: list[str] = []
+        self._was_planned = False
         self.planned_steps = 0
         self.reactive_steps = 0
         self.reason = ""
@@ -111,16 +122,15 @@ class Stretches:
         expected = known.expected
         recorded = torch.is_grad_enabled()
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
+        woven = self._weave(known) if recorded else None
+        if woven is None:
+            self._executor.settle()
+            self.end()
         if expected.trace is None:
             reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
             stretch = Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
         else:
-            let_go = self._let_go(expected) if recorded else set()
-            frees = tuple((expected.lets_go_at - 1, ref) for ref in sorted(let_go))
-            stretch = self._stretch(
-                kind, expected.trace, following=StretchKind.UPDATE if recorded else kind, frees=frees
-            )
-            stretch.lets_go, stretch.lets_go_at = let_go, expected.lets_go_at
+            stretch = self._forward(kind, expected, woven)
             if expected.measure_next:
                 stretch.depart(BEING_MEASURED)
         needed = self._always_meter or expected.trace is None or expected.measure_next
@@ -135,6 +145,54 @@ class Stretches:
         self._executor.open()
         if recorded:
             self.training = stretch
+
+    def _forward(self, kind: StretchKind, expected: KnownForward, woven: Trace | None) -> Stretch:
+        """The stretch of a forward whose trace is known. `woven`: that trace with the updates that are pending."""
+        assert expected.trace is not None, "a forward without a trace has no plan"
+        trace, pending = woven or expected.trace, self._executor.pending
+        let_go = self._let_go(expected) if kind is StretchKind.TRAINING else set()
+        frees: list[tuple[int, PlaneRef]] = []
+        lets_go_at = expected.lets_go_at
+        if woven is not None and pending is not None:
+            pending.is_woven = True
+            let_go -= pending.frees
+            frees += [(index, ref) for index, ref in gradients_freed(woven) if ref in pending.frees]
+            if lets_go_at:
+                lets_go_at = own_moments(woven)[lets_go_at - 1] + 1
+        frees += [(lets_go_at - 1, ref) for ref in sorted(let_go)]
+        stretch = self._stretch(kind, trace, following=self._next_of(kind), frees=tuple(frees))
+        stretch.lets_go, stretch.lets_go_at, stretch.own_trace = let_go, lets_go_at, expected.trace
+        return stretch
+
+    def _weave(self, known: KnownForward) -> Trace | None:
+        """The moments of a forward with the updates that are pending between them; None where these are better done before."""
+        pending, expected = self._executor.pending, known.expected
+        trace = expected.trace
+        if pending is None or trace is None or self._choice.apart or not self._may_weave():
+            return None
+        if known.by_chance or expected.measure_next or expected.departures or len(pending.waiting) < len(pending.trace):
+            return None
+        need = max(self._need(trace).nbytes, self._need(pending.trace).nbytes)
+        machine = self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
+        capacity = machine.budget[machine.compute]
+        key = id(trace), id(pending.trace), capacity
+        if key not in self._woven:
+            state = self._executor.store.state
+            self._woven[key] = weave(trace, pending.trace, state=state, capacity_bytes=capacity), (trace, pending.trace)
+            if len(self._woven) > _KEPT_PLANS:
+                self._woven.popitem(last=False)
+        return self._woven[key][0]
+
+    def _next_of(self, kind: StretchKind) -> StretchKind:
+        """The kind of stretch that is expected after one of this kind."""
+        match kind:
+            case StretchKind.TRAINING | StretchKind.NORM if self._choice.apart:
+                return StretchKind.UPDATE
+            case StretchKind.TRAINING if StretchKind.NORM in self._follower:
+                return StretchKind.NORM
+            case StretchKind.NORM | StretchKind.UPDATE:
+                return StretchKind.TRAINING
+        return kind
 
     def _let_go(self, known: KnownForward) -> set[PlaneRef]:
         """The gradients that will be let go of in the middle of a forward and its backward, if these go as the last time."""
@@ -199,12 +257,24 @@ class Stretches:
 
     # any stretch
 
-    def begin(
-        self, kind: StretchKind, trace: Trace, *, following: StretchKind, frees: Iterable[tuple[int, PlaneRef]] = ()
-    ) -> None:
-        """Begins a stretch whose moments are known: the norm, the optimizer's step."""
+    def begin_norm(self, trace: Trace) -> None:
+        """Begins the stretch of the norm of gradients."""
         self.end()
-        self._begin(self._stretch(kind, trace, following=following, frees=tuple(frees)))
+        self._begin(self._stretch(StretchKind.NORM, trace, following=self._next_of(StretchKind.NORM)))
+
+    def begin_update(self, pending: PendingStep) -> None:
+        """Begins the stretch of what is left of the optimizer's step; in the middle of another stretch, that goes on without its plan."""
+        stretch = self._executor.pilot.stretch
+        if stretch.kind is StretchKind.TRAINING and not stretch.is_over:
+            stretch.depart("the optimizer's step was asked for at once")
+            return
+        self.end()
+        trace = pending.trace
+        if len(pending.waiting) < len(trace):
+            trace = Trace(tuple(pending.waiting.values()))
+        frees = tuple((index, ref) for index, ref in gradients_freed(trace) if ref in pending.frees)
+        following = self._next_of(StretchKind.UPDATE)
+        self._begin(self._stretch(StretchKind.UPDATE, trace, following=following, frees=frees))
 
     def _begin(self, stretch: Stretch) -> None:
         if stretch.trace is not None:
@@ -243,21 +313,30 @@ class Stretches:
         self._plans.move_to_end(key)
         return Stretch(kind, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak)
 
+    def end_update(self) -> bool:
+        """Ends the stretch of the optimizer's step, if that has one of its own; tells whether it has."""
+        is_apart = self._executor.pilot.stretch.kind is StretchKind.UPDATE
+        if is_apart:
+            self.end()
+        return is_apart
+
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self._plans.clear()
-        self._executor.pilot.stretch.depart(why)
+        if not self._executor.pilot.stretch.complete:
+            self._executor.pilot.stretch.depart(why)
 
     def end(self) -> None:
         """Ends the stretch that was under way."""
         stretch = self._executor.pilot.stretch
+        self._executor.wait_for_updates()
         if stretch.reason:
             self._freed_blocks.return_at_once(f"the {stretch.kind} was not as planned")
         recorder, self._executor.recorder = self._executor.recorder, None
         known, self._current = self._current, None
         if known is not None:
             expected = known.expected
-            expected.lets_go_at = stretch.let_go_at or (0 if stretch.lets_go else expected.lets_go_at)
+            expected.lets_go_at = self._own_number(stretch) or (0 if stretch.lets_go else expected.lets_go_at)
             if recorder is not None:
                 self._learn(known, recorder.trace(), stretch)
             elif not self._recorded:
@@ -269,11 +348,25 @@ class Stretches:
             ):
                 pass  # no part of a step: a forward alone, or a backward for other tensors than parameters
             elif stretch.reason:
-                self._step_reasons.append(stretch.reason + (known.explain(stretch) if known is not None else ""))
+                self._blame(stretch, stretch.reason + (known.explain(stretch) if known is not None else ""))
             elif not stretch.complete:
-                self._step_reasons.append(f"the {stretch.kind} ended after {stretch.position} moments of its trace")
+                self._blame(stretch, f"the {stretch.kind} ended after {stretch.position} moments of its trace")
         self._ended = stretch
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
+
+    def _own_number(self, stretch: Stretch) -> int:
+        """The number, without updates, of the moment before which somebody let go of what was not to stay; 0 where nobody did."""
+        moments = stretch.trace.moments if stretch.trace is not None else ()
+        return stretch.let_go_at - sum(moment.updates is not None for moment in moments[: stretch.let_go_at])
+
+    def _blame(self, stretch: Stretch, reason: str) -> None:
+        """Notes why a step was not as planned: the one under way, or, of an update in a stretch of its own, the one that is counted already."""
+        if stretch.kind is not StretchKind.UPDATE:
+            self._step_reasons.append(reason)
+        elif self._was_planned:
+            self._was_planned = False
+            self.planned_steps -= 1
+            self._count_reactive(reason)
 
     def _learn(self, known: KnownForward, recorded: Trace, stretch: Stretch) -> None:
         recorded = with_retention(recorded, self._budgets)
@@ -297,12 +390,14 @@ class Stretches:
             self._learn(self._current, recorder.trace(), self._executor.pilot.stretch)
             self._recorded = True
         self._executor.pilot.stretch.reserve_bytes = 0  # activations are gone with the graph
+        self._executor.pilot.stretch.is_over = True
         self._metering.pause()
 
     def abandon(self) -> None:
         """Abandons a forward or a backward that an exception has ended: what is made from now on is no part of it."""
         self._executor.recorder = None
         self._executor.pilot.stretch.reserve_bytes = 0
+        self._executor.pilot.stretch.is_over = True
         self._metering.pause()
 
     def pause(self) -> None:
@@ -313,14 +408,17 @@ class Stretches:
     def step_ended(self) -> None:
         """Ends a step: the optimizer has updated, and all that came since the last update was one step."""
         self.end()
-        current = self._step_reasons
+        current, self._step_reasons = self._step_reasons, []
+        self._was_planned = not current
         if current:
-            self.reactive_steps += 1
-            self.reason = current[-1]
-            _log.info("step %d was not as planned: %s", self.planned_steps + self.reactive_steps, self.reason)
+            self._count_reactive(current[-1])
         else:
             self.planned_steps += 1
-        self._step_reasons = []
+
+    def _count_reactive(self, reason: str) -> None:
+        self.reactive_steps += 1
+        self.reason = reason
+        _log.info("step %d was not as planned: %s", self.planned_steps + self.reactive_steps, reason)
 
     # budgets
 

@@ -1,30 +1,29 @@
 """Training: from gradients to updated parameters, by accumulation, clipping, the deferred step or the step in backward.
 
-Note [Pending step]
-    `optimizer.step()` notes what is to be done, hyper-parameters and clip factor included, and the work is done before anything else
-    happens to the model: usually in the `zero_grad()` that follows, which also tells that the gradients need not be written back anywhere.
+See Note [Pending step] in `pending_step.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError, some
+from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.plan.pilot import StretchKind
-from patrickstar.plan.touches import Touches, gradients_freed
+from patrickstar.plan.touches import Touches
 from patrickstar.step.backwards import Backwards
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients, InPlane
@@ -85,6 +84,8 @@ class Training:
         self._before_end = before_end
 
         executor.carry_out_step = self._carry_out
+        executor.step_is_over = self._step_is_over
+        executor.store.update_work = self._work
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
         self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
@@ -174,9 +175,10 @@ class Training:
             return
         for name in names:
             self.steps[name] = self.steps.get(name, 0) + 1
-        order = PendingStep({name: hypers[name] for name in names}, {name: self.steps[name] for name in names})
         self._updated.update(names)
-        self._carry_out(order, False)
+        self._unfinished = True
+        self._do_now(self._order(names, hypers))
+        self._unfinished = False
         for name in names:
             self._gradients.drop(name)
 
@@ -187,6 +189,8 @@ class Training:
 
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""
+        if self._executor.pending is not None and self._executor.pending.failed is not None:
+            self._executor.settle()
         if not self._unfinished or backward_id() != -1:
             return
         if not self.in_backward:
@@ -242,12 +246,12 @@ class Training:
         wanted = set(self._binding.by_name if names is None else names)
         self._sums.drop(label for name in wanted for label in (name, *self._layout.leaves(name)))
         if set_to_none and self._gradients.names | self._gradients.incomplete.keys() <= wanted:
-            self._executor.settle(frees_gradients=True)
             self._gradients.drop_all()
             if self._binding.gradients.own <= wanted:
                 self._binding.gradients.forget_own()
                 return
-        self._executor.settle()
+        if not set_to_none:
+            self._executor.settle()
         with Plain():
             for name in sorted(self._binding.gradients.own & wanted):
                 parameter = self._binding.by_name[name].parameter
@@ -277,7 +281,7 @@ class Training:
         else:
             with InPlane(self._binding, self._gradients, self._binding.by_name):
                 names = self._gradients.names
-                self._stretches.begin(StretchKind.NORM, self._traces.norm(names), following=StretchKind.UPDATE)
+                self._stretches.begin_norm(self._traces.norm(names))
                 norm = self._updates.norm(names, self._gradients.factors)
                 self._stretches.end()
         self.multiply(clip_factor(max_norm, norm))
@@ -311,15 +315,31 @@ class Training:
         for name in names:
             self._late_planes.thaw(name)
             self.steps[name] = self.steps.get(name, 0) + 1
-        factors = {name: self._gradients.factors[name] for name in names if name in self._gradients.factors}
-        for name in factors:
-            if self._updates.scales_in_place(name):
-                del self._gradients.factors[name]
-        order = PendingStep({name: hypers[name] for name in names}, {name: self.steps[name] for name in names}, factors)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
         self._binding.changing(names)
-        self._executor.pending = order
+        self._stretches.step_ended()
+        order = self._order(names, hypers)
         if own:
+            self._do_now(order)
+        else:
+            self._executor.pending = order
+
+    def _order(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> PendingStep:
+        """A step of these parameters, as things stand now."""
+        return PendingStep(
+            {name: hypers[name] for name in names},
+            {name: self.steps[name] for name in names},
+            self._traces.step(names),
+            {name: self._gradients.factors[name] for name in names if name in self._gradients.factors},
+            self._tensors() if self._binding.gradients.stay else None,
+        )
+
+    def _do_now(self, order: PendingStep) -> None:
+        """Carries out an order at once: gradients of the user's own may be changed at any time."""
+        with ExitStack() as stack:
+            if order.gradients is None:
+                stack.enter_context(InPlane(self._binding, self._gradients, order.hypers))
+            self._executor.pending = order
             self._executor.settle()
 
     def first_overflow(self) -> str | None:
@@ -332,19 +352,23 @@ class Training:
                 return name
         return None
 
-    def _carry_out(self, order: PendingStep, frees_gradients: bool) -> None:
-        began = time.perf_counter()
-        self._unfinished = True
-        if self._binding.gradients.stay:
-            trace = self._traces.step(order.hypers)
-            self._stretches.begin(StretchKind.UPDATE, trace, following=StretchKind.TRAINING)
-            self._updates.step_with(order, trace, self._tensors())
-        else:
-            self._carry_out_in_chunks(order, frees_gradients=frees_gradients)
-        self._unfinished = False
-        self.step_seconds = time.perf_counter() - began
-        if not self.in_backward:
-            self._stretches.step_ended()
+    def _work(self, chunk: int, tier: Tier) -> Work:
+        assert self._executor.pending is not None, "no update is pending"
+        return self._updates.work(self._executor.pending, chunk, tier)
+
+    def _carry_out(self, order: PendingStep) -> None:
+        """Carries out what is left of an order, in a stretch of its own."""
+        self._stretches.begin_update(order)
+        for moment in tuple(order.waiting.values()):
+            self._executor.update(moment)
+        if self._stretches.end_update():
+            for gradient in sorted(filter(self._executor.store.state.is_free, order.frees)):
+                self._executor.release(gradient)
+
+    def _step_is_over(self, order: PendingStep) -> None:
+        self._unfinished |= order.failed is not None
+        self.step_seconds = order.seconds
+        self._updates.over(order)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The gradients that are the user's own: by name, 1-D in slot order."""
@@ -355,14 +379,6 @@ class Training:
                 if own is not None:
                     found[name] = bound.flat(own)
         return found
-
-    def _carry_out_in_chunks(self, order: PendingStep, *, frees_gradients: bool) -> None:
-        with InPlane(self._binding, self._gradients, order.hypers):
-            if order.hypers:
-                trace = self._traces.step(order.hypers, writes=bool(order.factors))
-                frees = gradients_freed(trace) if frees_gradients else ()
-                self._stretches.begin(StretchKind.UPDATE, trace, following=StretchKind.TRAINING, frees=frees)
-                self._updates.step(order, trace, frees=dict(frees))
 
     def finish(self) -> None:
         """Does what is pending, since the session ends. An update that was left half done is told of in a warning."""

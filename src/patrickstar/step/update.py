@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,14 +12,16 @@ from torch import Tensor
 
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, aligned
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import SplitKernel, WideningKernel, scaled_blocks
 from patrickstar.optim.norm import GlobalNorm
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.plan.touches import gradient_parts, update_parts, updated_chunks
+from patrickstar.plan.touches import gradient_parts, update_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.pending_step import Factors, PendingStep
 from patrickstar.step.precision import torch_type
@@ -57,18 +60,16 @@ class _Planes:
     def update(
         self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
     ) -> None:
-        """Updates these elements from their gradient, scaled by the factors first: in place where it is fp32 and the master is not split."""
+        """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
         weight, exp_avg, exp_avg_sq = self.weight[span], self.exp_avg[span], self.exp_avg_sq[span]
         if self.rest is not None:
             self.splitting.update(
                 weight, self.rest[span], gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors
             )
             return
-        if gradient.dtype is not torch.float32:
+        if gradient.dtype is not torch.float32 or factors:
             self.widening.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
             return
-        for factor in factors:
-            gradient.mul_(factor)
         self.kernel.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
 
 
@@ -97,49 +98,50 @@ class Updates:
         self._splitting = SplitKernel(kernel)
         self._widening = WideningKernel(kernel)
 
-    def scales_in_place(self, name: str) -> bool:
-        """Tells whether an update leaves a parameter's gradient, in its plane, multiplied with its factors."""
-        ref, formats = PlaneRef(self._layout.slices[name].chunk, GRAD), self._formats.now
-        return not formats.is_split(ref.chunk, self._layout) and formats.of(ref, self._layout).dtype == "float32"
-
-    def step(self, order: PendingStep, trace: Trace, *, frees: Mapping[int, PlaneRef]) -> None:
-        """Updates every parameter of the order from its accumulated gradient.
+    def work(self, order: PendingStep, chunk: int, tier: Tier) -> Work:
+        """The work of a chunk's update, from its accumulated gradient or from the order's: each parameter once, whoever asks for it how often.
 
         In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them
         included: a zero whose averages and gradient are zero stays zero.
-
-        Args:
-            trace: `plan.touches.step_trace` of these parameters. frees: units nobody wants after the moment of that number.
         """
-        with self._executor.apart():
-            for index, (chunk, moment) in enumerate(self._moments(order, trace)):
-                units = self._units(moment.phase, moment.label, moment.touches)
-                grad, planes = units[PlaneRef(chunk, GRAD)], self._planes(chunk, units)
-                for piece in self._ranges(chunk, order):
-                    span = slice(piece.start, piece.stop)
-                    planes.update(span, grad[span], step=piece.step, hyper=piece.hyper, factors=piece.factors)
-                if index in frees:
-                    self._executor.store.forget(frees[index])
-        self._bump(order.hypers)
+        touches = order.waiting[chunk].touches
+        units = {touch.ref: self._executor.store.tensor(touch.ref, tier) for touch in touches}
+        planes, pieces = self._planes(chunk, units), self._pieces(chunk, order, units)
 
-    def step_with(self, order: PendingStep, trace: Trace, gradients: Mapping[str, Tensor]) -> None:
-        """Updates every parameter of the order from gradients that are tensors of their own: by name, 1-D in slot order."""
-        with self._executor.apart():
-            for chunk, moment in self._moments(order, trace):
-                planes = self._planes(chunk, self._units(moment.phase, moment.label, moment.touches))
-                for piece in self._layout.tensors_in(chunk):
-                    if piece.name in order.hypers:
+        def update() -> None:
+            if not order.begin(chunk):
+                return
+            began = time.perf_counter()
+            try:
+                with self._executor.quiet():
+                    for piece, gradient in pieces:
                         span = slice(piece.start, piece.stop)
-                        gradient = gradients[piece.name][
-                            piece.tensor_start : piece.tensor_start + piece.stop - piece.start
-                        ]
-                        step, hyper = order.steps[piece.name], order.hypers[piece.name]
-                        planes.update(span, gradient, step=step, hyper=hyper)
-        self._bump(order.hypers)
+                        planes.update(span, gradient, step=piece.step, hyper=piece.hyper, factors=piece.factors)
+            except BaseException as error:
+                order.failed = error
+                raise
+            finally:
+                order.end(chunk, time.perf_counter() - began)
 
-    def _moments(self, order: PendingStep, trace: Trace) -> Iterator[tuple[int, Moment]]:
-        chunks = updated_chunks(self._layout, order.hypers, formats=self._formats.now)
-        return zip((chunk for chunk, _ in chunks), trace.moments, strict=True)
+        return update
+
+    def _pieces(self, chunk: int, order: PendingStep, units: Mapping[PlaneRef, Tensor]) -> list[tuple[_Range, Tensor]]:
+        """The ranges of a chunk that are updated, each with its gradient."""
+        if order.gradients is None:
+            grad = units[PlaneRef(chunk, GRAD)]
+            return [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
+        found = []
+        for piece in self._layout.tensors_in(chunk):
+            if piece.name in order.hypers:
+                span = slice(piece.tensor_start, piece.tensor_start + piece.stop - piece.start)
+                alone = _Range(piece.start, piece.stop, order.hypers[piece.name], order.steps[piece.name], ())
+                found.append((alone, order.gradients[piece.name][span]))
+        return found
+
+    def over(self, order: PendingStep) -> None:
+        """Notes that an order is carried out."""
+        if not order.is_woven:
+            self._bump(order.hypers)
 
     def update_now(self, bound: BoundParameter, gradient: Tensor, *, hyper: Hyper, step: int) -> None:
         """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient."""

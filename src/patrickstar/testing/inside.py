@@ -9,6 +9,7 @@ from torch import nn
 
 from patrickstar.config.arguments import check_arguments
 from patrickstar.memory.links import MakeLane
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.assemble import assemble
 from patrickstar.session.session import Session
 
@@ -16,7 +17,15 @@ __all__ = ["manage_inside"]
 
 
 def manage_inside(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, make_lane: MakeLane, **arguments: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    make_lane: MakeLane | None = None,
+    choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
+    **arguments: Any,
 ) -> Session:
-    """Does what `patrickstar.manage(model, optimizer, **arguments)` does, with these lanes. Raises what that raises."""
-    return assemble(model, optimizer, check_arguments(**arguments), make_lane=make_lane)
+    """Does what `patrickstar.manage(model, optimizer, **arguments)` does, with these lanes, and with chunks updated when this says.
+
+    Raises what that raises.
+    """
+    return assemble(model, optimizer, check_arguments(**arguments), make_lane=make_lane, choice=choice)

@@ -1,0 +1,85 @@
+"""Weaving: the updates of a step between the moments of the forward that follows it, each before the first moment that needs what it changes.
+
+    updates    u0 u1 u2 u3
+    trace         a  b  c  d      a uses what u0 changes, c what u1 and u2 change; nothing uses what u3 changes
+    woven      u0 a  b  u1 u2 c  d   u3 goes before the last moment of the forward
+
+So transfers for updates and computing of the forward have the same time. An update that does not fit beside what is alive at any moment of the
+forward comes before the first, where nothing is alive yet: so those that are left fit wherever a forward that goes another way needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.plan.fit import pinned_at
+from patrickstar.plan.residency import Residency
+
+__all__ = ["needs_before", "own_moments", "weave"]
+
+
+def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int) -> Trace:
+    """The moments of both, in the order in which they come.
+
+    Args:
+        trace: of a forward, and of what follows. updates: a moment for each pending update.
+        state: where units are; sizes and homes are what counts. capacity_bytes: of the tier that computes.
+    """
+    first_use = _first_uses(trace)
+    forward = [index for index, moment in enumerate(trace.moments) if moment.phase is Phase.FORWARD]
+    last = max(forward, default=0)
+    at_home = {ref for ref, home in state.home.items() if home is state.compute}
+    # Whatever is updated on another tier, and however little is alive: homes stay.
+    room = capacity_bytes - sum(map(state.unit_bytes, at_home))
+    alive = max((_alive_bytes(trace.moments[index], state, at_home) for index in forward), default=0)
+    before: dict[int, list[Moment]] = {}
+    for update in sorted(updates.moments, key=lambda update: _due(update, first_use, last)):
+        own = sum(state.unit_bytes(ref) for ref in pinned_at(update) if ref not in at_home)
+        at = _due(update, first_use, last) if own + alive <= room else 0
+        before.setdefault(at, []).append(_as_at(update, trace, at))
+    woven: list[Moment] = []
+    for index, moment in enumerate(trace.moments):
+        woven += [*before.get(index, ()), moment]
+    return Trace(tuple(woven))
+
+
+def needs_before(touch: Touch) -> bool:
+    """Tells whether an update of the unit must be over before this touch: it reads what the update changes, or changes what that reads."""
+    return touch.writes or touch.ref.plane != GRAD
+
+
+def own_moments(woven: Trace) -> list[int]:
+    """The numbers that the moments between which updates have been woven have among all."""
+    return [index for index, moment in enumerate(woven.moments) if moment.updates is None]
+
+
+def _first_uses(trace: Trace) -> dict[PlaneRef, int]:
+    """The first moment that needs an update of each unit to be over."""
+    found: dict[PlaneRef, int] = {}
+    for index, moment in enumerate(trace.moments):
+        for touch in moment.touches:
+            if needs_before(touch):
+                found.setdefault(touch.ref, index)
+    return found
+
+
+def _due(update: Moment, first_use: Mapping[PlaneRef, int], last: int) -> int:
+    return min((first_use[touch.ref] for touch in update.touches if touch.ref in first_use), default=last)
+
+
+def _alive_bytes(moment: Moment, state: Residency, at_home: set[PlaneRef]) -> int:
+    """Bytes of the tier that computes that a moment needs beside what it touches, which an update may need as well."""
+    return moment.nonmodel_bytes + sum(state.unit_bytes(ref) for ref in moment.held if ref not in at_home)
+
+
+def _as_at(update: Moment, trace: Trace, index: int) -> Moment:
+    """The update as a moment just before that of this number: what is alive and held then is so meanwhile."""
+    if not index:
+        return update
+    moment, before = trace.moments[index], trace.moments[index - 1]
+    held = {*moment.held, *(touch.ref for touch in moment.touches if touch.ref in before.held)}
+    touched = {touch.ref for touch in update.touches}
+    return replace(update, held=tuple(held - touched), nonmodel_bytes=moment.live_bytes, live_bytes=moment.live_bytes)

@@ -1,0 +1,153 @@
+"""Faults of updates that are done between the moments of a forward: late, twice, never, or with the numbers of another step."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["UPDATES"]
+
+PENDING = "tests/session/test_pending_steps.py"
+WEAVE = "tests/plan/test_weave.py"
+STORE = "tests/memory/test_store.py"
+RESIDENCY = "tests/plan/test_residency.py"
+LANES = "tests/session/test_lanes.py"
+
+UPDATES: tuple[Mutant, ...] = (
+    Mutant(
+        name="a-chunk-is-updated-again-by-whoever-asks-again",
+        file="step/pending_step.py",
+        old="            if self.waiting.pop(chunk, None) is None:\n                return False\n",
+        new="            if self.waiting.get(chunk) is None:\n                return False\n",
+        tests=(f"{PENDING}::test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_them",),
+    ),
+    Mutant(
+        name="what-the-forward-does-not-need-is-not-updated",
+        file="plan/weave.py",
+        old="    for update in sorted(updates.moments, key=",
+        new="    for update in sorted((one for one in updates.moments if any(touch.ref in first_use for touch in one.touches)), key=",
+        tests=(f"{WEAVE}::test_what_the_forward_does_not_need_comes_before_its_last_moment",),
+    ),
+    Mutant(
+        name="an-update-comes-after-the-first-use",
+        file="plan/weave.py",
+        old="        woven += [*before.get(index, ()), moment]",
+        new="        woven += [moment, *before.get(index, ())]",
+        tests=(f"{WEAVE}::test_each_update_is_there_once_before_it_is_needed_and_takes_no_more_room_than_before",),
+    ),
+    Mutant(
+        name="an-update-takes-room-that-activations-need-later",
+        file="plan/weave.py",
+        old="if own + alive <= room else 0",
+        new="if True else 0",
+        tests=(f"{PENDING}::test_where_an_update_fits_before_the_forward_alone_it_comes_there",),
+    ),
+    Mutant(
+        name="a-gradient-arrives-before-the-last-one-is-used",
+        file="plan/weave.py",
+        old="return touch.writes or touch.ref.plane != GRAD",
+        new="return touch.ref.plane != GRAD",
+        tests=(f"{WEAVE}::test_a_gradient_that_is_read_needs_no_update_and_one_that_is_written_does",),
+    ),
+    Mutant(
+        name="a-use-does-not-wait-for-its-chunks-update",
+        file="plan/overlap.py",
+        old="            needed.update((touch.ref, index) for touch in moment.touches)\n",
+        new="            pass\n",
+        tests=(f"{WEAVE}::test_the_plan_of_what_is_woven_keeps_every_invariant",),
+    ),
+    Mutant(
+        name="a-held-unit-does-not-wait-for-its-chunks-update",
+        file="plan/overlap.py",
+        old="            needed.update((ref, index) for ref in moment.held)\n",
+        new="            pass\n",
+        tests=(f"{WEAVE}::test_a_unit_that_is_held_is_updated_by_then",),
+    ),
+    Mutant(
+        name="slots-go-before-the-update-that-uses-them-is-over",
+        file="plan/overlap.py",
+        old="                if isinstance(action, Wait | Drop | Create):\n                    needed",
+        new="                if isinstance(action, Wait):\n                    needed",
+        tests=(f"{WEAVE}::test_the_plan_of_what_is_woven_keeps_every_invariant",),
+    ),
+    Mutant(
+        name="it-is-legal-to-take-the-slots-of-an-update",
+        file="plan/residency.py",
+        old="    if _is_updated_on(state, ref, tier):",
+        new="    if False:",
+        tests=(f"{RESIDENCY}::test_what_an_update_uses_stays_until_its_wait",),
+    ),
+    Mutant(
+        name="a-wait-for-an-update-that-is-left-out-is-not-noticed",
+        file="plan/check.py",
+        old="    updates.end((len(trace), 0))\n",
+        new="",
+        tests=(f"{WEAVE}::test_no_update_and_no_wait_for_one_can_be_left_out_doubled_or_late",),
+    ),
+    Mutant(
+        name="a-unit-leaves-before-its-update-is-over",
+        file="memory/store.py",
+        old="for ticket in (self._filling.get((ref, tier)), update)",
+        new="for ticket in (self._filling.get((ref, tier)), None)",
+        tests=(f"{STORE}::test_a_transfer_of_what_an_update_writes_comes_after_it",),
+    ),
+    Mutant(
+        name="bytes-are-given-out-while-they-are-updated",
+        file="memory/store.py",
+        old="        if ref in self.state.in_update:\n            raise InvariantError(10",
+        new="        if False:\n            raise InvariantError(10",
+        tests=(f"{STORE}::test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait",),
+    ),
+    Mutant(
+        name="an-interrupted-update-is-not-waited-for",
+        file="memory/store.py",
+        old="            with suppress(Exception):  # whoever has given the work knows of it\n                self._wait_for_update(chunk)\n",
+        new="",
+        tests=(f"{PENDING}::test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts",),
+    ),
+    Mutant(
+        name="a-clip-factor-of-the-step-before",
+        file="step/training.py",
+        old="{name: self._gradients.factors[name] for name in names if name in self._gradients.factors},",
+        new="self.__dict__.setdefault('_kept', []).append(dict(self._gradients.factors))\n"
+        "            or self._kept[max(0, len(self._kept) - 2)],",
+        tests=(f"{PENDING}::test_a_step_that_clips_has_its_own_factor_and_the_next_one_another",),
+    ),
+    Mutant(
+        name="gradients-that-are-let-go-of-take-their-update-along",
+        file="step/executor.py",
+        old="            if self.pending is not None and self.pending.reads(ref):",
+        new="            if False:",
+        tests=(f"{PENDING}::test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay",),
+    ),
+    Mutant(
+        name="an-update-in-a-forward-is-a-change-of-what-that-has-saved",
+        file="step/update.py",
+        old="        if not order.is_woven:\n",
+        new="        if True:\n",
+        tests=(f"{PENDING}::test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_them[emulated]",),
+    ),
+    Mutant(
+        name="what-departs-forgets-the-updates-that-are-left",
+        file="step/executor.py",
+        old="        for moment in pending.due(touches):\n            if moment.updates not in self.store.state.updating:\n                self.update(moment)\n        self._notice_end(pending)",
+        new="        self._notice_end(pending)",
+        tests=(
+            f"{PENDING}::test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update",
+            f"{PENDING}::test_whoever_looks_finds_the_model_updated",
+        ),
+    ),
+    Mutant(
+        name="copies-that-somebody-holds-are-not-renewed",
+        file="session/assemble.py",
+        old="not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living())",
+        new="True",
+        tests=(f"{PENDING}::test_a_copy_that_somebody_holds_shows_the_update",),
+    ),
+    Mutant(
+        name="a-forward-that-was-interrupted-is-still-under-way",
+        file="step/events.py",
+        old="if self._depth and not _is_running(self._caller):",
+        new="if False:",
+        tests=(f"{LANES}::test_after_an_interruption_steps_are_planned_again",),
+    ),
+)

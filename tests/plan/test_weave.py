@@ -1,0 +1,224 @@
+"""Updates between the moments of a forward: each once, before what needs it, and never where they would take room that there is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patrickstar.core.formats import FP32
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.plan.actions import Action, Update, UpdateWait, parse_action
+from patrickstar.plan.check import check, show
+from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import gradients_freed, step_trace
+from patrickstar.plan.weave import needs_before, own_moments, weave
+from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, some, trace_of
+
+FP32_PLANES = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ)
+
+
+def at_rest(layout: Layout, *, compute: Tier = Tier.HOST, home: Tier = Tier.DISK) -> Residency:
+    homes = dict.fromkeys(layout.units(FP32_PLANES), home)
+    return Residency.at_rest(layout, compute=compute, home=homes, formats=FP32)
+
+
+def updates_of(layout: Layout, names: Iterable[str] | None = None) -> Trace:
+    return step_trace(layout, layout.slices if names is None else names, formats=FP32, in_plane=True)
+
+
+def woven(*moments: str, slots: int = 100, nonmodel: int | list[int] = 0, units: int = 4, names: str = "") -> list[str]:
+    """The order of a forward's moments, by what they touch, and of updates, as `u0`."""
+    layout = layout_of(*[1] * units)
+    trace = trace_of(*moments, nonmodel=nonmodel)
+    updates = updates_of(layout, names.split() or None)
+    found = weave(trace, updates, state=at_rest(layout), capacity_bytes=slots * SLOT_BYTES)
+    return [
+        f"u{moment.updates}" if moment.updates is not None else " ".join(map(str, moment.touches))
+        for moment in found.moments
+    ]
+
+
+def test_each_update_comes_before_the_first_moment_that_needs_it() -> None:
+    assert woven("c1.weight", "c0.weight", "c1.weight", "c2.weight c3.weight") == [
+        *("u1", "c1.weight", "u0", "c0.weight", "c1.weight", "u2", "u3", "c2.weight c3.weight"),
+    ]
+
+
+def test_what_the_forward_does_not_need_comes_before_its_last_moment() -> None:
+    assert woven("c0.weight", "c1.weight", "c0.weight", names="p0 p3") == [
+        *("u0", "c0.weight", "c1.weight", "u3", "c0.weight"),
+    ]
+
+
+def test_a_gradient_that_is_read_needs_no_update_and_one_that_is_written_does() -> None:
+    assert woven("c0.grad", "c0.grad*", names="p0") == ["c0.grad", "u0", "c0.grad*"]
+    assert [needs_before(Touch.parse(text)) for text in ("c0.grad", "c0.grad*", "c0.weight")] == [False, True, True]
+
+
+def test_an_update_that_does_not_fit_beside_what_is_alive_later_comes_before_all_that() -> None:
+    few_bytes = [0, 0, 2 * SLOT_BYTES]
+    moments = "c0.weight", "c1.weight", "c2.weight"
+    assert woven(*moments, slots=6, nonmodel=few_bytes, names="p1")[:2] == ["c0.weight", "u1"]
+    assert woven(*moments, slots=5, nonmodel=few_bytes, names="p1")[:2] == ["u1", "c0.weight"]
+
+
+def test_what_is_alive_and_held_when_an_update_comes_is_so_meanwhile() -> None:
+    layout = layout_of(1, 1)
+    first, second = (
+        Moment(Phase.FORWARD, "p0", (Touch(PlaneRef(0, "weight")),), nonmodel_bytes=9),
+        Moment(Phase.FORWARD, "p1", (Touch(PlaneRef(1, "weight")),), (PlaneRef(0, "weight"),), 7, 5),
+    )
+    found = weave(Trace((first, second)), updates_of(layout, ["p1"]), state=at_rest(layout), capacity_bytes=PLENTY)
+    assert (found.moments[1].updates, found.moments[1].held) == (1, (PlaneRef(0, "weight"),))
+    assert (found.moments[1].nonmodel_bytes, found.moments[1].live_bytes) == (5, 5)
+    assert own_moments(found) == [0, 2]
+
+
+@st.composite
+def woven_instances(draw: st.DrawFn) -> tuple[Layout, Machine, Residency, Trace, Trace]:
+    """A layout of runs, a machine, a state, a forward with its backward, and updates of some parameters."""
+    layout = layout_of(*draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    heads = [run.head for run in layout.runs]
+    used = draw(st.lists(st.lists(st.sampled_from(heads), min_size=1, max_size=2, unique=True), min_size=1, max_size=8))
+    live = draw(st.lists(st.integers(0, 4), min_size=len(used), max_size=len(used)))
+    forward = [
+        Moment(
+            Phase.FORWARD,
+            f"p{index}",
+            tuple(Touch(PlaneRef(head, "weight")) for head in refs),
+            nonmodel_bytes=before + SLOT_BYTES,
+            live_bytes=before,
+        )
+        for index, (refs, before) in enumerate(zip(used, (size * SLOT_BYTES // 2 for size in live), strict=True))
+    ]
+    backward = [
+        Moment(Phase.BACKWARD, "p", (Touch(PlaneRef(chunk, "grad"), True),))
+        for chunk in reversed(range(layout.n_chunks))
+    ]
+    names = draw(st.lists(st.sampled_from(sorted(layout.slices)), min_size=1, unique=True))
+    trace, updates = Trace((*forward, *backward)), updates_of(layout, names)
+    compute, home = draw(st.sampled_from([(Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.HOST)]))
+    state = at_rest(layout, compute=compute, home=home)
+    need = max(worst_moment(one, start=state).nbytes for one in (trace, updates))
+    budget = need + draw(st.integers(0, 6)) * SLOT_BYTES
+    machine = Machine(compute, {**dict.fromkeys((Tier.HOST, Tier.DISK), PLENTY), compute: budget})
+    return layout, machine, state, trace, updates
+
+
+def planned(instance: tuple[Layout, Machine, Residency, Trace, Trace], prefetch: int | None) -> tuple[Plan, Trace]:
+    layout, machine, state, trace, updates = instance
+    found = weave(trace, updates, state=state, capacity_bytes=machine.budget[state.compute])
+    frees = gradients_freed(found)
+    return make_plan(found, layout=layout, machine=machine, start=state, frees=frees, prefetch=prefetch), found
+
+
+@given(woven_instances())
+def test_each_update_is_there_once_before_it_is_needed_and_takes_no_more_room_than_before(
+    instance: tuple[Layout, Machine, Residency, Trace, Trace],
+) -> None:
+    _, machine, state, trace, updates = instance
+    found = weave(trace, updates, state=state, capacity_bytes=machine.budget[state.compute])
+    assert [moment for moment in found.moments if moment.updates is None] == list(trace.moments)
+    assert [found.moments[index] for index in own_moments(found)] == list(trace.moments)
+    begun = sorted(moment.updates for moment in found.moments if moment.updates is not None)
+    assert begun == sorted(moment.updates for moment in updates.moments if moment.updates is not None)
+    done = set[PlaneRef]()
+    waiting = {touch.ref for moment in updates.moments for touch in moment.touches if touch.ref.plane != "weight"}
+    for moment in found.moments:
+        if moment.updates is not None:
+            done |= {touch.ref for touch in moment.touches}
+        else:
+            assert not {touch.ref for touch in moment.touches if needs_before(touch)} & waiting - done
+    need = max(worst_moment(one, start=state).nbytes for one in (trace, updates))
+    assert worst_moment(found, start=state).nbytes <= max(need, machine.budget[state.compute])
+
+
+@some
+@given(woven_instances(), st.sampled_from([None, 0, 1, 3]))
+def test_the_plan_of_what_is_woven_keeps_every_invariant(
+    instance: tuple[Layout, Machine, Residency, Trace, Trace], prefetch: int | None
+) -> None:
+    plan, trace = planned(instance, prefetch)
+    found = check(plan, trace, instance[0], instance[1])
+    assert found == [], show(found, plan, trace)
+    assert Plan.parse(str(plan)) == plan
+    assert Trace.parse(str(trace)) == trace
+    for index, actions in enumerate(plan.moments):
+        for action in actions:
+            if isinstance(action, UpdateWait):
+                assert index - _moment_of(action.chunk, trace) <= (len(trace) if prefetch is None else prefetch)
+
+
+def _moment_of(chunk: int, trace: Trace) -> int:
+    return next(index for index, moment in enumerate(trace.moments) if moment.updates == chunk)
+
+
+def without(plan: Plan, unwanted: Action) -> Plan:
+    moments = (tuple(action for action in actions if action != unwanted) for actions in plan.moments)
+    return replace(plan, moments=tuple(moments))
+
+
+@some
+@given(woven_instances(), st.sampled_from([None, 0, 1]), st.data())
+def test_no_update_and_no_wait_for_one_can_be_left_out_doubled_or_late(
+    instance: tuple[Layout, Machine, Residency, Trace, Trace], prefetch: int | None, data: st.DataObject
+) -> None:
+    plan, trace = planned(instance, prefetch)
+    action = data.draw(st.sampled_from([one for one in plan.actions() if isinstance(one, Update | UpdateWait)]))
+    spoiled = without(plan, action)
+    numbers = {violation[:4] for violation in check(spoiled, trace, instance[0], instance[1])}
+    assert "(10)" in numbers
+    at = next(index for index, actions in enumerate(plan.moments) if action in actions)
+    doubled = replace(plan, moments=(*plan.moments[:at], (*plan.moments[at], action), *plan.moments[at + 1 :]))
+    assert any(violation.startswith("(10)") for violation in check(doubled, trace, instance[0], instance[1]))
+    if isinstance(action, Update) and at + 1 < len(plan.moments):
+        late = replace(
+            spoiled,
+            moments=(*spoiled.moments[: at + 1], (action, *spoiled.moments[at + 1]), *spoiled.moments[at + 2 :]),
+        )
+        assert any(violation.startswith("(10)") for violation in check(late, trace, instance[0], instance[1]))
+
+
+def test_a_unit_that_is_held_is_updated_by_then() -> None:
+    layout = layout_of(1, 1)
+    state = at_rest(layout)
+    machine = Machine(Tier.HOST, {Tier.HOST: 20 * SLOT_BYTES, Tier.DISK: PLENTY})
+    trace = Trace(
+        (*updates_of(layout, ["p0"]).moments, *trace_of("c1.weight", "c1.weight held c0.weight", "c1.weight").moments)
+    )
+    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=None)
+    assert [str(action) for action in plan.moments[2]] == ["c0 step@H?"]
+    assert check(plan, trace, layout, machine) == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    ["c0.weight H!", "c0.exp_avg H!", "c0.grad H!", "c0.exp_avg K?"],
+)
+def test_what_an_update_uses_neither_goes_nor_lands_before_its_wait(spoil: str) -> None:
+    layout = layout_of(1, 1)
+    state = at_rest(layout)
+    machine = Machine(Tier.HOST, {Tier.HOST: 20 * SLOT_BYTES, Tier.DISK: PLENTY})
+    trace = weave(
+        trace_of("c0.weight", "c1.weight", "c1.weight"),
+        updates_of(layout, ["p1"]),
+        state=state,
+        capacity_bytes=machine.budget[Tier.HOST],
+    )
+    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=None)
+    assert "c1 step@H?" in map(str, plan.moments[2])
+    early = [parse_action(text) for text in (spoil.replace("c0", "c1"),)]
+    copies = [parse_action("c1.exp_avg H>K")] if spoil.endswith("?") else []
+    moments = (*plan.moments[:2], (*copies, *early, *plan.moments[2]), *plan.moments[3:])
+    found = check(replace(plan, moments=moments), trace, layout, machine)
+    assert any(violation.startswith("(10) moment 2") for violation in found), found

@@ -1,0 +1,373 @@
+"""An optimizer step that was called and is not over: done between the moments of the next forward, once, whole, with the numbers of its call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar import BudgetError, DeviceError
+from patrickstar.core.trace import Phase
+from patrickstar.plan.actions import Update, UpdateWait
+from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.testing.faults import FaultyIO
+from patrickstar.testing.manual_lane import ManualLane
+from tests.forked import in_forked_child
+from tests.session.builders import EMULATED, LAYERS, MACHINES, TIGHT, Pair, backward, batch, mlp
+from tests.session.test_disk_tier import arm
+
+MakePair = Callable[..., Pair]
+
+
+def pending_of(pair: Pair) -> Any:
+    return pair.session._parts.executor.pending
+
+
+def woven_updates(pair: Pair) -> list[int | None]:
+    """Of the last training step's trace: the chunk of each update, and None for each moment of the forward."""
+    return [moment.updates for moment in pair.session.trace.moments if moment.phase in (Phase.STEP, Phase.FORWARD)]
+
+
+@pytest.fixture
+def pending(make_pair: MakePair, machine: dict[str, Any]) -> Pair:
+    """A pair that has trained three steps, of which the last is pending."""
+    pair = make_pair(**machine)
+    pair.train(3)
+    assert len(pending_of(pair).waiting) == LAYERS
+    return pair
+
+
+def test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_them(
+    machine: dict[str, Any], make_pair: MakePair
+) -> None:
+    pair = make_pair(**machine)
+    pair.train(4)
+    # Weight and bias of a layer are one chunk, and used in one moment.
+    assert woven_updates(pair) == [entry for chunk in range(LAYERS) for entry in (chunk, None)]
+    assert (pair.session.stats().planned_steps, pair.session.stats().steps) == (4, 4)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model", "by hand", "before backward", "never"])
+def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(
+    zero: str, machine: dict[str, Any], make_pair: MakePair
+) -> None:
+    pair = make_pair(**machine)
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+        loss = model(batch(number)).square().mean()
+        if zero == "before backward":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if zero == "optimizer":
+            optimizer.zero_grad()
+        elif zero == "model":
+            model.zero_grad()
+        elif zero == "by hand":
+            for parameter in model.parameters():
+                parameter.grad = None
+        return loss.detach().clone()
+
+    for number in range(5):
+        want, got = pair.each(step, number)
+        assert torch.equal(want, got)
+        assert len(pending_of(pair).waiting) == LAYERS, "nothing has looked at the model"
+        assert len(pending_of(pair).frees) == (0 if zero in ("before backward", "never") else LAYERS)
+    assert len([entry for entry in woven_updates(pair) if entry is not None]) == LAYERS
+    # That gradients go in the middle of a step has to be seen once.
+    assert pair.session.stats().planned_steps == (4 if zero == "before backward" else 5), pair.session.stats().reason
+    pair.expect_same()
+
+
+def test_what_a_group_says_after_the_call_is_of_the_next_step(pending: Pair) -> None:
+    for optimizer in (pending.plain_optimizer, pending.optimizer):
+        optimizer.param_groups[0]["lr"] *= 10
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+    pending.train(2, first=3)
+    pending.expect_same()
+
+
+def test_a_step_that_clips_has_its_own_factor_and_the_next_one_another(
+    make_pair: MakePair, machine: dict[str, Any]
+) -> None:
+    pair = make_pair(**machine)
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+        (model(batch(number)).square().mean() * (1 + 50 * number)).backward()
+        norm = clip(model, 1e-3 * (1 + number))
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def clip(model: nn.Module, most: float) -> torch.Tensor:
+        if model is pair.model:
+            return pair.session.clip_grad_norm_(most)
+        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt().float()
+        factor = (torch.tensor(most, dtype=torch.float32) / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in model.parameters():
+            parameter.grad.mul_(factor)
+        return norm
+
+    for number in range(4):
+        pair.each(step, number)
+    assert any(entry is not None for entry in woven_updates(pair))
+    pair.expect_same()
+
+
+LOOKS: dict[str, Callable[[Pair, Path], Any]] = {
+    "a weight": lambda pair, _: pair.session.state_dict()["4.weight"],
+    "an evaluation": lambda pair, _: _evaluate(pair),
+    "a checkpoint": lambda pair, path: pair.session.save_checkpoint(path / "saved"),
+    "a parameter": lambda pair, _: pair.model[2].weight.sum(),
+    "a moment": lambda pair, _: pair.optimizer.state[pair.model[2].weight]["exp_avg"].sum(),
+    "a part": lambda pair, _: pair.model[2](batch()),
+    "its state": lambda pair, _: pair.session.load_state_dict(dict(pair.session.state_dict())),
+    "a write": lambda pair, _: pair.session.write("0.bias", pair.session.state_dict()["0.bias"]),
+    "no more room": lambda pair, _: _refused(pair),
+    "another batch": lambda pair, _: pair.model(batch(3, rows=2)),
+}
+
+
+def _evaluate(pair: Pair) -> None:
+    with torch.no_grad():
+        assert torch.equal(pair.model(batch(9)), pair.plain(batch(9)))
+
+
+def _refused(pair: Pair) -> None:
+    with pytest.raises(BudgetError):
+        pair.model(batch(rows=2000))
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_path: Path) -> None:
+    LOOKS[look](pending, tmp_path)
+    pending.expect_same()
+    assert pending_of(pending) is None
+    pending.train(3, first=3)
+    pending.expect_same()
+
+
+def test_close_finishes_what_is_pending(make_pair: MakePair) -> None:
+    pair = make_pair(device="emulated", device_memory="64KiB", host_memory="64MiB")
+    pair.train(3)
+    assert pending_of(pair).waiting
+    pair.session.close()
+    for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+        assert torch.equal(want, got)
+
+
+def test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update(pending: Pair) -> None:
+    def stop(*_: object) -> None:
+        raise RuntimeError("the user's")
+
+    for model in (pending.plain, pending.model):
+        handle = model[4].register_forward_pre_hook(stop)
+        with pytest.raises(RuntimeError, match="the user's"):
+            model(batch(3))
+        handle.remove()
+    assert 0 < len(pending_of(pending).waiting) < LAYERS
+    pending.train(3, first=3)
+    pending.expect_same()
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_forward_that_is_left_half_way_and_a_step_after_it(
+    zero: bool, machine: dict[str, Any], make_pair: MakePair
+) -> None:
+    pair = make_pair(**machine)
+    pair.train(2)
+    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
+        backward(model, number=2)
+        optimizer.step()
+        hidden = model[0](batch(3))  # a module alone: a forward that nobody knows
+        for layer in model[1:6]:
+            hidden = layer(hidden)
+        if zero:
+            optimizer.zero_grad()
+        hidden.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.train(2, first=4)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("after", range(0, 16, 3))
+def test_an_update_whose_transfer_fails_is_still_pending(
+    after: int, call: str, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(3)
+    arm(faulty, call, 5, after=after)
+    with pytest.raises(DeviceError):
+        pair.session.state_dict()["0.weight"]
+        backward(pair.model, number=3)
+    faulty.faults.clear()
+    pair.optimizer.zero_grad()
+    pair.train(3, first=3)
+    pair.expect_same()
+
+
+def test_the_disk_is_full_in_the_middle_of_what_is_written_back_between_updates(
+    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
+) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(3)
+    arm(faulty, "pwritev", 28, after=3)
+    with pytest.raises(DeviceError, match="No space left"):
+        backward(pair.model, number=3)
+    faulty.faults.clear()
+    pair.optimizer.zero_grad()
+    pair.train(3, first=3)
+    pair.expect_same()
+
+
+class Slow:
+    """Has each update wait until it may go on, in the lane's thread, while the caller is interrupted."""
+
+    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        kernel = pair.session._parts.training._updates._kernel
+        update = type(kernel).update
+
+        def slow(kernel: Any, *args: Any, **keywords: Any) -> None:
+            self.begun.set()
+            assert self.may_end.wait(60)
+            update(kernel, *args, **keywords)
+
+        monkeypatch.setattr(type(kernel), "update", slow)
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pair], None]]:
+    """Has the first wait for an update interrupted while that is in the middle of its work."""
+
+    def arm_it(pair: Pair) -> None:
+        slow, store = Slow(pair, monkeypatch), pair.session._parts.executor.store
+        real = type(store)._wait_for_update
+        waits = [0]
+
+        def wait(self: Any, chunk: int) -> None:
+            waits[0] += 1
+            if waits[0] == 1:
+                assert slow.begun.wait(60)
+                raise KeyboardInterrupt
+            slow.may_end.set()
+            real(self, chunk)
+
+        monkeypatch.setattr(type(store), "_wait_for_update", wait)
+
+    yield arm_it
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("where", ["forward", "state"])
+def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
+    where: str, pending: Pair, interrupt: Callable[[Pair], None]
+) -> None:
+    interrupt(pending)
+    with pytest.raises(KeyboardInterrupt):
+        backward(pending.model, number=3) if where == "forward" else pending.session.state_dict()["0.weight"]
+    assert not pending.session._parts.executor.store.state.updating
+    pending.optimizer.zero_grad()
+    pending.train(2, first=3)
+    pending.expect_same()
+
+
+def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
+    pending: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = pending.session._parts.executor.store._links
+    lane = type(links).lane
+
+    def interrupted(self: Any, src: Any, dst: Any) -> Any:
+        if dst is None:
+            raise KeyboardInterrupt
+        return lane(self, src, dst)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(links), "lane", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward(pending.model, number=3)
+    assert len(pending_of(pending).waiting) == LAYERS
+    pending.train(2, first=3)
+    pending.expect_same()
+
+
+def test_a_copy_that_somebody_holds_shows_the_update(make_pair: MakePair) -> None:
+    pair = make_pair(**EMULATED, precision="bf16", with_options={"compute": "fp32"})
+    pair.each(lambda model, optimizer: _with_rows(model, optimizer, 0, 4))
+    with torch.no_grad():
+        held = pair.model[2].weight.view(-1)
+    pair.each(lambda model, optimizer: _with_rows(model, optimizer, 1, 4))
+    pair.model(batch(2))
+    with torch.no_grad():
+        assert torch.equal(held.clone(), pair.model[2].weight.reshape(-1).clone())
+
+
+def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(3)
+
+    def use() -> None:
+        with pytest.raises(Exception, match="process"):
+            pair.model(batch(3))
+
+    in_forked_child(use)
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+def test_an_update_is_waited_for_when_something_needs_it_and_not_before(make_pair: MakePair) -> None:
+    pair = make_pair(make_lane=lambda src, dst: ManualLane(), **EMULATED)
+    pair.train(4)
+    plan, ends = pair.session.plan, dict[int, int]()
+    begins = {
+        action.chunk: index
+        for index, actions in enumerate(plan.moments)
+        for action in actions
+        if isinstance(action, Update)
+    }
+    for index, actions in enumerate(plan.moments):
+        ends.update((action.chunk, index) for action in actions if isinstance(action, UpdateWait))
+    assert begins.keys() == ends.keys() == set(range(LAYERS))
+    assert all(ends[chunk] == begins[chunk] + 1 for chunk in begins), "the moment after it uses the weight"
+    pair.expect_same()
+
+
+def test_apart_is_what_it_was_a_stretch_of_its_own(machine: dict[str, Any], make_pair: MakePair) -> None:
+    pair = make_pair(choice=UpdateChoice(apart=True), **machine)
+    pair.train(4)
+    assert not any(moment.updates is not None for moment in pair.session.trace.moments)
+    assert pair.session.stats().planned_steps == 4
+    pair.expect_same()
+
+
+def test_where_an_update_fits_before_the_forward_alone_it_comes_there(make_pair: MakePair) -> None:
+    """Activations of many rows leave room for a weight and a gradient, not for the four units of an update."""
+    rows = 100
+    with pytest.raises(BudgetError) as refusal:
+        make_pair(device="emulated", device_memory=TIGHT).model(batch(rows=rows))
+    pair = make_pair(device="emulated", device_memory=refusal.value.smallest_bytes)
+    for number in range(3):
+        pair.each(lambda model, optimizer, number: _with_rows(model, optimizer, number, rows), number)
+    assert woven_updates(pair)[:LAYERS] == list(range(LAYERS))
+    assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
+    pair.expect_same()
+
+
+def _with_rows(model: nn.Module, optimizer: Any, number: int, rows: int) -> None:
+    backward(model, number=number, rows=rows)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_machines_are_those_that_move() -> None:
+    assert set(MACHINES) == {"emulated", "cpu+disk", "emulated+disk"}
+    assert len(list(mlp().parameters())) == 2 * LAYERS
