@@ -99,7 +99,7 @@ class UpdatesOf:
 
     def __init__(self) -> None:
         self.may_begin = threading.Event()
-        self.store = store_of_one_slot(lambda src, dst: ThreadLane(f"{src} to {dst}"))
+        self.store = store_of_one_slot(lambda src, dst: ThreadLane("updates") if dst is None else ManualLane())
         self.store.update_work = self.work
         filled(self.store, ONE, 1.0)
         self.store.carry_out([Copy(ONE, H, D), Wait(ONE, D)])
@@ -126,8 +126,8 @@ def updates() -> Iterator[UpdatesOf]:
 def test_a_transfer_of_what_an_update_writes_comes_after_it(updates: UpdatesOf) -> None:
     store = updates.store
     store.carry_out([Update(0, D), Copy(ONE, D, H)])
-    assert not store._tickets[ONE, H].done
-    updates.may_begin.set()
+    threading.Timer(0.1, updates.may_begin.set).start()
+    store._tickets[ONE, H].wait()
     store.carry_out([UpdateWait(0, D), Wait(ONE, H)])
     assert store.tensor(ONE, H).eq(2).all()
 

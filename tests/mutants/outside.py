@@ -161,7 +161,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         name="gradients-that-no-update-takes-are-put-in-the-plane-for-it",
         file="step/training.py",
         old="InPlane(self._binding, self._gradients, order.hypers)",
-        new="InPlane(self._binding, self._gradients, self._binding.by_name)",
+        new="InPlane(self._binding, self._gradients, self._gradients.names)",
         tests=(f"{LINE}[step grad(7)=.1 forward backward step read-bf16-fp32-cpu+disk]",),
     ),
     Mutant(

@@ -189,16 +189,34 @@ def test_no_update_and_no_wait_for_one_can_be_left_out_doubled_or_late(
         assert any(violation.startswith("(10)") for violation in check(late, trace, instance[0], instance[1]))
 
 
-def test_a_unit_that_is_held_is_updated_by_then() -> None:
+def after_an_update(*moments: str) -> tuple[Plan, Trace, Layout, Machine]:
+    """A plan of these moments after the update of `p0`, whose gradient stays."""
     layout = layout_of(1, 1)
-    state = at_rest(layout)
     machine = Machine(Tier.HOST, {Tier.HOST: 20 * SLOT_BYTES, Tier.DISK: PLENTY})
-    trace = Trace(
-        (*updates_of(layout, ["p0"]).moments, *trace_of("c1.weight", "c1.weight held c0.weight", "c1.weight").moments)
-    )
-    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=None)
-    assert [str(action) for action in plan.moments[2]] == ["c0 step@H?"]
+    trace = Trace((*updates_of(layout, ["p0"]).moments, *trace_of(*moments).moments))
+    plan = make_plan(trace, layout=layout, machine=machine, start=at_rest(layout), prefetch=None)
     assert check(plan, trace, layout, machine) == []
+    return plan, trace, layout, machine
+
+
+def wait_of(plan: Plan) -> int:
+    return next(index for index, actions in enumerate(plan.moments) if "c0 step@H?" in map(str, actions))
+
+
+@pytest.mark.parametrize("text", ["c0.weight", "c0.grad"])
+def test_a_unit_that_is_used_is_updated_by_then(text: str) -> None:
+    assert wait_of(after_an_update("c1.weight", "c1.weight", text, "c1.weight")[0]) == 3
+
+
+def test_a_unit_that_is_held_is_updated_by_then() -> None:
+    assert wait_of(after_an_update("c1.weight", "c1.weight held c0.weight", "c1.weight")[0]) == 2
+
+
+def test_an_update_that_nobody_waits_for_is_noticed_at_the_end() -> None:
+    plan, trace, layout, machine = after_an_update("c1.weight", "c1.weight")
+    assert wait_of(plan) == 2
+    found = check(without(plan, parse_action("c0 step@H?")), trace, layout, machine)
+    assert found == ["(10) the end: the update of c0 was never waited for"]
 
 
 @pytest.mark.parametrize(

@@ -300,15 +300,61 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
     pending.expect_same()
 
 
-def test_a_copy_that_somebody_holds_shows_the_update(make_pair: MakePair) -> None:
-    pair = make_pair(**EMULATED, precision="bf16", with_options={"compute": "fp32"})
-    pair.each(lambda model, optimizer: _with_rows(model, optimizer, 0, 4))
-    with torch.no_grad():
-        held = pair.model[2].weight.view(-1)
-    pair.each(lambda model, optimizer: _with_rows(model, optimizer, 1, 4))
-    pair.model(batch(2))
-    with torch.no_grad():
-        assert torch.equal(held.clone(), pair.model[2].weight.reshape(-1).clone())
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_what_somebody_holds_of_a_parameter_changes_no_step(
+    kind: str, make_pair: MakePair, on_disk: dict[str, Any]
+) -> None:
+    """What computes in fp32 sees copies of 16-bit weights; one that is held is the one that the next use sees."""
+    losses = []
+    for holds in (False, True):
+        pair = make_pair(**on_disk, precision=kind, with_options={"compute": "fp32"} if kind == "bf16" else {})
+        found, held = [], None
+        for number in range(4):
+            found.append(backward(pair.model, number=number))
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+            if holds and held is None:  # from now on
+                with torch.no_grad():
+                    held = pair.model[2].weight.view(-1)
+        found.append(pair.model(batch()).sum().detach())
+        with torch.no_grad():
+            assert held is None or torch.equal(held.clone(), pair.model[2].weight.reshape(-1).clone())
+        losses.append(torch.stack(found))
+    assert torch.equal(*losses)
+
+
+class Skips(nn.Module):
+    """Layers, of which the user may have one left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.skipped: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != self.skipped:
+                x = layer(x)
+        return x
+
+
+def test_a_forward_that_goes_another_way_has_what_it_needs_updated(
+    machine: dict[str, Any], make_pair: MakePair
+) -> None:
+    pair = make_pair(Skips, **machine)
+    for number in range(8):
+        pair.plain.skipped = pair.model.skipped = 4 if number in (3, 6) else None
+        want, got = pair.each(lambda model, optimizer, number: _one_step(model, optimizer, number), number)
+        assert torch.equal(want, got)
+    assert pair.session.stats().planned_steps >= 5, pair.session.stats().reason
+    pair.expect_same()
+
+
+def _one_step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss = backward(model, number=number)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
