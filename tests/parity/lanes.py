@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from patrickstar.core.machine import Tier
 from patrickstar.memory.links import MakeLane
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.lanes import LANES
@@ -21,8 +22,15 @@ DEPTHS: Final = (None, 0, 1, 3)
 """Moments by which transfers may be early: `Options.prefetch`."""
 
 
-CHOICES: Final[Mapping[str, UpdateChoice]] = {"woven": UpdateChoice(), "apart": UpdateChoice(apart=True)}
-"""When chunks are updated, by name."""
+CHOICES: Final[Mapping[str, UpdateChoice]] = {
+    "woven": UpdateChoice(),
+    "apart": UpdateChoice(apart=True),
+    "woven, on either": UpdateChoice(tier=lambda chunk: _EITHER[zlib.crc32(bytes([chunk % 251])) % 2]),
+    "woven, where it computes": UpdateChoice(tier=lambda chunk: Tier.DEVICE),
+}
+"""When and where chunks are updated, by name. Without a device below which there is a host, where makes no difference."""
+
+_EITHER = (Tier.DEVICE, Tier.HOST)
 
 
 class _Turn(NamedTuple):

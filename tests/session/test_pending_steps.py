@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from patrickstar import BudgetError, DeviceError
+from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Phase
 from patrickstar.plan.actions import Update, UpdateWait
 from patrickstar.plan.update_choice import UpdateChoice
@@ -45,7 +46,7 @@ def pending(make_pair: MakePair, machine: dict[str, Any]) -> Pair:
 def test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_them(
     machine: dict[str, Any], make_pair: MakePair
 ) -> None:
-    pair = make_pair(**machine)
+    pair = make_pair(choice=UpdateChoice(tier=lambda chunk: Tier.DEVICE), **machine)
     pair.train(4)
     # Weight and bias of a layer are one chunk, and used in one moment.
     assert woven_updates(pair) == [entry for chunk in range(LAYERS) for entry in (chunk, None)]
@@ -371,7 +372,8 @@ def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on
 
 
 def test_an_update_is_waited_for_when_something_needs_it_and_not_before(make_pair: MakePair) -> None:
-    pair = make_pair(make_lane=lambda src, dst: ManualLane(), **EMULATED)
+    where_it_computes = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
+    pair = make_pair(make_lane=lambda src, dst: ManualLane(), choice=where_it_computes, **EMULATED)
     pair.train(4)
     plan, ends = pair.session.plan, dict[int, int]()
     begins = {
@@ -400,7 +402,8 @@ def test_where_an_update_fits_before_the_forward_alone_it_comes_there(make_pair:
     rows = 100
     with pytest.raises(BudgetError) as refusal:
         make_pair(device="emulated", device_memory=TIGHT).model(batch(rows=rows))
-    pair = make_pair(device="emulated", device_memory=refusal.value.smallest_bytes)
+    where_it_computes = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
+    pair = make_pair(device="emulated", device_memory=refusal.value.smallest_bytes, choice=where_it_computes)
     for number in range(3):
         pair.each(lambda model, optimizer, number: _with_rows(model, optimizer, number, rows), number)
     assert woven_updates(pair)[:LAYERS] == list(range(LAYERS))

@@ -233,7 +233,9 @@ class _History:
 
     def act(self, at: _At, action: Move, *, is_pinned: bool) -> None:
         if self._update is not None and (
-            isinstance(action, Wait) or (isinstance(action, Drop | Create) and action.tier is self._update.tier)
+            isinstance(action, Wait)
+            or (isinstance(action, Drop | Create) and action.tier is self._update.tier)
+            or (isinstance(action, Copy) and action.dst is self._update.tier)
         ):
             self.wrong(at, 10, f"{action}: {self._update} has not been waited for")
         if not isinstance(action, Wait) and action.slots != self._slots:

@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
@@ -124,8 +125,14 @@ class _Overlap:
             if at < index:
                 early[ref] = at
         gone = self._drop_early(leaving, min(early.values(), default=index), index)
+        for ref, own in by_unit.items():
+            at = self._goes_down(ref, own, index)
+            if at < index:
+                early[ref] = at
+                self._moved[at].write_backs += [action for action in own if isinstance(action, Copy)]
         for ref, at in early.items():
-            self._moved[at].copies += [action for action in by_unit[ref] if isinstance(action, Copy)]
+            if self._arrives(by_unit[ref]):
+                self._moved[at].copies += [action for action in by_unit[ref] if isinstance(action, Copy)]
         self._note_places(actions, gone, index)
         return [
             action
@@ -150,13 +157,27 @@ class _Overlap:
         used_until = max(first, pins[-1] + 1 if pins else 0)
         if not write_back:
             return _Leaving(ref, used_until, None) if used_until < index else None
-        begins = max(first, self._written.get(ref, -1) + 1)
-        at = bisect_left(pins, begins)
-        while at < len(pins) and pins[at] == begins:  # its address is in somebody's hands
-            begins, at = begins + 1, bisect_right(pins, begins)
+        begins = self._not_pinned(ref, max(first, self._written.get(ref, -1) + 1))
         if begins >= index:
             return None
         return _Leaving(ref, max(used_until, (begins + index + 1) // 2), begins)
+
+    def _goes_down(self, ref: PlaneRef, own: Sequence[Move], index: int) -> int:
+        """The moment at which a unit that is used below, and stays, can begin to go there; the same moment where it does not, or not earlier."""
+        match own:
+            case [Copy(_, self._compute, self._below, _), Wait(_, self._below)] if (
+                self._plan.start.home[ref] is self._below and ref not in self._plan.start.in_flight
+            ):
+                return min(self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0)), index)
+        return index
+
+    def _not_pinned(self, ref: PlaneRef, first: int) -> int:
+        """The first moment, from this on, at which nobody has a unit's address."""
+        pins = self._pins[ref]
+        at = bisect_left(pins, first)
+        while at < len(pins) and pins[at] == first:
+            first, at = first + 1, bisect_right(pins, first)
+        return first
 
     def _arrives(self, own: Sequence[Move]) -> bool:
         """Tells whether a unit's actions at a moment are its way from the tier below to the one that computes, and no more."""
@@ -221,16 +242,25 @@ class _Overlap:
     def _wait_for_updates_late(self, moments: list[list[Action]]) -> None:
         """Has each update waited for only before the first thing that needs its units, or before the last moment."""
         needed: dict[PlaneRef, int] = {}
+        taken: dict[tuple[PlaneRef, Tier], int] = {}
         for index in reversed(range(len(moments))):
             moment, actions = self._trace.moments[index], moments[index]
-            if moment.updates is not None and isinstance(actions[-1], UpdateWait):
-                units = [touch.ref for touch in moment.touches]
+            wait = actions[-1] if actions else None
+            if isinstance(wait, UpdateWait):
                 last = min(index + self._ahead, len(moments) - 1)
-                at = min((needed[ref] for ref in units if ref in needed), default=last)
-                if index < min(at, last):
-                    moments[min(at, last)].insert(0, actions.pop())
+                units = [touch.ref for touch in moment.touches]
+                at = min(
+                    *(needed.get(ref, last) for ref in units),
+                    *(taken.get((ref, wait.tier), last) for ref in units),
+                    last,
+                )
+                if index < at:
+                    moments[at].insert(0, actions.pop())
             for action in actions:
-                if isinstance(action, Wait | Drop | Create):
-                    needed[action.ref] = index
+                match action:
+                    case Wait(ref, _):
+                        needed[ref] = index
+                    case Drop(ref, tier, _) | Create(ref, tier, _) | Copy(ref, _, tier, _):
+                        taken[ref, tier] = index
             needed.update((touch.ref, index) for touch in moment.touches)
             needed.update((ref, index) for ref in moment.held)

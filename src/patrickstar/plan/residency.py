@@ -285,6 +285,8 @@ def _copy(state: Residency, action: Copy) -> None:
         _refuse(5, action, "it has slots there already")
     if src not in newest:
         _refuse(4, action, f"the {src.label} does not hold its last contents")
+    if _is_updated_on(state, ref, dst):
+        _refuse(10, action, "an update still uses what is there")
     # From where it is updated a transfer may be issued: it begins when the update is over.
     state.in_flight[ref] = src, dst
     state.newest[ref] = frozenset(newest) - {dst}

@@ -9,15 +9,15 @@
 | a gradient arrives, and is used        | backward           | chunk by chunk: weight*, both moments*, rest*                         |
 | gradients of rows arrive               | backward           | gradients*, on the host; or tile by tile as above                     |
 | the norm is taken                      | step               | parameter by parameter, chunk by chunk: gradient                      |
-| a chunk is updated                     | step               | weight*, both moments*, rest*, and gradient                           |
+| a chunk is updated                     | step               | weight*, both moments*, rest*, and gradient; perhaps on the host      |
 
 The rest is there where a chunk's master is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout, Part
@@ -32,6 +32,7 @@ __all__ = [
     "gradients_freed",
     "master_touches",
     "norm_trace",
+    "on_tiers",
     "step_trace",
     "update_parts",
     "update_touches",
@@ -203,6 +204,16 @@ def step_trace(
         gradient = [Touch(PlaneRef(chunk, GRAD))] if in_plane else []
         touches = update_touches(chunk, layout, formats, *gradient)
         moments.append(Moment(Phase.STEP, label, touches, updates=chunk))
+    return Trace(tuple(moments))
+
+
+def on_tiers(updates: Trace, tiers: Mapping[int, Tier]) -> Trace:
+    """The moments of updates, those of some chunks on other tiers than the one that computes."""
+    moments = []
+    for moment in updates.moments:
+        tier = None if moment.updates is None else tiers.get(moment.updates)
+        touches = moment.touches if tier is None else tuple(touch._replace(tier=tier) for touch in moment.touches)
+        moments.append(replace(moment, touches=touches))
     return Trace(tuple(moments))
 
 

@@ -4,6 +4,8 @@
     trace         a  b  c  d      a uses what u0 changes, c what u1 and u2 change; nothing uses what u3 changes
     woven      u0 a  b  u1 u2 c  d   u3 goes before the last moment of the forward
 
+An update on another tier than the one that computes comes as early as the one but one before it, so that its transfers have time.
+
 So transfers for updates and computing of the forward have the same time. An update that does not fit beside what is alive at any moment of the
 forward comes before the first, where nothing is alive yet: so those that are left fit wherever a forward that goes another way needs them.
 """
@@ -17,6 +19,9 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.fit import pinned_at
 from patrickstar.plan.residency import Residency
+
+_AHEAD = 2
+"""Updates by which one that is not done where the step computes comes before its time."""
 
 __all__ = ["needs_before", "own_moments", "weave"]
 
@@ -36,9 +41,12 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
     room = capacity_bytes - sum(map(state.unit_bytes, at_home))
     alive = max((_alive_bytes(trace.moments[index], state, at_home) for index in forward), default=0)
     before: dict[int, list[Moment]] = {}
-    for update in sorted(updates.moments, key=lambda update: _due(update, first_use, last)):
+    in_order = sorted(updates.moments, key=lambda update: _due(update, first_use, last))
+    for number, update in enumerate(in_order):
         own = sum(state.unit_bytes(ref) for ref in pinned_at(update) if ref not in at_home)
-        at = _due(update, first_use, last) if own + alive <= room else 0
+        # What is updated elsewhere has to go there, and the weight has to come back.
+        timely = update if update.update_tier is None else in_order[max(0, number - _AHEAD)]
+        at = _due(timely, first_use, last) if own + alive <= room else 0
         before.setdefault(at, []).append(_as_at(update, trace, at))
     woven: list[Moment] = []
     for index, moment in enumerate(trace.moments):

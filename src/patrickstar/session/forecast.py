@@ -26,8 +26,8 @@ from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
-from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, step_trace
-from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, on_tiers, step_trace
+from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.plan.weave import weave
 from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.step.budgets import Budgets, find_budgets
@@ -132,7 +132,7 @@ def forecast(
         if in_backward:
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
         kept = KeptBlocks(budgets)
-        first, *later = _steps(traces, state, budgets, weaves=in_chunks and not choice.apart)
+        first, *later = _steps(traces, state, budgets, weaves=in_chunks and not choice.apart, choice=choice)
         peak, moved, plans = _long_run(
             state, layout, budgets, (first, *later), kept, options=memory.options, frees=not in_backward
         )
@@ -234,11 +234,15 @@ def _touched(state: Residency, trace: Trace) -> Residency:
     return state
 
 
-def _steps(traces: tuple[Trace, ...], state: Residency, budgets: Budgets, *, weaves: bool) -> list[tuple[Trace, ...]]:
+def _steps(
+    traces: tuple[Trace, ...], state: Residency, budgets: Budgets, *, weaves: bool, choice: UpdateChoice
+) -> list[tuple[Trace, ...]]:
     """The stretches of the first step, and of those after it where these are others: whose forward has the updates of the step before."""
     if not weaves:
         return [traces]
     step, *norms, update = traces
+    tiers = choose_tiers(update, state, machine=budgets.machine_for(0), peak_bytes=step.peak, choice=choice)
+    update = on_tiers(update, tiers)
     machine = budgets.machine_for(max(worst_moment(trace, start=state).nbytes for trace in (step, update)))
     woven = weave(step, update, state=state, capacity_bytes=machine.budget[machine.compute])
     return [(step, *norms), (woven, *norms)]

@@ -138,8 +138,12 @@ class Executor:
         assert pending is not None, "no update is pending"
         assert chunk is not None, "a moment of no update"
         with self.lock:
-            tier = moment.update_tier or self._compute
-            self._moment(moment.phase, moment.label, moment.touches, update=Update(chunk, tier))
+            tier, touches = moment.update_tier or self._compute, moment.touches
+            held = self.store.leases.held()
+            if tier is not self._compute and any(touch.ref in held for touch in touches):
+                # Somebody has its address there: what is updated elsewhere would leave that.
+                tier, touches = self._compute, tuple(touch._replace(tier=None) for touch in touches)
+            self._moment(moment.phase, moment.label, touches, update=Update(chunk, tier))
             gradient = PlaneRef(chunk, GRAD)
             if gradient in pending.frees:
                 self.store.forget(gradient)

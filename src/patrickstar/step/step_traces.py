@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
-from patrickstar.plan.touches import norm_trace, step_trace
+from patrickstar.plan.touches import norm_trace, on_tiers, step_trace
 
 __all__ = ["StepTraces"]
 
 _KEPT = 64
-_Key = tuple[str, frozenset[str], frozenset[int]]
+_Key = tuple[str, frozenset[str], frozenset[tuple[int, Tier]], frozenset[int]]
 
 
 class StepTraces:
@@ -36,14 +38,15 @@ class StepTraces:
             self._known[key] = norm_trace(self._layout, names, formats=self._formats.now)
         return self._known[key]
 
-    def step(self, names: Iterable[str]) -> Trace:
-        """The trace of the update of these parameters."""
-        key = self._key("step", names)
+    def step(self, names: Iterable[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
+        """The trace of the update of these parameters. `tiers`: of chunks that are not updated where the step computes."""
+        key = self._key("step", names, frozenset(tiers.items()))
         if key not in self._known:
-            self._known[key] = step_trace(self._layout, names, formats=self._formats.now, in_plane=self._in_chunks)
+            trace = step_trace(self._layout, names, formats=self._formats.now, in_plane=self._in_chunks)
+            self._known[key] = on_tiers(trace, tiers)
         return self._known[key]
 
-    def _key(self, kind: str, names: Iterable[str]) -> _Key:
+    def _key(self, kind: str, names: Iterable[str], tiers: frozenset[tuple[int, Tier]] = frozenset()) -> _Key:
         if len(self._known) > _KEPT:
             self._known.clear()
-        return kind, frozenset(names), self._formats.now.thawed
+        return kind, frozenset(names), tiers, self._formats.now.thawed

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.machine import Machine
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.fit import Need, expect_room, worst_moment
@@ -25,7 +25,7 @@ from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import gradients_freed
-from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
@@ -182,6 +182,16 @@ class Stretches:
             if len(self._woven) > _KEPT_PLANS:
                 self._woven.popitem(last=False)
         return self._woven[key][0]
+
+    def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
+        """The tiers, by chunk, of updates that are best not done where the step computes."""
+        return choose_tiers(
+            updates,
+            self._executor.store.state,
+            machine=self._budgets.machine_for(0, taken_bytes=self._taken_bytes()),
+            peak_bytes=self._largest_bytes,
+            choice=self._choice,
+        )
 
     def _next_of(self, kind: StretchKind) -> StretchKind:
         """The kind of stretch that is expected after one of this kind."""

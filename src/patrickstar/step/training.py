@@ -16,6 +16,7 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse
+from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError, some
 from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
@@ -329,10 +330,15 @@ class Training:
         return PendingStep(
             {name: hypers[name] for name in names},
             {name: self.steps[name] for name in names},
-            self._traces.step(names),
+            self._trace_of(names),
             {name: self._gradients.factors[name] for name in names if name in self._gradients.factors},
             self._tensors() if self._binding.gradients.stay else None,
         )
+
+    def _trace_of(self, names: Collection[str]) -> Trace:
+        trace = self._traces.step(names)
+        tiers = self._stretches.tiers_of(trace)
+        return self._traces.step(names, tiers) if tiers else trace
 
     def _do_now(self, order: PendingStep) -> None:
         """Carries out an order at once: gradients of the user's own may be changed at any time."""

@@ -1,0 +1,134 @@
+"""Updates on the host, below a device: the gradient goes down and the weight comes up, and nothing else; no bit depends on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import patrickstar
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import EXP_AVG, GRAD, WEIGHT, PlaneRef
+from patrickstar.plan.actions import Copy, Update
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
+from patrickstar.testing.inside import manage_inside
+from tests.plan.builders import layout_of
+from tests.plan.test_weave import updates_of
+from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Pair, adamw, mlp, options
+from tests.session.masters import managed_step
+
+MakePair = Callable[..., Pair]
+
+ON_HOST = UpdateChoice(tier=lambda chunk: Tier.HOST)
+ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
+IN_TURN = UpdateChoice(tier=lambda chunk: (Tier.HOST, Tier.DEVICE)[chunk % 2])
+
+
+def tiers_of(session: patrickstar.Session) -> Counter[Tier]:
+    """Updates of the last training step by tier."""
+    return Counter(action.tier for action in session.plan.actions() if isinstance(action, Update))
+
+
+@pytest.mark.parametrize("machine", ["emulated", "emulated+disk"])
+@pytest.mark.parametrize("choice", [ON_HOST, ON_DEVICE, IN_TURN], ids=["host", "device", "in turn"])
+@pytest.mark.parametrize("prefetch", [0, 2, None])
+def test_no_bit_depends_on_where_a_chunk_is_updated(
+    prefetch: int | None, choice: UpdateChoice, machine: str, make_pair: MakePair, tmp_path: Path
+) -> None:
+    memory = MACHINES[machine](tmp_path / "disk") | ({"host_memory": 20 * SLOT} if "disk" in machine else {})
+    pair = make_pair(choice=choice, with_options={"prefetch": prefetch}, **memory)
+    pair.train(5)
+    assert tiers_of(pair.session)[Tier.HOST] == {ON_HOST: LAYERS, ON_DEVICE: 0, IN_TURN: LAYERS // 2}[choice]
+    assert pair.session.stats().planned_steps == 5, pair.session.stats().reason
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("slots", [8, 40])
+def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(slots: int, kind: str) -> None:
+    """Per element and step 2 bytes down and 2 up where an element has two, and the weight again where backward needs it and it has gone."""
+    model, itemsize = mlp(layers=10), 4 if kind == "fp32" else 2
+    session = manage_inside(
+        model,
+        adamw(model),
+        choice=ON_HOST,
+        precision=kind,
+        device="emulated",
+        device_memory=slots * CHUNK * itemsize + 4096,
+        options=options(compute=kind, accumulate=1, loss_scale=patrickstar.LossScale(initial=2.0, dynamic=False)),
+    )
+    with session:
+        for number in range(4):
+            managed_step(session, model, first=number)
+        before = session.stats().moved
+        managed_step(session, model, first=4)
+        moved = {link: nbytes - before[link] for link, nbytes in session.stats().moved.items()}
+        plan, chunks = session.plan, session.layout.n_chunks
+    copies = [action for action in plan.actions() if isinstance(action, Copy)]
+    up = Counter(action.ref for action in copies if action.dst is Tier.DEVICE)
+    assert up.keys() == {PlaneRef(chunk, WEIGHT) for chunk in range(chunks)}
+    assert [action.ref.plane for action in copies if action.dst is Tier.HOST] == [GRAD] * chunks
+    again = sum(up.values()) - chunks
+    assert (again > 0) is (slots == 8)
+    wide = 2 if kind == "fp16" else 1  # an fp16 weight is the fp32 master that it is rounded from
+    assert moved["D>H"] == itemsize * chunks * CHUNK
+    assert moved["H>D"] == wide * itemsize * (chunks + again) * CHUNK
+    assert moved["H>K"] == moved["K>H"] == 0
+
+
+def test_a_weight_that_somebody_holds_is_updated_where_it_is_held(make_pair: MakePair) -> None:
+    pair = make_pair(choice=ON_HOST, device="emulated", device_memory=TIGHT + SLOT)
+    pair.train(2)
+    views = [model[4].weight.data.view(-1) for model in (pair.plain, pair.model)]
+    pair.train(3, first=2)
+    assert views[0].equal(views[1].clone())
+    pair.expect_same()
+
+
+def test_what_the_device_alone_has_comes_down_first(make_pair: MakePair) -> None:
+    """The states were made there, and have never been anywhere else."""
+    pair = make_pair(choice=ON_DEVICE, device="emulated", device_memory=26 * SLOT + 16384)
+    pair.train(2)
+    state = pair.session._parts.executor.store.state
+    assert any(state.is_dirty(ref, Tier.DEVICE) for ref in state.home if ref.plane == EXP_AVG)
+    pair.session._parts.stretches._choice = ON_HOST
+    pair.train(2, first=2)
+    assert tiers_of(pair.session)[Tier.HOST] == LAYERS
+    pair.expect_same()
+
+
+def test_below_a_device_with_room_for_some_states_their_chunks_are_updated_there(make_pair: MakePair) -> None:
+    """Weights and gradients take twelve slots; of states, two chunks' worth finds room beside them."""
+    pair = make_pair(device="emulated", device_memory=(2 * LAYERS + 2 * 2) * SLOT + 16384)
+    pair.train(4)
+    assert tiers_of(pair.session) == {Tier.DEVICE: 2, Tier.HOST: LAYERS - 2}
+    pair.expect_same()
+
+
+def test_the_rule_gives_the_device_what_finds_room_and_the_host_what_it_can_do() -> None:
+    layout = layout_of(1, 1, 1)
+    refs = list(layout.units(("weight", "grad", "exp_avg", "exp_avg_sq")))
+    updates = updates_of(layout)
+
+    def tiers(
+        device: int, host: int, home: Tier = Tier.HOST, peak: int = 0, choice: UpdateChoice = UpdateChoice()
+    ) -> dict[int, Tier]:
+        homes = dict.fromkeys(refs, home)
+        state = Residency.of(Snapshot(Tier.DEVICE, 64, homes, dict.fromkeys(refs, 1), newest={}, taken={}))
+        machine = Machine(Tier.DEVICE, {Tier.DEVICE: device * 64, Tier.HOST: host * 64, Tier.DISK: 99 * 64})
+        return dict(choose_tiers(updates, state, machine=machine, peak_bytes=peak * 64, choice=choice))
+
+    everywhere = dict.fromkeys(range(3), Tier.HOST)
+    assert tiers(device=12, host=12) == {}
+    assert tiers(device=12, host=12, peak=1) == {2: Tier.HOST}
+    assert tiers(device=8, host=12) == {1: Tier.HOST, 2: Tier.HOST}
+    assert tiers(device=5, host=12) == everywhere
+    assert tiers(device=5, host=4, home=Tier.DISK) == everywhere
+    assert tiers(device=5, host=3, home=Tier.DISK) == {}
+    assert tiers(device=5, host=12, home=Tier.DEVICE) == {}
+    assert tiers(device=5, host=12, choice=UpdateChoice(apart=True)) == {}
+    assert tiers(device=12, host=12, choice=ON_HOST) == everywhere
