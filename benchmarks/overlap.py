@@ -7,8 +7,10 @@ A GPT-2, fp32, one sequence of `--tokens`, half of the model data on the device.
 whose transfers begin early, and one whose transfers begin when they are needed. Steps are taken in turn, in an order that changes each time, and all
 must have the same losses.
 
-The bound is the sum over a step's parts (forward, backward, update) of the longer of computing that part and sending its bytes, both directions at
-once. Prints seconds and ratios to the bound, and to a step that computes all and sends all at once, with the median's 90 % interval.
+A step has two halves: the forward, with the update of the step before between its moments, and the backward. What comes up is tied to the half that
+uses it; what goes down, gradients and weights that were changed, may go in either. The bound is the sum over the halves of the longer of computing
+and of what comes up, or the time of all that goes down, if that is longer. Where cores compute, update and copy, all of that is in what computing
+takes. Prints seconds and ratios to the bound, and to a step that computes all and sends all at once, with the median's 90 % interval.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import patrickstar
 TIMES = (0.3, 1.0, 3.0)
 """The link's time for the bytes of a step, as a multiple of computing."""
 
-PARTS = ("forward", "backward", "update")
+PARTS = ("forward", "backward")
 _WARM_UP = 3  # steps: the first is measured by the session, in the second moments are there
 _SHARE = 0.5
 
@@ -67,7 +69,6 @@ def work(
         loss = model(input_ids=batch, labels=batch).loss
         mark()
         loss.backward()
-        mark()
         session.optimizer.step()
         session.optimizer.zero_grad()
         mark()
@@ -100,8 +101,9 @@ def build(arguments: argparse.Namespace) -> GPT2LMHeadModel:
 
 
 def bound(computing: list[float], nbytes: list[dict[str, int]], speed: float) -> float:
-    """Seconds of a step whose parts each take as long as computing or the link does, whichever is longer."""
-    return sum(max(own, max(sent.values()) / speed) for own, sent in zip(computing, nbytes, strict=True))
+    """Seconds of a step whose halves each take as long as computing or what comes up does, and all of it as long as what goes down."""
+    halves = sum(max(own, sent["H>D"] / speed) for own, sent in zip(computing, nbytes, strict=True))
+    return max(halves, sum(sent["D>H"] for sent in nbytes) / speed)
 
 
 def main() -> int:

@@ -142,7 +142,7 @@ PLANNING: tuple[Mutant, ...] = (
     Mutant(
         name="a-unit-that-is-written-again-is-written-back-early",
         file="plan/overlap.py",
-        old="begins = max(first, self._written.get(ref, -1) + 1)",
+        old="begins = self._not_pinned(ref, max(first, self._written.get(ref, -1) + 1))",
         new="begins = first",
         tests=(f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",),
     ),

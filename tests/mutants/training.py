@@ -134,8 +134,8 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="all-tensors-share-one-step-count",
         file="step/training.py",
-        old="{name: self.steps[name] for name in names},\n            self._traces",
-        new="{name: max(self.steps.values()) for name in names},\n            self._traces",
+        old="{name: self.steps[name] for name in names},\n            self._trace_of",
+        new="{name: max(self.steps.values()) for name in names},\n            self._trace_of",
         tests=("tests/session/test_departures.py::test_a_module_called_twice_or_not_at_all[not at all]",),
     ),
     Mutant(

@@ -11,6 +11,7 @@ WEAVE = "tests/plan/test_weave.py"
 STORE = "tests/memory/test_store.py"
 RESIDENCY = "tests/plan/test_residency.py"
 LANES = "tests/session/test_lanes.py"
+HOST = "tests/session/test_host_updates.py"
 
 UPDATES: tuple[Mutant, ...] = (
     Mutant(
@@ -23,8 +24,8 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="what-the-forward-does-not-need-is-not-updated",
         file="plan/weave.py",
-        old="    for update in sorted(updates.moments, key=",
-        new="    for update in sorted((one for one in updates.moments if any(touch.ref in first_use for touch in one.touches)), key=",
+        old="    in_order = sorted(updates.moments, key=",
+        new="    in_order = sorted((one for one in updates.moments if any(touch.ref in first_use for touch in one.touches)), key=",
         tests=(f"{WEAVE}::test_what_the_forward_does_not_need_comes_before_its_last_moment",),
     ),
     Mutant(
@@ -65,8 +66,8 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="slots-go-before-the-update-that-uses-them-is-over",
         file="plan/overlap.py",
-        old="                if isinstance(action, Wait | Drop | Create):\n                    needed",
-        new="                if isinstance(action, Wait):\n                    needed",
+        old="case Drop(ref, tier, _) | Create(ref, tier, _) | Copy(ref, _, tier, _):",
+        new="case Create(ref, tier, _) | Copy(ref, _, tier, _):",
         tests=(f"{WEAVE}::test_the_plan_of_what_is_woven_keeps_every_invariant",),
     ),
     Mutant(
@@ -139,6 +140,44 @@ UPDATES: tuple[Mutant, ...] = (
         old="not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living())",
         new="True",
         tests=(f"{PENDING}::test_what_somebody_holds_of_a_parameter_changes_no_step",),
+    ),
+    Mutant(
+        name="what-is-updated-on-the-host-leaves-whoever-holds-it",
+        file="step/executor.py",
+        old="if tier is not self._compute and any(touch.ref in held for touch in touches):",
+        new="if False:",
+        tests=(f"{HOST}::test_a_weight_that_somebody_holds_is_updated_where_it_is_held",),
+    ),
+    Mutant(
+        name="what-finds-no-room-on-the-host-is-updated-there",
+        file="plan/update_choice.py",
+        old="    return passing <= capacity_of(",
+        new="    return True or passing <= capacity_of(",
+        tests=(f"{HOST}::test_the_rule_gives_the_device_what_finds_room_and_the_host_what_it_can_do",),
+    ),
+    Mutant(
+        name="states-that-find-room-on-the-device-are-counted-once-for-all",
+        file="plan/update_choice.py",
+        old="            room -= states\n",
+        new="            pass\n",
+        tests=(f"{HOST}::test_the_rule_gives_the_device_what_finds_room_and_the_host_what_it_can_do",),
+    ),
+    Mutant(
+        name="a-gradient-goes-down-before-it-is-complete",
+        file="plan/overlap.py",
+        old="max(index - self._ahead, self._written.get(ref, -1) + 1, 0)",
+        new="max(index - self._ahead, 0)",
+        tests=(
+            "tests/plan/test_overlap.py::test_so_do_those_of_plans_that_use_units_on_the_host",
+            f"{WEAVE}::test_a_gradient_goes_down_early_and_not_before_it_is_complete",
+        ),
+    ),
+    Mutant(
+        name="a-new-gradient-comes-home-while-the-last-one-is-used-there",
+        file="plan/residency.py",
+        old="    if _is_updated_on(state, ref, dst):",
+        new="    if False:",
+        tests=(f"{RESIDENCY}::test_what_an_update_on_the_host_uses_is_not_written_over",),
     ),
     Mutant(
         name="a-forward-that-was-interrupted-is-still-under-way",

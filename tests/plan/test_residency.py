@@ -240,3 +240,14 @@ def test_the_weight_of_a_run_is_updated_by_one_chunk_after_the_other() -> None:
     apply(state, parse_action("c0 step@H?"))
     apply(state, parse_action("c1 step@H"))
     assert state.in_update[unit("c0.weight")] == 1
+
+
+def test_what_an_update_on_the_host_uses_is_not_written_over() -> None:
+    text = "c0.weight away, c0.exp_avg away, c0.exp_avg_sq away, c0.grad clean"
+    state = state_of(text, compute=Tier.DEVICE, home=Tier.HOST)
+    apply(state, parse_action("c0 step@H"))
+    apply(state, parse_action("c0.grad D!"))  # the host alone has what the update uses
+    mark_free(state, unit("c0.grad"))
+    apply(state, parse_action("c0.grad 0>D"))
+    with pytest.raises(InvariantError, match=r"^\(10\) c0.grad D>H: an update still uses what is there"):
+        apply(state, parse_action("c0.grad D>H"))

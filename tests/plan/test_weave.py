@@ -20,7 +20,7 @@ from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.touches import gradients_freed, step_trace
+from patrickstar.plan.touches import gradients_freed, on_tiers, step_trace
 from patrickstar.plan.weave import needs_before, own_moments, weave
 from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, some, trace_of
 
@@ -240,3 +240,35 @@ def test_what_an_update_uses_neither_goes_nor_lands_before_its_wait(spoil: str) 
     moments = (*plan.moments[:2], (*copies, *early, *plan.moments[2]), *plan.moments[3:])
     found = check(replace(plan, moments=moments), trace, layout, machine)
     assert any(violation.startswith("(10) moment 2") for violation in found), found
+
+
+def on_host(*moments: str, ahead: int | None = None) -> list[str]:
+    """The actions before each moment of a device over a host, after a gradient has been written there, of which an update is on the host."""
+    layout = layout_of(1, 1)
+    machine = Machine(Tier.DEVICE, {Tier.DEVICE: 9 * SLOT_BYTES, Tier.HOST: PLENTY})
+    state = at_rest(layout, compute=Tier.DEVICE, home=Tier.HOST)
+    update = on_tiers(updates_of(layout, ["p0"]), {0: Tier.HOST}).moments
+    trace = Trace((*trace_of(*moments).moments, *update, *trace_of("c0.weight").moments))
+    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=ahead)
+    found = check(plan, trace, layout, machine)
+    assert found == [], show(found, plan, trace)
+    return [", ".join(map(str, actions)) for actions in plan.moments]
+
+
+def test_a_gradient_goes_down_early_and_not_before_it_is_complete() -> None:
+    moments = "c0.grad*", "c0.grad*", "c1.weight", "c1.weight"
+    assert on_host(*moments, ahead=0)[4] == "c0.grad D>H, c0.grad H?, c0 step@H, c0 step@H?"
+    plan = on_host(*moments)
+    assert "c0.grad D>H" in plan[2]
+    assert not any("c0.grad D>H" in actions for actions in (*plan[:2], *plan[3:]))
+    assert plan[4] == "c0.grad H?, c0 step@H"
+    assert plan[5] == "c0 step@H?, c0.weight H>D, c0.weight D?"
+
+
+def test_what_is_updated_elsewhere_comes_two_updates_before_its_time() -> None:
+    layout = layout_of(1, 1, 1, 1)
+    trace = trace_of("c0.weight", "c1.weight", "c2.weight", "c3.weight")
+    updates = on_tiers(updates_of(layout), dict.fromkeys(range(4), Tier.HOST))
+    state = at_rest(layout, compute=Tier.DEVICE, home=Tier.HOST)
+    found = weave(trace, updates, state=state, capacity_bytes=SLOT_BYTES)
+    assert [moment.updates for moment in found.moments] == [0, 1, 2, None, 3, None, None, None]

@@ -115,12 +115,14 @@ def test_the_rule_gives_the_device_what_finds_room_and_the_host_what_it_can_do()
     updates = updates_of(layout)
 
     def tiers(
-        device: int, host: int, home: Tier = Tier.HOST, peak: int = 0, choice: UpdateChoice = UpdateChoice()
+        device: int, host: int, home: Tier = Tier.HOST, peak: int = 0, choice: UpdateChoice | None = None
     ) -> dict[int, Tier]:
         homes = dict.fromkeys(refs, home)
         state = Residency.of(Snapshot(Tier.DEVICE, 64, homes, dict.fromkeys(refs, 1), newest={}, taken={}))
         machine = Machine(Tier.DEVICE, {Tier.DEVICE: device * 64, Tier.HOST: host * 64, Tier.DISK: 99 * 64})
-        return dict(choose_tiers(updates, state, machine=machine, peak_bytes=peak * 64, choice=choice))
+        return dict(
+            choose_tiers(updates, state, machine=machine, peak_bytes=peak * 64, choice=choice or UpdateChoice())
+        )
 
     everywhere = dict.fromkeys(range(3), Tier.HOST)
     assert tiers(device=12, host=12) == {}
