@@ -187,7 +187,7 @@ class Executor:
 
     def _carry_out(self, actions: Sequence[Action], during: str) -> None:
         try:
-            with self.apart():  # works that wait for somebody who waits are done by this thread
+            with self._uncounted():
                 self.store.carry_out(actions, during=during)
         except BaseException:
             # What a plan has from here on begins elsewhere.
@@ -227,7 +227,7 @@ class Executor:
         with self.lock:
             try:
                 if self.store.state.updating:
-                    with self.apart():
+                    with self._uncounted():
                         self.store.wait_for_updates()
             finally:
                 if self.pending is not None:
@@ -259,7 +259,7 @@ class Executor:
         if ref in state.in_flight or ref in state.in_update:
             what = "on its way" if ref in state.in_flight else "in an update"
             self.pilot.stretch.depart(f"{ref} {why} while it was {what}")
-            with self.apart():
+            with self._uncounted():
                 self.store.land(ref)
 
     def change_phase(self) -> Phase:
@@ -414,16 +414,21 @@ class Executor:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A context as `quiet`, in which bytes are not counted: copies handed to the user as host memory, a kernel's few scalars."""
+        with self._uncounted(), self.quiet():
+            yield
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """A context in which bytes are not counted: a lane may do its works in the thread that waits for them."""
         meter = self.meter
-        counted = meter is not None and meter.counts
-        if meter is not None:
-            meter.counts = False
+        if meter is None:
+            yield
+            return
+        counted, meter.counts = meter.counts, False
         try:
-            with self.quiet():
-                yield
+            yield
         finally:
-            if meter is not None:
-                meter.counts = counted
+            meter.counts = counted
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
