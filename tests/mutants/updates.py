@@ -180,6 +180,20 @@ UPDATES: tuple[Mutant, ...] = (
         tests=(f"{RESIDENCY}::test_what_an_update_on_the_host_uses_is_not_written_over",),
     ),
     Mutant(
+        name="an-update-is-made-in-the-callers-mode",
+        file="step/update.py",
+        old="        with self._executor.quiet():  # an evaluation",
+        new="        if True:  # an evaluation",
+        tests=(f"{PENDING}::test_an_evaluation_in_inference_mode_finds_the_model_updated",),
+    ),
+    Mutant(
+        name="an-update-leaves-no-room-for-what-kernels-keep",
+        file="plan/weave.py",
+        old="kept = max(0, min(moment.live_bytes, room))",
+        new="kept = 0",
+        tests=(f"{WEAVE}::test_before_the_first_moment_there_is_what_kernels_keep_as_far_as_there_is_room",),
+    ),
+    Mutant(
         name="a-forward-that-was-interrupted-is-still-under-way",
         file="step/events.py",
         old="if self._depth and not _is_running(self._caller):",

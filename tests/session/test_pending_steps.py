@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import nn
 
+import patrickstar
 from patrickstar import BudgetError, DeviceError
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Phase
 from patrickstar.plan.actions import Update, UpdateWait
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.faults import FaultyIO
+from patrickstar.testing.inside import manage_inside
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import EMULATED, LAYERS, MACHINES, TIGHT, Pair, backward, batch, mlp
+from tests.lanes import LANES
+from tests.session.builders import EMULATED, LAYERS, MACHINES, TIGHT, Pair, adamw, backward, batch, mlp, options
+from tests.session.masters import managed_step
 from tests.session.test_disk_tier import arm
 
 MakePair = Callable[..., Pair]
@@ -152,6 +156,27 @@ def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_pat
     assert pending_of(pending) is None
     pending.train(3, first=3)
     pending.expect_same()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("lanes", LANES)
+def test_an_evaluation_in_inference_mode_finds_the_model_updated(
+    lanes: str, kind: str, on_disk: dict[str, Any]
+) -> None:
+    found = []
+    for looks in (False, True):
+        model = mlp()
+        given = {"compute": kind, "accumulate": 1, "loss_scale": patrickstar.LossScale(initial=2.0, dynamic=False)}
+        with manage_inside(
+            model, adamw(model), make_lane=LANES[lanes](1), precision=kind, options=options(**given), **on_disk
+        ) as session:
+            for number in range(4):
+                managed_step(session, model, first=number)
+                if looks:
+                    with torch.inference_mode():
+                        model(batch())
+            found.append({name: value.clone() for name, value in session.state_dict().items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_close_finishes_what_is_pending(make_pair: MakePair) -> None:

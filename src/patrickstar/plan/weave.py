@@ -47,7 +47,7 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
         # What is updated elsewhere has to go there, and the weight has to come back.
         timely = update if update.update_tier is None else in_order[max(0, number - _AHEAD)]
         at = _due(timely, first_use, last) if own + alive <= room else 0
-        before.setdefault(at, []).append(_as_at(update, trace, at))
+        before.setdefault(at, []).append(_as_at(update, trace, at, room=room - own))
     woven: list[Moment] = []
     for index, moment in enumerate(trace.moments):
         woven += [*before.get(index, ()), moment]
@@ -83,11 +83,16 @@ def _alive_bytes(moment: Moment, state: Residency, at_home: set[PlaneRef]) -> in
     return moment.nonmodel_bytes + sum(state.unit_bytes(ref) for ref in moment.held if ref not in at_home)
 
 
-def _as_at(update: Moment, trace: Trace, index: int) -> Moment:
-    """The update as a moment just before that of this number: what is alive and held then is so meanwhile."""
+def _as_at(update: Moment, trace: Trace, index: int, *, room: int) -> Moment:
+    """The update as a moment just before that of this number: what is alive and held then is so meanwhile.
+
+    Before the first moment there is what kernels keep between their calls, for which room is left as far as there is any.
+    """
+    moment = trace.moments[index]
     if not index:
-        return update
-    moment, before = trace.moments[index], trace.moments[index - 1]
+        kept = max(0, min(moment.live_bytes, room))
+        return replace(update, nonmodel_bytes=kept, live_bytes=kept)
+    before = trace.moments[index - 1]
     held = {*moment.held, *(touch.ref for touch in moment.touches if touch.ref in before.held)}
     touched = {touch.ref for touch in update.touches}
     return replace(update, held=tuple(held - touched), nonmodel_bytes=moment.live_bytes, live_bytes=moment.live_bytes)

@@ -156,6 +156,7 @@ class LatePlanes:
         Raises:
             BudgetError: the wider planes do not fit.
         """
+        self._executor.settle()
         formats, layout, state = self._formats.now, self._layout, self._executor.store.state
         gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
         narrow = [ref for ref in gradients if ref in state.home]

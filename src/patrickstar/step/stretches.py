@@ -19,6 +19,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
+from patrickstar.errors import BudgetError
 from patrickstar.plan.fit import Need, expect_room, worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
@@ -122,17 +123,7 @@ class Stretches:
         expected = known.expected
         recorded = torch.is_grad_enabled()
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
-        woven = self._weave(known) if recorded else None
-        if woven is None:
-            self._executor.settle()
-            self.end()
-        if expected.trace is None:
-            reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
-            stretch = Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
-        else:
-            stretch = self._forward(kind, expected, woven)
-            if expected.measure_next:
-                stretch.depart(BEING_MEASURED)
+        stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, expected)
         needed = self._always_meter or expected.trace is None or expected.measure_next
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
         wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
@@ -146,7 +137,31 @@ class Stretches:
         if recorded:
             self.training = stretch
 
-    def _forward(self, kind: StretchKind, expected: KnownForward, woven: Trace | None) -> Stretch:
+    def _forward_alone(self, kind: StretchKind, expected: KnownForward) -> Stretch:
+        """The stretch of a forward, before which the updates that are pending are done."""
+        self._executor.settle()
+        self.end()
+        if expected.trace is None:
+            reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
+            return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
+        stretch = self._forward(kind, expected)
+        if expected.measure_next:
+            stretch.depart(BEING_MEASURED)
+        return stretch
+
+    def _forward_with_updates(self, known: KnownForward) -> Stretch | None:
+        """The stretch of a forward with the updates that are pending between its moments; None where these are better done before."""
+        pending, woven = self._executor.pending, self._weave(known)
+        if pending is None or woven is None:
+            return None
+        try:
+            stretch = self._forward(StretchKind.TRAINING, known.expected, woven)
+        except BudgetError:  # of the host below a device, which has room for one after the other
+            return None
+        pending.is_woven = True
+        return stretch
+
+    def _forward(self, kind: StretchKind, expected: KnownForward, woven: Trace | None = None) -> Stretch:
         """The stretch of a forward whose trace is known. `woven`: that trace with the updates that are pending."""
         assert expected.trace is not None, "a forward without a trace has no plan"
         trace, pending = woven or expected.trace, self._executor.pending
@@ -154,7 +169,6 @@ class Stretches:
         frees: list[tuple[int, PlaneRef]] = []
         lets_go_at = expected.lets_go_at
         if woven is not None and pending is not None:
-            pending.is_woven = True
             let_go -= pending.frees
             frees += [(index, ref) for index, ref in gradients_freed(woven) if ref in pending.frees]
             if lets_go_at:
@@ -333,6 +347,7 @@ class Stretches:
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self._plans.clear()
+        self._woven.clear()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 

@@ -105,8 +105,9 @@ class Updates:
         included: a zero whose averages and gradient are zero stays zero.
         """
         touches = order.waiting[chunk].touches
-        units = {touch.ref: self._executor.store.tensor(touch.ref, tier) for touch in touches}
-        planes, pieces = self._planes(chunk, units), self._pieces(chunk, order, units)
+        with self._executor.quiet():  # an evaluation may be what has this done, in inference mode
+            units = {touch.ref: self._executor.store.tensor(touch.ref, tier) for touch in touches}
+            planes, pieces = self._planes(chunk, units), self._pieces(chunk, order, units)
 
         def update() -> None:
             if not order.begin(chunk):
