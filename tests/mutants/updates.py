@@ -189,7 +189,7 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="an-update-leaves-no-room-for-what-kernels-keep",
         file="plan/weave.py",
-        old="kept = max(0, min(moment.live_bytes, room))",
+        old="kept = max(0, min(kept_bytes, room - own))",
         new="kept = 0",
         tests=(f"{WEAVE}::test_before_the_first_moment_there_is_what_kernels_keep_as_far_as_there_is_room",),
     ),

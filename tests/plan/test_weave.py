@@ -277,10 +277,6 @@ def test_what_is_updated_elsewhere_comes_two_updates_before_its_time() -> None:
 @pytest.mark.parametrize(("slots", "kept"), [(9, 12), (4, 0), (5, 12)])
 def test_before_the_first_moment_there_is_what_kernels_keep_as_far_as_there_is_room(slots: int, kept: int) -> None:
     layout = layout_of(1, 1)
-    trace = Trace(
-        tuple(
-            replace(moment, nonmodel_bytes=40, live_bytes=12) for moment in trace_of("c0.weight", "c1.weight").moments
-        )
-    )
-    found = weave(trace, updates_of(layout, ["p0"]), state=at_rest(layout), capacity_bytes=slots * SLOT_BYTES)
+    trace, updates, state = trace_of("c0.weight", "c1.weight"), updates_of(layout, ["p0"]), at_rest(layout)
+    found = weave(trace, updates, state=state, capacity_bytes=slots * SLOT_BYTES, kept_bytes=12)
     assert (found.moments[0].updates, found.moments[0].nonmodel_bytes, found.moments[0].live_bytes) == (0, kept, kept)

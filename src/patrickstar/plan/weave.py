@@ -26,12 +26,13 @@ _AHEAD = 2
 __all__ = ["needs_before", "own_moments", "weave"]
 
 
-def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int) -> Trace:
+def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int, kept_bytes: int = 0) -> Trace:
     """The moments of both, in the order in which they come.
 
     Args:
         trace: of a forward, and of what follows. updates: a moment for each pending update.
         state: where units are; sizes and homes are what counts. capacity_bytes: of the tier that computes.
+        kept_bytes: what kernels keep between their calls, for which room is left before the first moment as far as there is any.
     """
     first_use = _first_uses(trace)
     forward = [index for index, moment in enumerate(trace.moments) if moment.phase is Phase.FORWARD]
@@ -47,7 +48,8 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
         # What is updated elsewhere has to go there, and the weight has to come back.
         timely = update if update.update_tier is None else in_order[max(0, number - _AHEAD)]
         at = _due(timely, first_use, last) if own + alive <= room else 0
-        before.setdefault(at, []).append(_as_at(update, trace, at, room=room - own))
+        kept = max(0, min(kept_bytes, room - own))
+        before.setdefault(at, []).append(_as_at(update, trace, at, kept_bytes=kept))
     woven: list[Moment] = []
     for index, moment in enumerate(trace.moments):
         woven += [*before.get(index, ()), moment]
@@ -83,15 +85,11 @@ def _alive_bytes(moment: Moment, state: Residency, at_home: set[PlaneRef]) -> in
     return moment.nonmodel_bytes + sum(state.unit_bytes(ref) for ref in moment.held if ref not in at_home)
 
 
-def _as_at(update: Moment, trace: Trace, index: int, *, room: int) -> Moment:
-    """The update as a moment just before that of this number: what is alive and held then is so meanwhile.
-
-    Before the first moment there is what kernels keep between their calls, for which room is left as far as there is any.
-    """
+def _as_at(update: Moment, trace: Trace, index: int, *, kept_bytes: int) -> Moment:
+    """The update as a moment just before that of this number: what is alive and held then is so meanwhile."""
     moment = trace.moments[index]
     if not index:
-        kept = max(0, min(moment.live_bytes, room))
-        return replace(update, nonmodel_bytes=kept, live_bytes=kept)
+        return replace(update, nonmodel_bytes=kept_bytes, live_bytes=kept_bytes)
     before = trace.moments[index - 1]
     held = {*moment.held, *(touch.ref for touch in moment.touches if touch.ref in before.held)}
     touched = {touch.ref for touch in update.touches}

@@ -244,7 +244,8 @@ def _steps(
     tiers = choose_tiers(update, state, machine=budgets.machine_for(0), peak_bytes=step.peak, choice=choice)
     update = on_tiers(update, tiers)
     machine = budgets.machine_for(max(worst_moment(trace, start=state).nbytes for trace in (step, update)))
-    woven = weave(step, update, state=state, capacity_bytes=machine.budget[machine.compute])
+    capacity = machine.budget[machine.compute]
+    woven = weave(step, update, state=state, capacity_bytes=capacity, kept_bytes=budgets.fixed_bytes)
     return [(step, *norms), (woven, *norms)]
 
 

@@ -192,7 +192,9 @@ class Stretches:
         key = id(trace), id(pending.trace), capacity
         if key not in self._woven:
             state = self._executor.store.state
-            self._woven[key] = weave(trace, pending.trace, state=state, capacity_bytes=capacity), (trace, pending.trace)
+            fixed = self._budgets.fixed_bytes
+            woven = weave(trace, pending.trace, state=state, capacity_bytes=capacity, kept_bytes=fixed)
+            self._woven[key] = woven, (trace, pending.trace)
             if len(self._woven) > _KEPT_PLANS:
                 self._woven.popitem(last=False)
         return self._woven[key][0]
