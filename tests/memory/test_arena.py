@@ -211,6 +211,22 @@ def test_pages_go_back_when_the_works_on_them_are_over():
     host.close()
 
 
+def test_a_trim_that_is_interrupted_while_it_waits_leaves_the_work_to_whoever_takes_the_slots():
+    class Interrupted(ManualLane):
+        def wait_for(self, ticket):
+            raise KeyboardInterrupt
+
+    host, lane = arena(), Interrupted()
+    slot = host.take()
+    late = lane.issue(host.filling(slot, 1, poison=True))
+    host.give(slot, fence=late)
+    with pytest.raises(KeyboardInterrupt):
+        host.trim(0)
+    assert host.fences(slot) == [late]
+    lane.complete()
+    host.close()
+
+
 def test_slots_are_copied_from_arena_to_arena():
     source, target = arena(), arena()
     from_, to = source.take(3), target.take(3)

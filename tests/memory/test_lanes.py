@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
@@ -148,6 +149,23 @@ def test_several_works_of_a_lane_are_under_way_at_once() -> None:
     for ticket in [lane.issue(lambda: together.wait(10) and None) for _ in range(3)]:
         ticket.wait()
     lane.close()
+
+
+def test_a_ticket_that_is_kept_keeps_nothing_of_what_comes_after_it() -> None:
+    class Uses:
+        def __call__(self) -> None:
+            pass
+
+    lane, may_end, uses = ThreadLane("test", works=2), threading.Event(), Uses()
+    first = lane.issue(lambda: (may_end.wait(60), None)[1])
+    second, used = lane.issue(uses, [first]), weakref.ref(uses)
+    del uses
+    assert used() is not None
+    may_end.set()
+    second.wait()
+    lane.close()
+    assert used() is None
+    assert first.done
 
 
 def test_a_work_that_ends_its_thread_is_a_failure_like_any_other() -> None:

@@ -33,7 +33,13 @@ def store_of_one_slot(make_lane: Callable[[Tier, Tier | None], Lane]) -> ChunkSt
     ledger = Ledger()
     ledger.add(H, 2 * SLOT_BYTES)
     return ChunkStore(
-        state, arenas=arenas, disk=None, links=Links(make_lane), dtype=lambda _: torch.float32, ledger=ledger
+        state,
+        arenas=arenas,
+        disk=None,
+        links=Links(make_lane),
+        dtype=lambda _: torch.float32,
+        chunks=lambda _: 1,
+        ledger=ledger,
     )
 
 

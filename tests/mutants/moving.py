@@ -20,8 +20,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-wait-is-dropped",
         file="memory/store.py",
-        old="            self._tickets[ref, tier].wait()\n",
-        new="            pass\n",
+        old="            self._tickets[ref, tier].wait()\n        except DeviceError",
+        new="            pass\n        except DeviceError",
         tests=(f"{LANES}[as late as their wait-cpu+disk]",),
     ),
     Mutant(
@@ -41,8 +41,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-unit-leaves-before-its-zeros",
         file="memory/store.py",
-        old="for ticket in (self._filling.get((ref, tier)), update)",
-        new="for ticket in (None, update)",
+        old="        return updates if filling is None else [filling, *updates]\n",
+        new="        return updates\n",
         tests=("tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros",),
     ),
     Mutant(
@@ -55,9 +55,25 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="pages-go-back-before-works-end",
         file="memory/arena.py",
-        old="                fence.wait()  # a late write would bring pages back\n",
-        new="                pass\n",
+        old="                    self._fences[slot].wait()  # a late write would bring pages back\n",
+        new="                    pass\n",
         tests=("tests/memory/test_arena.py::test_pages_go_back_when_the_works_on_them_are_over",),
+    ),
+    Mutant(
+        name="a-fence-is-lost-with-a-wait-that-is-interrupted",
+        file="memory/arena.py",
+        old="                    self._fences[slot].wait()  # a late write would bring pages back\n",
+        new="                    late = self._fences[slot]\n                    self._fences[slot] = DONE\n                    late.wait()\n",
+        tests=(
+            "tests/memory/test_arena.py::test_a_trim_that_is_interrupted_while_it_waits_leaves_the_work_to_whoever_takes_the_slots",
+        ),
+    ),
+    Mutant(
+        name="a-ticket-keeps-the-works-after-it",
+        file="memory/thread_lane.py",
+        old="            calls.pop()()\n",
+        new="            call()\n",
+        tests=("tests/memory/test_lanes.py::test_a_ticket_that_is_kept_keeps_nothing_of_what_comes_after_it",),
     ),
     Mutant(
         name="a-thread-waits-for-nothing",
@@ -129,9 +145,9 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="one-write-back-to-the-disk-is-skipped",
         file="memory/store.py",
-        old="return self._pool().writing(ref, self._arenas[src].buffer(first, slots)), self._under_way(ref, src)",
-        new=f"return (lambda: None) if {ONCE.format(link='H>K')} else "
-        "self._pool().writing(ref, self._arenas[src].buffer(first, slots)), self._under_way(ref, src)",
+        old="return lane.issue(self._pool().writing(ref, from_), self._under_way(ref, src), nbytes=nbytes)",
+        new=f"return lane.issue((lambda: None) if {ONCE.format(link='H>K')} else self._pool().writing(ref, from_), "
+        "self._under_way(ref, src), nbytes=nbytes)",
         tests=(f"{TRAINING_ON}[cpu+disk-next-use-deferred]",),
     ),
     Mutant(
@@ -151,8 +167,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-failed-transfer-is-not-undone",
         file="memory/store.py",
-        old="                self._give_up(Wait(ref, tier))",
-        new="                pass",
+        old="            self._give_up(Wait(ref, tier))\n            return False\n",
+        new="            return False\n",
         tests=(f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",),
     ),
     Mutant(

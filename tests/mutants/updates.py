@@ -12,6 +12,8 @@ STORE = "tests/memory/test_store.py"
 RESIDENCY = "tests/plan/test_residency.py"
 LANES = "tests/session/test_lanes.py"
 HOST = "tests/session/test_host_updates.py"
+RUN = "tests/memory/test_updates_of_a_run.py"
+ON_THEIR_WAY = "tests/session/test_gradients_on_their_way.py"
 
 UPDATES: tuple[Mutant, ...] = (
     Mutant(
@@ -52,15 +54,15 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="a-use-does-not-wait-for-its-chunks-update",
         file="plan/overlap.py",
-        old="            needed.update((touch.ref, index) for touch in moment.touches)\n",
-        new="            pass\n",
+        old="                self._needed[touch.ref] = index\n",
+        new="                pass\n",
         tests=(f"{WEAVE}::test_a_unit_that_is_used_is_updated_by_then",),
     ),
     Mutant(
         name="a-held-unit-does-not-wait-for-its-chunks-update",
         file="plan/overlap.py",
-        old="            needed.update((ref, index) for ref in moment.held)\n",
-        new="            pass\n",
+        old="        self._needed.update((ref, index) for ref in moment.held)\n",
+        new="        pass\n",
         tests=(f"{WEAVE}::test_a_unit_that_is_held_is_updated_by_then",),
     ),
     Mutant(
@@ -87,22 +89,22 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="a-unit-leaves-before-its-update-is-over",
         file="memory/store.py",
-        old="for ticket in (self._filling.get((ref, tier)), update)",
-        new="for ticket in (self._filling.get((ref, tier)), None)",
+        old="        updates = [self._updates[chunk] for chunk in chunks if chunk in self._updates]\n",
+        new="        updates = []\n",
         tests=(f"{STORE}::test_a_transfer_of_what_an_update_writes_comes_after_it",),
     ),
     Mutant(
         name="bytes-are-given-out-while-they-are-updated",
         file="memory/store.py",
-        old="        if ref in self.state.in_update:\n            raise InvariantError(10",
-        new="        if False:\n            raise InvariantError(10",
+        old="        if ref in self.state.in_update:\n            raise InvariantError(\n                10",
+        new="        if False:\n            raise InvariantError(\n                10",
         tests=(f"{STORE}::test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait",),
     ),
     Mutant(
         name="an-interrupted-update-is-not-waited-for",
         file="memory/store.py",
-        old="            with suppress(Exception):  # whoever has given the work knows of it\n                self._wait_for_update(chunk)\n",
-        new="",
+        old="            try:\n                self._wait_for_update(chunk)\n",
+        new="            try:\n                pass\n",
         tests=(f"{PENDING}::test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts",),
     ),
     Mutant(
@@ -199,5 +201,98 @@ UPDATES: tuple[Mutant, ...] = (
         old="if self._depth and not _is_running(self._caller):",
         new="if False:",
         tests=(f"{LANES}::test_after_an_interruption_steps_are_planned_again",),
+    ),
+    Mutant(
+        name="an-update-does-not-wait-for-its-gradient",
+        file="memory/store.py",
+        old="self._links.lane(action.tier, None).issue(work, before)",
+        new="self._links.lane(action.tier, None).issue(work)",
+        tests=(f"{RUN}::test_an_update_comes_after_its_gradients_way_there_which_its_wait_ends",),
+    ),
+    Mutant(
+        name="a-chunk-of-a-run-comes-up-before-its-update",
+        file="memory/store.py",
+        old="(filling, self._updates.get(ref.chunk + number))",
+        new="(filling, self._updates.get(ref.chunk))",
+        tests=(f"{RUN}::test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update",),
+    ),
+    Mutant(
+        name="a-gradient-is-let-go-of-though-its-update-could-not-be-done",
+        file="memory/store.py",
+        old="                self.state.unwanted.difference_update(residency.units_of_update(self.state, chunk))\n",
+        new="                pass\n",
+        tests=(f"{RUN}::test_what_could_not_come_is_not_updated_and_stays_wanted",),
+    ),
+    Mutant(
+        name="a-gradient-is-free-while-an-update-reads-it",
+        file="plan/residency.py",
+        old="    if ref in state.in_update:\n        state.unwanted.add(ref)\n        return\n",
+        new="",
+        tests=(f"{RESIDENCY}::test_a_gradient_may_be_on_its_way_to_its_update_which_is_its_wait",),
+    ),
+    Mutant(
+        name="an-update-may-begin-before-its-gradient-is-on-its-way",
+        file="plan/residency.py",
+        old="(state.is_free(ref) or _is_arriving(state, ref, tier))",
+        new="True",
+        tests=(f"{RESIDENCY}::test_a_gradient_may_be_on_its_way_to_its_update_which_is_its_wait",),
+    ),
+    Mutant(
+        name="an-updates-wait-is-not-that-of-its-gradient",
+        file="plan/residency.py",
+        old="    for ref in arriving:\n        _arrive(state, ref)\n",
+        new="",
+        tests=(f"{RESIDENCY}::test_a_gradient_that_is_wanted_is_where_its_update_was",),
+    ),
+    Mutant(
+        name="older-contents-of-a-gradient-on-their-way-are-not-noticed",
+        file="plan/check.py",
+        old="            if self._under_way[tier][1] != self._writer:",
+        new="            if False:",
+        tests=(f"{WEAVE}::test_a_gradient_on_its_way_has_the_last_contents",),
+    ),
+    Mutant(
+        name="what-departs-decides-as-if-no-update-were-under-way",
+        file="plan/pilot.py",
+        old="            for wait in waits:\n                apply(state, wait)\n",
+        new="",
+        tests=(f"{PENDING}::test_a_forward_that_goes_another_way_has_what_it_needs_updated[cpu+disk]",),
+    ),
+    Mutant(
+        name="slots-of-a-gradient-stay-where-there-are-not-enough",
+        file="plan/overlap.py",
+        old="if at <= index or self._free.enough_from(slots, index, at) > index:",
+        new="if at <= index:",
+        tests=(f"{WEAVE}::test_slots_of_a_gradient_go_when_its_update_is_over_if_nothing_needs_them_before",),
+    ),
+    Mutant(
+        name="updates-of-a-run-wait-for-each-other",
+        file="plan/overlap.py",
+        old="                    if tier is not (touch.tier or compute):\n",
+        new="                    if True:\n",
+        tests=(f"{WEAVE}::test_updates_of_a_run_do_not_wait_for_each_other",),
+    ),
+    Mutant(
+        name="a-gradient-goes-down-before-all-of-it-has-been-added-up",
+        file="step/stretches.py",
+        old="self._forwards == self._forwards_a_step",
+        new="True",
+        tests=(f"{ON_THEIR_WAY}::test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up",),
+    ),
+    Mutant(
+        name="what-is-held-begins-to-go-down",
+        file="plan/overlap.py",
+        old="at = self._not_pinned(ref, max(len(moments) - self._ahead, self._written.get(ref, -1) + 1, 0))",
+        new="at = max(len(moments) - self._ahead, self._written.get(ref, -1) + 1, 0)",
+        tests=(f"{WEAVE}::test_what_is_held_until_the_end_does_not_begin_to_go_down",),
+    ),
+    Mutant(
+        name="what-will-be-written-elsewhere-is-kept-for-its-next-use",
+        file="plan/eviction.py",
+        old="        return used if used < lost else NEVER\n",
+        new="        return used if used < NEVER else self._after.get(ref, NEVER)\n",
+        tests=(
+            "tests/plan/test_eviction.py::test_a_copy_that_is_written_elsewhere_before_its_next_use_is_worth_nothing",
+        ),
     ),
 )

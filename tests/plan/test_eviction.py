@@ -121,3 +121,14 @@ def test_from_the_host_below_a_device_goes_first_what_saves_nothing_there() -> N
 def test_an_unknown_policy_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r'eviction="next_use".*did you mean "next-use"'):
         policy_named("next_use")
+
+
+def test_a_copy_that_is_written_elsewhere_before_its_next_use_is_worth_nothing() -> None:
+    uses = Uses(trace_of("c0.weight c1.weight", "c0.weight@H*", "c0.weight", "c1.weight"))
+    assert [uses.after(unit("c0.weight"), now) for now in range(-1, 4)] == [0, NEVER, 2, 4, 4]
+    assert [uses.after(unit("c1.weight"), now) for now in range(-1, 4)] == [0, 3, 3, 3, 4]
+    follower = trace_of("c0.weight@H*", "c0.weight", "c1.weight@H")
+    uses = Uses(trace_of("c0.weight c1.weight", "c1.weight"), follower)
+    assert uses.after(unit("c0.weight"), 0) == NEVER
+    assert uses.after(unit("c1.weight"), 1) == 5
+    assert Uses(trace_of("c0.weight@H*", "c0.weight"), trace_of("c1.weight")).after(unit("c0.weight"), 1) == NEVER

@@ -231,23 +231,64 @@ def test_a_transfer_of_what_is_updated_lands_after_the_update() -> None:
         apply(state, parse_action("c0.weight K?"))
 
 
-def test_the_weight_of_a_run_is_updated_by_one_chunk_after_the_other() -> None:
+def test_the_weight_of_a_run_may_have_several_updates_on_one_tier() -> None:
     text = "c0.weight dirty, c0.exp_avg clean, c0.exp_avg_sq clean, c1.exp_avg clean, c1.exp_avg_sq clean"
     state = state_of(text, slots={"c0.weight": 2})
     apply(state, parse_action("c0 step@H"))
+    apply(state, parse_action("c1 step@H"))
     with pytest.raises(InvariantError, match=r"^\(10\) c1 step@H: an earlier update of c0.weight"):
         apply(state, parse_action("c1 step@H"))
     apply(state, parse_action("c0 step@H?"))
-    apply(state, parse_action("c1 step@H"))
-    assert state.in_update[unit("c0.weight")] == 1
+    apply(state, Copy(unit("c0.weight"), Tier.HOST, Tier.DISK, 2))
+    with pytest.raises(InvariantError, match=r"^\(10\) c0.weight K\?: its update has not been waited for"):
+        apply(state, parse_action("c0.weight K?"))
+    apply(state, parse_action("c1 step@H?"))
+    apply(state, parse_action("c0.weight K?"))
+    assert not state.in_update
+
+
+def test_the_weight_of_a_run_is_not_updated_on_two_tiers_at_once() -> None:
+    text = "c0.weight clean, c0.exp_avg clean, c0.exp_avg_sq clean, c1.exp_avg clean, c1.exp_avg_sq clean"
+    state = state_of(text, slots={"c0.weight": 2}, compute=Tier.DEVICE, home=Tier.HOST)
+    apply(state, parse_action("c0 step@D"))
+    with pytest.raises(InvariantError, match=r"^\(10\) c1 step@H: an earlier update of c0.weight"):
+        apply(state, parse_action("c1 step@H"))
+
+
+def test_a_gradient_may_be_on_its_way_to_its_update_which_is_its_wait() -> None:
+    text = "c0.weight away, c0.exp_avg away, c0.exp_avg_sq away, c0.grad dirty"
+    state = state_of(text, compute=Tier.DEVICE, home=Tier.HOST)
+    with pytest.raises(InvariantError, match=r"^\(1\) c0 step@H: the host does not hold the last contents of c0.grad"):
+        apply(state, parse_action("c0 step@H"))
+    apply(state, parse_action("c0.grad D>H"))
+    apply(state, parse_action("c0 step@H"))
+    mark_free(state, unit("c0.grad"))
+    assert not state.is_free(unit("c0.grad"))
+    for early, number in (("c0.grad H?", 10), ("c0.grad D!", 5)):
+        with pytest.raises(InvariantError) as refusal:
+            apply(state, parse_action(early))
+        assert refusal.value.number == number
+    apply(state, parse_action("c0 step@H?"))
+    assert state.is_free(unit("c0.grad"))
+    assert not state.in_flight
+    apply(state, parse_action("c0.grad D!"))
+
+
+def test_a_gradient_that_is_wanted_is_where_its_update_was() -> None:
+    text = "c0.weight away, c0.exp_avg away, c0.exp_avg_sq away, c0.grad dirty"
+    state = state_of(text, compute=Tier.DEVICE, home=Tier.HOST)
+    for action in ("c0.grad D>H", "c0 step@H", "c0 step@H?"):
+        apply(state, parse_action(action))
+    assert state.newest[unit("c0.grad")] == {Tier.DEVICE, Tier.HOST}
 
 
 def test_what_an_update_on_the_host_uses_is_not_written_over() -> None:
     text = "c0.weight away, c0.exp_avg away, c0.exp_avg_sq away, c0.grad clean"
     state = state_of(text, compute=Tier.DEVICE, home=Tier.HOST)
     apply(state, parse_action("c0 step@H"))
-    apply(state, parse_action("c0.grad D!"))  # the host alone has what the update uses
-    mark_free(state, unit("c0.grad"))
-    apply(state, parse_action("c0.grad 0>D"))
     with pytest.raises(InvariantError, match=r"^\(10\) c0.grad D>H: an update still uses what is there"):
         apply(state, parse_action("c0.grad D>H"))
+    apply(state, parse_action("c0.grad D!"))  # the host alone has what the update uses
+    mark_free(state, unit("c0.grad"))
+    with pytest.raises(InvariantError, match=r"^\(4\) c0.grad 0>D: it has contents"):
+        apply(state, parse_action("c0.grad 0>D"))

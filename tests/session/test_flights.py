@@ -15,8 +15,9 @@ from torch import nn
 
 from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.machine import Tier
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.memory.lanes import Lane
-from patrickstar.plan.actions import Copy, Wait
+from patrickstar.plan.actions import Copy, Update, Wait
 from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
@@ -28,16 +29,18 @@ MakePair = Callable[..., Pair]
 
 
 def distances(plan: Plan) -> list[int]:
-    """Moments between the issue of each transfer and its wait."""
+    """Moments between the issue of each transfer and its wait, or the beginning of the update that comes after it, or the end."""
     issued: dict[Any, int] = {}
     found = []
     for index, actions in enumerate(plan.moments):
         for action in actions:
             if isinstance(action, Copy):
                 issued[action.ref, action.dst] = index
-            elif isinstance(action, Wait):
+            elif isinstance(action, Wait) and (action.ref, action.tier) in issued:
                 found.append(index - issued.pop((action.ref, action.tier)))
-    return found
+            elif isinstance(action, Update) and (arriving := (PlaneRef(action.chunk, GRAD), action.tier)) in issued:
+                found.append(index - issued.pop(arriving))
+    return found + [len(plan.moments) - index for index in issued.values()]
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])

@@ -14,7 +14,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.memory.lanes import Lane, Ticket, Work
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Action, Wait
+from patrickstar.plan.actions import Action, UpdateWait, Wait
 from patrickstar.plan.residency import Residency
 from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
@@ -187,10 +187,10 @@ def test_an_interruption_between_a_wait_and_its_note_is_settled(
 ) -> None:
     pair = make_pair(**machine)
     pair.train(2)
-    apply, waits = residency.apply, list[Wait]()
+    apply, waits = residency.apply, list[Action]()
 
     def interrupted(state: Residency, action: Action) -> None:
-        if isinstance(action, Wait):
+        if isinstance(action, Wait | UpdateWait):
             waits.append(action)
             if len(waits) == number:
                 raise KeyboardInterrupt

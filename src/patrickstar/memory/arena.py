@@ -112,8 +112,10 @@ class Arena:
     def trim(self, max_committed_slots: int) -> None:
         """Gives the pages of free slots back to the system until at most `max_committed_slots` slots hold any, if that can be."""
         for first, n in self._slots.trim(max_committed_slots):
-            for fence in self.fences(first, n):
-                fence.wait()  # a late write would bring pages back
+            for slot in range(first, first + n):
+                if slot in self._fences:
+                    self._fences[slot].wait()  # a late write would bring pages back
+                    del self._fences[slot]  # not before its wait, which an interruption may end
             self._space.discard(first * self.slot_bytes, n * self.slot_bytes)
 
     # bytes

@@ -7,7 +7,7 @@ On a tier a unit's bytes are in slots of that tier's arena, or in an extent of t
     Copy     slots are taken where the copy arrives; the bytes follow, perhaps over several moments; a ticket is kept
     Wait     the ticket's wait: from now on the copy holds the bytes
     Drop     the slots are given back, poisoned where asked for, with a fence until that is over
-    Update   the work of a chunk's update begins, on the lane for that; a ticket is kept until its wait
+    Update   the work of a chunk's update begins, on the lane for that, once its gradient has come; a ticket is kept until its wait
 
 All bytes are moved and filled on lanes, each work after those that it depends on: what is written comes after the fences of its slots, and what is
 read after their filling.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class ChunkStore:
     Args:
         state: where every unit is; belongs to the store from now on, to be read by everybody.
         arenas: an arena for each memory tier in use; disk: the disk tier, or None. links: the lanes between them.
-        dtype: torch type of a unit's elements.
+        dtype: torch type of a unit's elements. chunks: number of chunks of a unit's run.
         ledger: is told of every slot taken and given back, and of every byte that crosses a link; what rests below the compute tier is in it.
         poison: whether slots given back are filled with NaN.
 
@@ -67,6 +66,7 @@ class ChunkStore:
         disk: DiskPool | None,
         links: Links,
         dtype: Callable[[PlaneRef], torch.dtype],
+        chunks: Callable[[PlaneRef], int],
         ledger: Ledger,
         poison: bool = False,
     ) -> None:
@@ -75,6 +75,7 @@ class ChunkStore:
         self._disk = disk
         self._links = links
         self._dtype = dtype
+        self._chunks = chunks
         self._ledger = ledger
         self._compute = state.compute
         self._poison = poison
@@ -107,7 +108,9 @@ class ChunkStore:
             InvariantError: the bytes are not there, or still on their way. StateError: the store is closed, or of another process.
         """
         if ref in self.state.in_update:
-            raise InvariantError(10, f"{ref} is used while an update of chunk {self.state.in_update[ref]} is under way")
+            raise InvariantError(
+                10, f"{ref} is used while an update of chunk {min(self.state.in_update[ref])} is under way"
+            )
         if tier is not None and tier is not self._compute:
             return self._wrapping(ref, tier)()
         wrap = self._wrap.get(ref)
@@ -115,12 +118,22 @@ class ChunkStore:
             wrap = self._wrap[ref] = self._wrapping(ref, self._compute)
         return wrap()
 
+    def operand(self, ref: PlaneRef, tier: Tier) -> Tensor:
+        """A tensor as `tensor` gives it, for the work of an update that is about to be issued: its bytes may still change until that begins."""
+        return self._place(ref, tier)()
+
     def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
-        first, (_, arriving) = self._at[tier].get(ref), self.state.in_flight.get(ref, (None, None))
-        if first is None or arriving is tier:
-            raise InvariantError(
-                1, f"{ref} is used on the {tier.label}, {'without slots' if first is None else 'still on its way'}"
-            )
+        if self._is_arriving(ref, tier):
+            raise InvariantError(1, f"{ref} is used on the {tier.label}, still on its way")
+        return self._place(ref, tier)
+
+    def _is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
+        return self.state.in_flight.get(ref, (None, None))[1] is tier
+
+    def _place(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
+        first = self._at[tier].get(ref)
+        if first is None:
+            raise InvariantError(1, f"{ref} is used on the {tier.label}, without slots")
         filling = self._filling.get((ref, tier))
         if filling is not None:
             filling.wait()
@@ -187,34 +200,47 @@ class ChunkStore:
     def _land(self) -> None:
         """Waits for all transfers and updates under way."""
         for chunk, tier in list(self.state.updating.items()):
-            with suppress(Exception):  # whoever has given the work knows of it
+            try:
                 self._wait_for_update(chunk)
+            except Exception:  # whoever has given the work knows of it; what it uses may be wanted again
+                self.state.unwanted.difference_update(residency.units_of_update(self.state, chunk))
+            for ref in residency.arriving_for(self.state, chunk):
+                self._has_arrived(ref, tier)
             self._apply(UpdateWait(chunk, tier))
         for ref, (_, tier) in list(self.state.in_flight.items()):
-            ticket = self._tickets[ref, tier]
-            try:
-                ticket.wait()
-            except Exception:  # whatever a lane has raised: the transfer has not been done
-                self._give_up(Wait(ref, tier))
-            else:
+            if self._has_arrived(ref, tier):
                 self._apply(Wait(ref, tier))
+
+    def _has_arrived(self, ref: PlaneRef, tier: Tier) -> bool:
+        """Waits for a transfer, which is given up where it fails; tells whether it has not."""
+        try:
+            self._tickets[ref, tier].wait()
+        except Exception:  # whatever a lane has raised: the transfer has not been done
+            self._give_up(Wait(ref, tier))
+            return False
+        return True
 
     def _move_and_apply(self, action: Action) -> None:
         if isinstance(action, Update):
             # Noted first: an interruption between the two leaves a unit that counts as written and is not, which does no harm.
             work = self.update_work(action.chunk, action.tier)
             residency.apply(self.state, action)
-            self._updates[action.chunk] = self._links.lane(action.tier, None).issue(work)
+            # Other updates of its run need not be over: each has a part of the weight for itself.
+            before = [self._tickets[ref, action.tier] for ref in residency.arriving_for(self.state, action.chunk)]
+            self._updates[action.chunk] = self._links.lane(action.tier, None).issue(work, before)
             return
         self._move(action)
         self._apply(action)
 
     def _apply(self, action: Action) -> None:
         """Notes what has been moved. A ticket goes last: waiting again does no harm, and without one an interruption could not be settled."""
+        arrived = residency.arriving_for(self.state, action.chunk) if isinstance(action, UpdateWait) else []
         residency.apply(self.state, action)
         if isinstance(action, Wait):
             self._landed(action.ref, action.tier)
         elif isinstance(action, UpdateWait):
+            for ref in arrived:
+                self._landed(ref, action.tier)
             self._updates.pop(action.chunk, None)
 
     def _wait_for_update(self, chunk: int) -> None:
@@ -242,7 +268,9 @@ class ChunkStore:
                 self._wait(ref, tier)
             case Drop(ref, tier, slots):
                 self._give(ref, tier, slots)
-            case UpdateWait(chunk):
+            case UpdateWait(chunk, tier):
+                for ref in residency.arriving_for(self.state, chunk):
+                    self._wait(ref, tier)
                 self._wait_for_update(chunk)
 
     def _wait(self, ref: PlaneRef, tier: Tier) -> None:
@@ -256,9 +284,8 @@ class ChunkStore:
 
     def land(self, ref: PlaneRef) -> None:
         """Waits for an update that uses a unit and for a transfer of it, if they are under way."""
-        if ref in self.state.in_update:
-            chunk = self.state.in_update[ref]
-            self.carry_out([UpdateWait(chunk, self.state.updating[chunk])])
+        updates = sorted(self.state.in_update.get(ref, ()))
+        self.carry_out([UpdateWait(chunk, self.state.updating[chunk]) for chunk in updates])
         self._land_transfer(ref)
 
     def _land_transfer(self, ref: PlaneRef) -> None:
@@ -271,7 +298,8 @@ class ChunkStore:
 
     def forget(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more but an update under way; its slots go when room is needed."""
-        self._land_transfer(ref)
+        if ref not in self.state.in_update:
+            self._land_transfer(ref)
         residency.mark_free(self.state, ref)
 
     def release(self, ref: PlaneRef) -> None:
@@ -383,10 +411,11 @@ class ChunkStore:
         self._filling[ref, tier] = self._links.lane(tier, tier).issue(arena.filling(first, slots), before)
 
     def _under_way(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """The filling and the update that must be over before a unit's slots are read or written."""
-        chunk = self.state.in_update.get(ref)
-        update = self._updates.get(chunk) if chunk is not None and self.state.updating[chunk] is tier else None
-        return [ticket for ticket in (self._filling.get((ref, tier)), update) if ticket is not None]
+        """The filling and the updates that must be over before a unit's slots are read or written."""
+        chunks = [chunk for chunk in self.state.in_update.get(ref, ()) if self.state.updating[chunk] is tier]
+        updates = [self._updates[chunk] for chunk in chunks if chunk in self._updates]
+        filling = self._filling.get((ref, tier))
+        return updates if filling is None else [filling, *updates]
 
     def _copy(self, ref: PlaneRef, src: Tier, dst: Tier) -> None:
         slots, nbytes = self.state.slots[ref], self.state.unit_bytes(ref)
@@ -395,8 +424,7 @@ class ChunkStore:
         if taken:
             self._take(ref, dst, slots)
         try:
-            work, before = self._copying(ref, src, dst, slots)
-            ticket = self._links.lane(src, dst).issue(work, before, nbytes=nbytes)
+            ticket = self._issue(ref, src, dst)
         except BaseException:
             if taken:  # the transfer has not been issued: the state knows nothing of it, and neither may the slots
                 self._give(ref, dst, slots)
@@ -406,17 +434,32 @@ class ChunkStore:
             self._fresh[ref] = self.committed_slots - committed_slots
         self._ledger.move(src, dst, nbytes)
 
-    def _copying(self, ref: PlaneRef, src: Tier, dst: Tier, slots: int) -> tuple[Work, list[Ticket]]:
-        """The work of a transfer, and what it comes after."""
+    def _issue(self, ref: PlaneRef, src: Tier, dst: Tier) -> Ticket:
+        """Issues a transfer, after what it has to come after."""
+        slots, nbytes, lane = self.state.slots[ref], self.state.unit_bytes(ref), self._links.lane(src, dst)
         if dst is Tier.DISK:
-            first = self._at[src][ref]
-            return self._pool().writing(ref, self._arenas[src].buffer(first, slots)), self._under_way(ref, src)
+            from_ = self._arenas[src].buffer(self._at[src][ref], slots)
+            return lane.issue(self._pool().writing(ref, from_), self._under_way(ref, src), nbytes=nbytes)
         first = self._at[dst][ref]
         before = [*self._arenas[dst].fences(first, slots), *self._under_way(ref, dst)]
         if src is Tier.DISK:
-            return self._pool().reading(ref, self._arenas[dst].buffer(first, slots)), before
+            return lane.issue(self._pool().reading(ref, self._arenas[dst].buffer(first, slots)), before, nbytes=nbytes)
+        if len(self.state.in_update.get(ref, ())) > 1:
+            return self._issue_by_chunk(ref, src, dst, before)
         work = self._arenas[dst].copying(first, slots, self._arenas[src], self._at[src][ref])
-        return work, [*before, *self._under_way(ref, src)]
+        return lane.issue(work, [*before, *self._under_way(ref, src)], nbytes=nbytes)
+
+    def _issue_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
+        """Issues the transfer of a run as one of each chunk, so that none waits for updates of others."""
+        lane, chunks = self._links.lane(src, dst), self._chunks(ref)
+        slots, parts = self.state.slots[ref] // chunks, list[Ticket]()
+        filling = self._filling.get((ref, src))
+        for number in range(chunks):
+            first, source_first = self._at[dst][ref] + number * slots, self._at[src][ref] + number * slots
+            work = self._arenas[dst].copying(first, slots, self._arenas[src], source_first)
+            after = [ticket for ticket in (filling, self._updates.get(ref.chunk + number)) if ticket is not None]
+            parts.append(lane.issue(work, [*before, *after], nbytes=slots * self.state.slot_bytes))
+        return lane.issue(lambda: None, parts)
 
     def _pool(self) -> DiskPool:
         assert self._disk is not None, "a plan moves units to a disk tier that does not exist"

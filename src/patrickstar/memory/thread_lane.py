@@ -110,7 +110,8 @@ class PacedLane(ThreadLane):
 
 def _when_all(tickets: Collection[Ticket], call: Callable[[], None]) -> None:
     """Calls once all of these works have ended."""
-    lock, left = Lock(), len(tickets) + 1
+    # A ticket that is kept keeps what it was to call: not the works that came after it, and what those use.
+    lock, left, calls = Lock(), len(tickets) + 1, [call]
 
     def one_less() -> None:
         nonlocal left
@@ -118,7 +119,7 @@ def _when_all(tickets: Collection[Ticket], call: Callable[[], None]) -> None:
             left -= 1
             is_last = left == 0
         if is_last:
-            call()
+            calls.pop()()
 
     for ticket in tickets:
         ticket.when_done(one_less)

@@ -22,7 +22,8 @@
 (9) Homes are unchanged, no contents are lost, and the end that is written down is where the actions lead.
     Otherwise the next plan starts from a state that is not there.
 (10) An update begins once, where its moment has what it needs, and has exactly one wait: before anything else uses its units there, takes
-    their slots, or counts on a transfer of them.
+    their slots, or counts on a transfer of them. Its gradient may be on its way there: the update's wait is then the transfer's as well. Other
+    updates on its tier may use the weight of a run meanwhile: each has a part of it for itself.
     Otherwise somebody computes with a weight of which a part is new.
 
 Nothing here is shared with `residency.apply`. A plan is read unit by unit, each from its first moment to its last: bytes
@@ -38,7 +39,7 @@ from dataclasses import dataclass, field
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
 from patrickstar.plan.plan import Plan
@@ -129,7 +130,7 @@ class _Updates:
             self._found.add(at, 10, f"{action}: no such update has begun")
         else:
             for touch in self._under_way.pop(action.chunk)[1].touches:
-                self._histories[touch.ref].end_update()
+                self._histories[touch.ref].end_update(at, action)
 
     def _begin(self, at: _At, action: Update, moment: Moment) -> None:
         if action.chunk in self._begun:
@@ -205,7 +206,8 @@ class _History:
         self._bytes: dict[Tier, str | None] = dict.fromkeys(start.newest.get(ref, ()), self._writer)
         self._room = {tier for tier, refs in start.taken.items() if ref in refs}
         self._under_way: dict[Tier, tuple[Tier, str | None]] = {}
-        self._update: Update | None = None
+        self._updates: list[Update] = []
+        self._is_unwanted = False
         if ref in start.in_flight:
             src, dst = start.in_flight[ref]
             self._under_way[dst] = src, self._bytes.get(src)
@@ -224,20 +226,29 @@ class _History:
         return tier is self._compute or tier is not self._home
 
     def begin_update(self, at: _At, update: Update) -> None:
-        if self._update is not None and self._update.chunk != update.chunk:
-            self.wrong(at, 10, f"{update}: {self._ref} is used by {self._update}, which has not been waited for")
-        self._update = update
+        for other in self._updates:
+            if not self._is_shared_with(other, update.tier):
+                self.wrong(at, 10, f"{update}: {self._ref} is used by {other}, which has not been waited for")
+        self._updates.append(update)
 
-    def end_update(self) -> None:
-        self._update = None
+    def _is_shared_with(self, other: Update, tier: Tier) -> bool:
+        return self._ref.plane == WEIGHT and other.tier is tier
+
+    def end_update(self, at: _At, wait: UpdateWait) -> None:
+        self._updates = [update for update in self._updates if update.chunk != wait.chunk]
+        if self._ref.plane == GRAD and wait.tier in self._under_way:
+            _, self._bytes[wait.tier] = self._under_way.pop(wait.tier)
+        if self._is_unwanted and not self._updates:
+            self.free(at)
 
     def act(self, at: _At, action: Move, *, is_pinned: bool) -> None:
-        if self._update is not None and (
-            isinstance(action, Wait)
-            or (isinstance(action, Drop | Create) and action.tier is self._update.tier)
-            or (isinstance(action, Copy) and action.dst is self._update.tier)
-        ):
-            self.wrong(at, 10, f"{action}: {self._update} has not been waited for")
+        for update in self._updates:
+            if (
+                isinstance(action, Wait)
+                or (isinstance(action, Drop | Create) and action.tier is update.tier)
+                or (isinstance(action, Copy) and action.dst is update.tier)
+            ):
+                self.wrong(at, 10, f"{action}: {update} has not been waited for")
         if not isinstance(action, Wait) and action.slots != self._slots:
             self.wrong(at, 7, f"{action}: the unit takes {self._slots} slots")
         match action:
@@ -309,8 +320,13 @@ class _History:
 
     def use(self, at: _At, tier: Tier, *, by: int | None) -> None:
         """A moment reads or writes the unit on this tier. `by`: the chunk whose update that is."""
-        if self._update is not None and self._update.chunk != by:
-            self.wrong(at, 10, f"{self._ref} is used before the wait for {self._update}")
+        for update in self._updates:
+            if update.chunk != by and not (by is not None and self._is_shared_with(update, tier)):
+                self.wrong(at, 10, f"{self._ref} is used before the wait for {update}")
+        if tier in self._under_way and by is not None and self._ref.plane == GRAD:
+            if self._under_way[tier][1] != self._writer:
+                self.wrong(at, 1, f"{self._ref} is used but older contents are on their way to the {tier.label}")
+            return
         if tier in self._under_way:
             self.wrong(at, 5, f"{self._ref} is used before the wait for its transfer")
         if self._writer is None or self._bytes.get(tier) is None:
@@ -326,6 +342,9 @@ class _History:
 
     def free(self, at: _At) -> None:
         """Nobody wants the unit's contents any more."""
+        self._is_unwanted = bool(self._updates)
+        if self._is_unwanted:  # from the end of the update on
+            return
         if self._under_way:
             self.wrong(at, 5, f"{self._ref} is freed while it is on its way")
         self._writer = None

@@ -4,7 +4,8 @@ A policy says how much a copy is worth keeping, as a number: the copy of least w
 dirty, since a clean copy leaves without a transfer, and then by id, so that every rank decides alike. From the host below a
 device goes first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
 
-- `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean.
+- `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean. A copy that something
+  written elsewhere takes the place of, before it is used again, is worth nothing.
 - `lru`: worth more the later it was used last.
 
 A step follows a step, so a trace has no end: what is used first in the next one is used next after the last moment.
@@ -42,23 +43,30 @@ class Uses:
         self.n_moments = len(trace)
         self.n_following = len(follower)
         self._at: dict[PlaneRef, list[int]] = {}
+        self._lost: dict[PlaneRef, list[int]] = {}
         for index, moment in enumerate(trace.moments):
             for ref in _uses(moment):
                 self._at.setdefault(ref, []).append(index)
+            for ref in _written_elsewhere(moment):
+                self._lost.setdefault(ref, []).append(index)
         period = len(trace) + len(follower)
         self._after = {ref: period + at[0] for ref, at in self._at.items()}
+        self._after.update(
+            (ref, NEVER) for ref, at in self._lost.items() if period + at[0] < self._after.get(ref, NEVER)
+        )
         self._before = {ref: at[-1] - period for ref, at in self._at.items()}
         for index in reversed(range(len(follower))):
             self._after.update((ref, len(trace) + index) for ref in _uses(follower.moments[index]))
+            self._after.update((ref, NEVER) for ref in _written_elsewhere(follower.moments[index]))
         for index, moment in enumerate(follower.moments):
             self._before.update((ref, index - len(follower)) for ref in _uses(moment))
 
     def after(self, ref: PlaneRef, now: int) -> int:
-        """The first moment after `now` that touches the unit, or `NEVER`."""
-        at = self._at.get(ref)
-        if at and at[-1] > now:
-            return at[bisect_right(at, now)]
-        return self._after.get(ref, NEVER)
+        """The first moment after `now` that touches the unit, or `NEVER`: also where it has been written elsewhere by then."""
+        used, lost = _next(self._at.get(ref), now), _next(self._lost.get(ref), now)
+        if min(used, lost) == NEVER:
+            return self._after.get(ref, NEVER)
+        return used if used < lost else NEVER
 
     def until(self, ref: PlaneRef, now: int) -> int:
         """The last moment up to `now` that touches the unit, or `-NEVER`."""
@@ -68,9 +76,18 @@ class Uses:
         return self._before.get(ref, -NEVER)
 
 
+def _next(at: list[int] | None, now: int) -> int:
+    return at[bisect_right(at, now)] if at and at[-1] > now else NEVER
+
+
 def _uses(moment: Moment) -> list[PlaneRef]:
     """The units that a moment uses on the tier that computes."""
     return [touch.ref for touch in moment.touches if touch.tier is None]
+
+
+def _written_elsewhere(moment: Moment) -> list[PlaneRef]:
+    """The units of which a moment makes the copies on the tier that computes old."""
+    return [touch.ref for touch in moment.touches if touch.tier is not None and touch.writes]
 
 
 def worth_by_next_use(uses: Uses) -> Worth:

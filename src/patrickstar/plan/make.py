@@ -37,6 +37,7 @@ def make_plan(
     following: Trace | None = None,
     frees: Iterable[tuple[int, PlaneRef]] = (),
     prefetch: int | None = 0,
+    goes_down: Collection[PlaneRef] = (),
 ) -> Plan:
     """The plan for one stretch: a forward and backward, or one optimizer step.
 
@@ -45,6 +46,7 @@ def make_plan(
         following: the stretch expected next, after which this one is expected again. None: this one at once.
         frees: (moment, unit): what nobody wants any more once that moment is over.
         prefetch: by how many moments at most transfers begin before they are needed; None: as early as slots are free.
+        goes_down: what will be used on the tier below after the end, and not before that on any other; it may begin to go there early.
     Raises:
         BudgetError: some moment needs more of the compute tier than its budget, or homes do not fit the tiers below;
             the message names the moment that needs most.
@@ -79,7 +81,7 @@ def make_plan(
         )
         moments.append(tuple(actions))
     plan = Plan(layout.digest(), policy, machine, before, tuple(moments), state.snapshot(), freed)
-    return overlap(plan, trace, moments_ahead=prefetch)
+    return overlap(plan, trace, moments_ahead=prefetch, goes_down=goes_down)
 
 
 def _before(

@@ -6,7 +6,9 @@ moments, and nothing else changes:
     hoist              a unit's copy to the tier that computes is issued at the earliest moment from which its slots are free until its use
     early write-back   what leaves dirty is copied home as soon as it has been written for the last time
     early drop         what leaves gives its slots back before that, where something that is fetched early takes them
-    late wait          an update is waited for when something needs what it uses
+    late wait          an update is waited for when something needs what it uses, and its gradient's way there with it; the gradient's slots are
+                       given back then, if they are not needed before
+    early descent      a gradient that will be used below begins to go there when it is complete, over the end of the plan
 
     moment      3                  4          5          6                          7
     before                                               a D>H, a H?, a D!, b H>D, b D?
@@ -26,20 +28,26 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Trace
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency, apply
+from patrickstar.plan.snapshot import Snapshot
 
 __all__ = ["overlap"]
 
 
-def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan:
-    """The plan with its transfers at most so many moments earlier; None: as early as they can be."""
-    if moments_ahead == 0 or not any(isinstance(action, Copy | Update) for action in plan.actions()):
+def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: Collection[PlaneRef] = ()) -> Plan:
+    """The plan with its transfers at most so many moments earlier; None: as early as they can be.
+
+    Args:
+        goes_down: what will be used on the tier below after the plan's end, and not before that on any other.
+    """
+    if moments_ahead == 0 or not (goes_down or any(isinstance(action, Copy | Update) for action in plan.actions())):
         return plan
-    return _Overlap(plan, trace, len(trace) if moments_ahead is None else moments_ahead).plan()
+    return _Overlap(plan, trace, len(trace) if moments_ahead is None else moments_ahead).plan(goes_down)
 
 
 @dataclass(slots=True)
@@ -78,7 +86,7 @@ class _Overlap:
         self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
         self._last_issue = 0
 
-    def plan(self) -> Plan:
+    def plan(self, goes_down: Collection[PlaneRef]) -> Plan:
         freed_after = self._plan.freed_after()
         for index, moment in enumerate(self._trace.moments):
             self._kept.append(self._move(index, self._plan.moments[index]))
@@ -94,7 +102,20 @@ class _Overlap:
                 self._pins[ref].append(index)
         moments = [self._together(index, kept) for index, kept in enumerate(self._kept)]
         self._wait_for_updates_late(moments)
-        return replace(self._plan, moments=tuple(map(tuple, moments)))
+        end = self._descend(moments, goes_down)
+        return replace(self._plan, moments=tuple(map(tuple, moments)), end=end)
+
+    def _descend(self, moments: list[list[Action]], goes_down: Collection[PlaneRef]) -> Snapshot:
+        """Has these units begin to go down once they have been written for the last time; where everything is at the end."""
+        state = Residency.of(self._plan.end)
+        for ref in sorted(goes_down, key=lambda ref: (self._written.get(ref, -1), ref)):
+            if state.is_dirty(ref, self._compute) and ref not in state.in_flight and state.home[ref] is self._below:
+                at = self._not_pinned(ref, max(len(moments) - self._ahead, self._written.get(ref, -1) + 1, 0))
+                if at < len(moments):
+                    down = Copy(ref, self._compute, self._below, self._slots[ref])
+                    moments[at].append(down)
+                    apply(state, down)
+        return state.snapshot()
 
     def _free_slots(self) -> list[int]:
         """Slots of the tier that computes that each moment leaves free, as the plan is."""
@@ -240,27 +261,74 @@ class _Overlap:
         return [*moved.drops, *kept[:at], *moved.copies, *moved.write_backs, *kept[at:]]
 
     def _wait_for_updates_late(self, moments: list[list[Action]]) -> None:
-        """Has each update waited for only before the first thing that needs its units, or before the last moment."""
-        needed: dict[PlaneRef, int] = {}
-        taken: dict[tuple[PlaneRef, Tier], int] = {}
+        """Has each update, and its gradient on the way to it, waited for only before the first thing that needs its units, or the last moment."""
+        later = _Later()
         for index in reversed(range(len(moments))):
             moment, actions = self._trace.moments[index], moments[index]
             wait = actions[-1] if actions else None
             if isinstance(wait, UpdateWait):
                 last = min(index + self._ahead, len(moments) - 1)
-                units = [touch.ref for touch in moment.touches]
-                at = min(
-                    *(needed.get(ref, last) for ref in units),
-                    *(taken.get((ref, wait.tier), last) for ref in units),
-                    last,
-                )
+                at = min(last, *(later.needs(touch.ref, wait.tier, last) for touch in moment.touches))
+                gradient = PlaneRef(wait.chunk, GRAD)
+                at = self._drop_late(gradient, later.drops.get(gradient, at), at, moments)
                 if index < at:
                     moments[at].insert(0, actions.pop())
-            for action in actions:
-                match action:
-                    case Wait(ref, _):
-                        needed[ref] = index
-                    case Drop(ref, tier, _) | Create(ref, tier, _) | Copy(ref, _, tier, _):
-                        taken[ref, tier] = index
-            needed.update((touch.ref, index) for touch in moment.touches)
-            needed.update((ref, index) for ref in moment.held)
+                    own = [
+                        other
+                        for other in actions
+                        if not isinstance(other, Update | UpdateWait) and other.ref == gradient
+                    ]
+                    if own[-1:] == [Wait(gradient, wait.tier)]:
+                        actions.remove(own[-1])
+            later.note(index, moment, actions, self._compute)
+
+    def _drop_late(self, ref: PlaneRef, index: int, at: int, moments: list[list[Action]]) -> int:
+        """Has a unit's slots given back at a later moment than this one, if there are enough without them; when they are, if that is not later."""
+        slots = self._slots.get(ref, 0)
+        if at <= index or self._free.enough_from(slots, index, at) > index:
+            return min(index, at)
+        self._free.add(-slots, index, at)
+        drop = Drop(ref, self._compute, slots)
+        moments[index].remove(drop)
+        moments[at].insert(0, drop)
+        return at
+
+
+class _Later:
+    """Uses of units at the moments after one, as far as updates have to be over for them.
+
+    Attributes:
+        drops: the next moment that gives slots of a gradient back on the tier that computes.
+    """
+
+    def __init__(self) -> None:
+        self.drops: dict[PlaneRef, int] = {}
+        self._needed: dict[PlaneRef, int] = {}
+        self._taken: dict[tuple[PlaneRef, Tier], int] = {}
+
+    def note(self, index: int, moment: Moment, actions: Iterable[Action], compute: Tier) -> None:
+        """Notes a moment, the one before those that have been noted."""
+        for action in actions:
+            match action:
+                case Wait(ref, _):
+                    self._needed[ref] = index
+                case Drop(ref, tier, _) if ref.plane == GRAD and tier is compute:
+                    self.drops[ref] = index
+                case Drop(ref, tier, _) | Create(ref, tier, _) | Copy(ref, _, tier, _):
+                    self._taken[ref, tier] = index
+        for touch in moment.touches:
+            if moment.updates is not None and touch.ref.plane == WEIGHT:
+                # Updates of a run's weight on one tier do not wait for each other.
+                for tier in Tier:
+                    if tier is not (touch.tier or compute):
+                        self._taken[touch.ref, tier] = index
+            else:
+                self._needed[touch.ref] = index
+        self._needed.update((ref, index) for ref in moment.held)
+
+    def needs(self, ref: PlaneRef, tier: Tier, last: int) -> int:
+        """The first moment that needs an update of a unit on a tier to be over, or this one."""
+        at = min(self._needed.get(ref, last), self._taken.get((ref, tier), last))
+        if ref.plane == GRAD:  # it may be on its way, and its slots at either end be taken
+            at = min(at, *(self._taken.get((ref, other), last) for other in Tier))
+        return at

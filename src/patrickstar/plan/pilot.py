@@ -20,7 +20,7 @@ from patrickstar.plan.actions import Action, Drop, Update, UpdateWait
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
 from patrickstar.plan.fit import refuse_host
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import Residency
+from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.room import capacity_of, make_room
 from patrickstar.plan.staging import NoRoom, Order
 from patrickstar.units import format_bytes
@@ -347,6 +347,10 @@ class Pilot:
         state = self._state
         capacity = capacity_of(state, capacity_slots, host_bytes=self._host_bytes)
         waits = [UpdateWait(chunk, tier) for chunk, tier in state.updating.items()]
+        if waits:
+            state = state.copy()
+            for wait in waits:
+                apply(state, wait)
         return [
             *waits,
             *make_room(state, touches=touches, held=held, capacity=capacity, order=self._order(self.stretch)),

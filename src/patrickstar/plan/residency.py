@@ -10,8 +10,9 @@ between, a copy takes slots as long as it is there.
 | `Copy` to a neighbour, `Wait` | newest at the source, no other transfer of it in flight  | newest at both, until the wait at the source    |
 | `Drop` from a tier            | it has slots there, and is not newest there alone        | no copy there                                   |
 | `mark_written` on a tier      | newest there, nothing in flight                          | newest there alone: other slots of it are stale |
-| `mark_free`                   | nothing in flight                                        | free: its slots are stale                       |
-| `Update`, `UpdateWait`        | what it needs is newest on its tier                      | until its wait: no slots that it uses go        |
+| `mark_free`                   | nothing in flight, or in an update                       | free: its slots are stale; after the update     |
+| `Update`, `UpdateWait`        | what it needs is newest on its tier, its gradient at     | until its wait: no slots that it uses go        |
+|                               | least on its way there                                   |                                                 |
 
 Slots that are stale hold nothing that anybody wants: they are given back as soon as room is made. `make_room` of `plan/room.py` decides and changes
 nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state what a moment did.
@@ -59,7 +60,8 @@ class Residency:
         stale: by tier, those of `taken` that hold nothing that anybody wants.
         in_flight: transfers issued and not waited for, at most one of a unit: where from, and where to.
         slots_used: by tier, the slots of `taken`; slots_resting: by tier below the one that computes, those of the units whose home it is.
-        updating: by chunk, the tier of its update that has begun and has not been waited for; in_update: by unit, the chunk of that update.
+        updating: by chunk, the tier of its update that has begun and has not been waited for; in_update: by unit, the chunks of such updates,
+            of which the weight of a run may have several on one tier; unwanted: those of them that are free once it is over.
     """
 
     compute: Tier
@@ -74,7 +76,8 @@ class Residency:
     slots_used: dict[Tier, int] = field(default_factory=dict)
     slots_resting: dict[Tier, int] = field(default_factory=dict)
     updating: dict[int, Tier] = field(default_factory=dict)
-    in_update: dict[PlaneRef, int] = field(default_factory=dict)
+    in_update: dict[PlaneRef, set[int]] = field(default_factory=dict)
+    unwanted: set[PlaneRef] = field(default_factory=set)
 
     @classmethod
     def at_rest(
@@ -134,7 +137,8 @@ class Residency:
             dict(self.slots_used),
             dict(self.slots_resting),
             dict(self.updating),
-            dict(self.in_update),
+            {ref: set(chunks) for ref, chunks in self.in_update.items()},
+            set(self.unwanted),
         )
 
     def snapshot(self) -> Snapshot:
@@ -209,9 +213,15 @@ def mark_written(state: Residency, ref: PlaneRef, tier: Tier | None = None) -> N
 def mark_free(state: Residency, ref: PlaneRef) -> None:
     """Marks a unit as without contents that anybody wants; slots that it has are stale until they are dropped.
 
+    An update under way may still read them, on their way or there: it is free once that is over.
+
     Raises:
         InvariantError: a transfer of it is in flight (5).
     """
+    if ref in state.in_update:
+        state.unwanted.add(ref)
+        return
+    state.unwanted.discard(ref)
     if ref in state.in_flight:
         raise InvariantError(5, f"{ref} is freed while it is on its way")
     state.newest.pop(ref, None)
@@ -303,12 +313,20 @@ def _is_leg(src: Tier, dst: Tier, compute: Tier, home: Tier) -> bool:
 
 def _wait(state: Residency, action: Wait) -> None:
     ref, tier = action.ref, action.tier
-    if state.in_flight.get(ref, (None, None))[1] is not tier:
+    if not _is_arriving(state, ref, tier):
         _refuse(5, action, "no such transfer has been issued")
     if ref in state.in_update:
         _refuse(10, action, "its update has not been waited for")
-    del state.in_flight[ref]
+    _arrive(state, ref)
+
+
+def _arrive(state: Residency, ref: PlaneRef) -> None:
+    _, tier = state.in_flight.pop(ref)
     state.newest[ref] |= _ALONE[tier]
+
+
+def _is_arriving(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
+    return state.in_flight.get(ref, (None, None))[1] is tier
 
 
 def _drop(state: Residency, action: Drop) -> None:
@@ -350,17 +368,23 @@ def _create(state: Residency, action: Create) -> None:
 def _update(state: Residency, action: Update) -> None:
     chunk, tier = action.chunk, action.tier
     units = units_of_update(state, chunk)
-    if busy := [ref for ref in units if ref in state.in_update]:
-        _refuse(10, action, f"an earlier update of {busy[0]} has not been waited for")
     for ref in units:
-        if ref.plane != GRAD:
-            if tier not in state.newest.get(ref, ()):
-                _refuse(1, action, f"the {tier.label} does not hold the last contents of {ref}")
-            if ref in state.in_flight:
-                _refuse(5, action, f"{ref} is on its way")
+        earlier = state.in_update.get(ref, ())
+        if any(ref.plane != WEIGHT or other == chunk or state.updating[other] is not tier for other in earlier):
+            _refuse(10, action, f"an earlier update of {ref} has not been waited for")
+    for ref in units:
+        is_read = ref.plane == GRAD
+        # A gradient need not have arrived: the update comes after its transfer.
+        is_there = tier in state.newest.get(ref, ()) or (
+            is_read and (state.is_free(ref) or _is_arriving(state, ref, tier))
+        )
+        if not is_there:
+            _refuse(1, action, f"the {tier.label} does not hold the last contents of {ref}")
+        if ref in state.in_flight and not is_read:
+            _refuse(5, action, f"{ref} is on its way")
     state.updating[chunk] = tier
     for ref in units:
-        state.in_update[ref] = chunk
+        state.in_update.setdefault(ref, set()).add(chunk)
         if ref.plane != GRAD:
             mark_written(state, ref, tier)
 
@@ -368,9 +392,17 @@ def _update(state: Residency, action: Update) -> None:
 def _end_update(state: Residency, action: UpdateWait) -> None:
     if state.updating.get(action.chunk) is not action.tier:
         _refuse(10, action, "no such update has begun")
+    arriving = arriving_for(state, action.chunk)
     del state.updating[action.chunk]
-    for ref in [ref for ref, chunk in state.in_update.items() if chunk == action.chunk]:
-        del state.in_update[ref]
+    for ref in units_of_update(state, action.chunk):
+        chunks = state.in_update.get(ref, set())
+        chunks.discard(action.chunk)
+        if not chunks:
+            state.in_update.pop(ref, None)
+    for ref in arriving:
+        _arrive(state, ref)
+    for ref in state.unwanted - state.in_update.keys():
+        mark_free(state, ref)
 
 
 def units_of_update(state: Residency, chunk: int) -> list[PlaneRef]:
@@ -382,8 +414,14 @@ def units_of_update(state: Residency, chunk: int) -> list[PlaneRef]:
     return [PlaneRef(head, WEIGHT), *(ref for ref in planes if ref in state.home)]
 
 
+def arriving_for(state: Residency, chunk: int) -> list[PlaneRef]:
+    """The units, a gradient or none, whose transfer comes before a chunk's update that is under way: its wait is theirs too."""
+    tier = state.updating[chunk]
+    return [ref for ref in units_of_update(state, chunk) if ref.plane == GRAD and _is_arriving(state, ref, tier)]
+
+
 def _is_updated_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
-    return ref in state.in_update and state.updating[state.in_update[ref]] is tier
+    return any(state.updating[chunk] is tier for chunk in state.in_update.get(ref, ()))
 
 
 def _refuse(number: int, action: Action, why: str) -> NoReturn:

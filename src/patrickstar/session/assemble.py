@@ -180,6 +180,7 @@ def _build_store(
         disk=pool,
         links=Links(make_lane),
         dtype=dtype_of,
+        chunks=layout.slots,
         ledger=ledger,
         poison=memory.options.poison,
     )

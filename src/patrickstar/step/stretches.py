@@ -97,6 +97,8 @@ class Stretches:
         self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._follower: dict[StretchKind, Trace] = {}
+        self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
+        self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
         self._current: KnownForward | None = None
         self._recorded = False
         self._ended: Stretch | None = None
@@ -122,6 +124,7 @@ class Stretches:
         known = self._explore(model, named, args, kwargs)
         expected = known.expected
         recorded = torch.is_grad_enabled()
+        self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
         stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, expected)
         needed = self._always_meter or expected.trace is None or expected.measure_next
@@ -201,13 +204,15 @@ class Stretches:
 
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
         """The tiers, by chunk, of updates that are best not done where the step computes."""
-        return choose_tiers(
+        tiers = choose_tiers(
             updates,
             self._executor.store.state,
             machine=self._budgets.machine_for(0, taken_bytes=self._taken_bytes()),
             peak_bytes=self._largest_bytes,
             choice=self._choice,
         )
+        self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
+        return tiers
 
     def _next_of(self, kind: StretchKind) -> StretchKind:
         """The kind of stretch that is expected after one of this kind."""
@@ -320,7 +325,10 @@ class Stretches:
             frozenset(state.in_flight.items()),
         )
         # Traces are told apart by identity: those in a key are kept alive beside the plan.
-        key = (kind, id(trace), id(after), contents, self._taken_bytes(), frees)
+        # Gradients are complete in the last backward before a step, as far as this step is as the last one.
+        is_last = kind is StretchKind.TRAINING and self._forwards == self._forwards_a_step
+        goes_down = self._used_below if is_last else frozenset[PlaneRef]()
+        key = (kind, id(trace), id(after), contents, self._taken_bytes(), frees, goes_down)
         if key not in self._plans:
             plan = make_plan(
                 trace,
@@ -331,6 +339,7 @@ class Stretches:
                 following=after,
                 frees=frees,
                 prefetch=self._prefetch,
+                goes_down=goes_down,
             )
             self._plans[key] = plan, (trace, after)
             self._freed_blocks.plan(plan, trace, self._layout)
@@ -435,6 +444,7 @@ class Stretches:
     def step_ended(self) -> None:
         """Ends a step: the optimizer has updated, and all that came since the last update was one step."""
         self.end()
+        self._forwards, self._forwards_a_step = 0, self._forwards
         current, self._step_reasons = self._step_reasons, []
         self._was_planned = not current
         if current:

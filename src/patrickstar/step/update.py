@@ -106,7 +106,7 @@ class Updates:
         """
         touches = order.waiting[chunk].touches
         with self._executor.quiet():  # an evaluation may be what has this done, in inference mode
-            units = {touch.ref: self._executor.store.tensor(touch.ref, tier) for touch in touches}
+            units = {touch.ref: self._executor.store.operand(touch.ref, tier) for touch in touches}
             planes, pieces = self._planes(chunk, units), self._pieces(chunk, order, units)
 
         def update() -> None:
