@@ -9,8 +9,9 @@ must have the same losses.
 
 A step has two halves: the forward, with the update of the step before between its moments, and the backward. What comes up is tied to the half that
 uses it; what goes down, gradients and weights that were changed, may go in either. The bound is the sum over the halves of the longer of computing
-and of what comes up, or the time of all that goes down, if that is longer. Where cores compute, update and copy, all of that is in what computing
-takes. Prints seconds and ratios to the bound, and to a step that computes all and sends all at once, with the median's 90 % interval.
+and of what comes up, or the time of all that goes down, if that is longer. The cores that compute also update and copy: the update is part of what
+computing takes, and what the copies take of all cores is added to it. Prints seconds and ratios to the bound, and to a step that computes all and
+sends all at once, with the median's 90 % interval; and how much longer a step takes that clips, less what the norm takes where nothing moves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,22 +41,32 @@ TIMES = (0.3, 1.0, 3.0)
 PARTS = ("forward", "backward")
 _WARM_UP = 3  # steps: the first is measured by the session, in the second moments are there
 _SHARE = 0.5
+_NORM = 1.0
 
 
-def work(
-    pipe: Connection, arguments: argparse.Namespace, share: float, prefetch: int | None, link: float | None
-) -> None:
+@dataclass(frozen=True)
+class Side:
+    """A way of training: the share of model data on the device, how early transfers begin, bytes a second of the link, and the norm to clip."""
+
+    share: float
+    prefetch: int | None
+    link: float | None
+    max_norm: float | None = None
+
+
+def work(pipe: Connection, arguments: argparse.Namespace, side: Side) -> None:
     """One process: a step, with the seconds and the bytes of its parts, when it is asked for one."""
     model = build(arguments)
     model_data = 16 * sum(parameter.numel() for parameter in model.parameters())
-    rate = None if link is None else max(1, int(link))
+    rate = None if side.link is None else max(1, int(side.link))
     session = patrickstar.manage(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4),
         device="emulated",
-        device_memory=int(share * model_data),
+        device_memory=int(side.share * model_data),
         precision="fp32",
-        options=patrickstar.Options(prefetch=prefetch, emulated_link=rate),
+        max_grad_norm=side.max_norm,
+        options=patrickstar.Options(prefetch=side.prefetch, emulated_link=rate),
     )
     pipe.send(model_data)
     while (seed := pipe.recv()) is not None:
@@ -69,7 +81,9 @@ def work(
         loss = model(input_ids=batch, labels=batch).loss
         mark()
         loss.backward()
-        session.optimizer.step()
+        before = time.perf_counter()
+        session.optimizer.step()  # the norm, if there is one: the update comes with the next forward
+        norm = time.perf_counter() - before
         session.optimizer.zero_grad()
         mark()
         pipe.send(
@@ -79,6 +93,7 @@ def work(
                 "bytes": [
                     {link: after[link] - before[link] for link in ("H>D", "D>H")} for before, after in pairwise(moved)
                 ],
+                "norm": norm,
                 "planned": session.stats().planned_steps,
             }
         )
@@ -100,9 +115,21 @@ def build(arguments: argparse.Namespace) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).train()
 
 
-def bound(computing: list[float], nbytes: list[dict[str, int]], speed: float) -> float:
+def copies_per_second() -> float:
+    """Bytes a second that the cores copy from one place to another, if all of them do nothing else."""
+    source, target = torch.randn(64 << 18), torch.empty(64 << 18)  # 64 MiB: no cache has them
+    taken = []
+    for _ in range(12):
+        began = time.perf_counter()
+        target.copy_(source)
+        taken.append(time.perf_counter() - began)
+    return source.nbytes / statistics.median(taken)
+
+
+def bound(computing: list[float], nbytes: list[dict[str, int]], speed: float, copies: float) -> float:
     """Seconds of a step whose halves each take as long as computing or what comes up does, and all of it as long as what goes down."""
-    halves = sum(max(own, sent["H>D"] / speed) for own, sent in zip(computing, nbytes, strict=True))
+    busy = [own + sum(sent.values()) / copies for own, sent in zip(computing, nbytes, strict=True)]
+    halves = sum(max(own, sent["H>D"] / speed) for own, sent in zip(busy, nbytes, strict=True))
     return max(halves, sum(sent["D>H"] for sent in nbytes) / speed)
 
 
@@ -115,22 +142,31 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    fits = started(arguments, 4.0, None, None)
-    unpaced = started(arguments, _SHARE, 0, None)
+    fits = {
+        "fits": started(arguments, Side(4.0, None, None)),
+        "fits, clipped": started(arguments, Side(4.0, None, None, _NORM)),
+    }
+    unpaced = started(arguments, Side(_SHARE, 0, None))
     for number in range(_WARM_UP):
-        fits.ask(number)
+        for worker in fits.values():
+            worker.ask(number)
         last = unpaced.ask(number)
-    computing = [statistics.median(parts) for parts in zip(*(fits.ask(9)["seconds"] for _ in range(5)), strict=True)]
+    computing = [
+        statistics.median(parts) for parts in zip(*(fits["fits"].ask(9)["seconds"] for _ in range(5)), strict=True)
+    ]
     sent = max(sum(part[link] for part in last["bytes"]) for link in ("H>D", "D>H"))
     unpaced.dismiss()
     unpaced.join()
-    rows = [measured(arguments, fits, times, sent / (times * sum(computing))) for times in TIMES]
-    fits.dismiss()
-    fits.join()
+    copies = copies_per_second()
+    rows = [measured(arguments, fits, times, sent / (times * sum(computing)), copies) for times in TIMES]
+    for worker in fits.values():
+        worker.dismiss()
+        worker.join()
     result = {
         "what": "steps on an emulated device with half of the model data and a paced link",
         "layers": arguments.layers,
         "tokens": arguments.tokens,
+        "copies_per_second": copies,
         "rows": rows,
         "command": " ".join(["python", "benchmarks/overlap.py", *sys.argv[1:]]),
         "machine": describe_machine(),
@@ -140,17 +176,23 @@ def main() -> int:
     return 0
 
 
-def started(arguments: argparse.Namespace, share: float, prefetch: int | None, link: float | None) -> Worker:
-    worker = Worker(work, arguments, share, prefetch, link)
+def started(arguments: argparse.Namespace, side: Side) -> Worker:
+    worker = Worker(work, arguments, side)
     worker.hear()
     return worker
 
 
-def measured(arguments: argparse.Namespace, fits: Worker, times: float, speed: float) -> dict[str, Any]:
-    """Rounds of three steps: everything there, transfers when they are needed, transfers that begin early."""
-    sides = {"early": started(arguments, _SHARE, None, speed), "late": started(arguments, _SHARE, 0, speed)}
-    order = ["fits", *sides]
-    workers = {"fits": fits, **sides}
+def measured(
+    arguments: argparse.Namespace, fits: dict[str, Worker], times: float, speed: float, copies: float
+) -> dict[str, Any]:
+    """Rounds of five steps: everything there, transfers when they are needed, transfers that begin early, and the first and the last clipped."""
+    sides = {
+        "early": started(arguments, Side(_SHARE, None, speed)),
+        "late": started(arguments, Side(_SHARE, 0, speed)),
+        "clipped": started(arguments, Side(_SHARE, None, speed, _NORM)),
+    }
+    workers = {**fits, **sides}
+    order = list(workers)
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(_WARM_UP + arguments.pairs):
         order.reverse()
@@ -168,7 +210,7 @@ def measured(arguments: argparse.Namespace, fits: Worker, times: float, speed: f
         for found in rounds:
             step, own = found[name], found["fits"]["seconds"]
             total = sum(step["seconds"])
-            to_bound.append(total / bound(own, step["bytes"], speed))
+            to_bound.append(total / bound(own, step["bytes"], speed, copies))
             whole = max(sum(part[link] for part in step["bytes"]) for link in ("H>D", "D>H")) / speed
             to_whole.append(total / max(sum(own), whole))
         row[name] = {
@@ -180,6 +222,14 @@ def measured(arguments: argparse.Namespace, fits: Worker, times: float, speed: f
             "to_bound": {"median": statistics.median(to_bound), "interval": interval(sorted(to_bound))},
             "to_whole": {"median": statistics.median(to_whole), "interval": interval(sorted(to_whole))},
         }
+    clipping = [
+        (sum(found["clipped"]["seconds"]) - found["fits, clipped"]["norm"]) / sum(found["early"]["seconds"])
+        for found in rounds
+    ]
+    row["clipped"] = {
+        "norm_seconds": statistics.median(found["fits, clipped"]["norm"] for found in rounds),
+        "to_early": {"median": statistics.median(clipping), "interval": interval(sorted(clipping))},
+    }
     row["computing"] = [
         statistics.median(parts) for parts in zip(*(found["fits"]["seconds"] for found in rounds), strict=True)
     ]
@@ -195,6 +245,12 @@ def measured(arguments: argparse.Namespace, fits: Worker, times: float, speed: f
             f"{own['to_whole']['median']:.2f} x the whole step's",
             flush=True,
         )
+    low, high = row["clipped"]["to_early"]["interval"]
+    print(
+        f"  clipped {row['clipped']['to_early']['median']:.3f} x early ({low:.3f} to {high:.3f}), "
+        f"less {row['clipped']['norm_seconds']:.2f} s of the norm",
+        flush=True,
+    )
     return row
 
 

@@ -96,6 +96,7 @@ class Stretches:
         self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
         self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
+        self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
         self._follower: dict[StretchKind, Trace] = {}
         self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
@@ -288,10 +289,22 @@ class Stretches:
 
     # any stretch
 
-    def begin_norm(self, trace: Trace) -> None:
-        """Begins the stretch of the norm of gradients."""
+    def begin_norm(self, trace: Trace) -> Trace:
+        """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""
         self.end()
-        self._begin(self._stretch(StretchKind.NORM, trace, following=self._next_of(StretchKind.NORM)))
+        here = trace if self._choice.apart else self._where_it_is(trace)
+        self._begin(self._stretch(StretchKind.NORM, here, following=self._next_of(StretchKind.NORM)))
+        return here
+
+    def _where_it_is(self, trace: Trace) -> Trace:
+        touches = tuple(self._executor.pilot.nearest(moment.touches) for moment in trace.moments)
+        key = id(trace), touches
+        if key not in self._norms:
+            moments = (replace(moment, touches=own) for moment, own in zip(trace.moments, touches, strict=True))
+            self._norms[key] = Trace(tuple(moments)), trace
+            if len(self._norms) > _KEPT_PLANS:
+                self._norms.popitem(last=False)
+        return self._norms[key][0]
 
     def begin_update(self, pending: PendingStep) -> None:
         """Begins the stretch of what is left of the optimizer's step; in the middle of another stretch, that goes on without its plan."""
@@ -359,6 +372,7 @@ class Stretches:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self._plans.clear()
         self._woven.clear()
+        self._norms.clear()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 

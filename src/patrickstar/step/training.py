@@ -282,8 +282,8 @@ class Training:
         else:
             with InPlane(self._binding, self._gradients, self._binding.by_name):
                 names = self._gradients.names
-                self._stretches.begin_norm(self._traces.norm(names))
-                norm = self._updates.norm(names, self._gradients.factors)
+                trace = self._stretches.begin_norm(self._traces.norm(names))
+                norm = self._updates.norm(names, self._gradients.factors, trace)
                 self._stretches.end()
         self.multiply(clip_factor(max_norm, norm))
         return norm

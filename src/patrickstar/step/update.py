@@ -14,7 +14,7 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, aligned
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase, Touch
+from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
@@ -157,15 +157,20 @@ class Updates:
                 planes.update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])
 
-    def norm(self, names: Iterable[str], factors: Factors) -> Tensor:
-        """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32."""
+    def norm(self, names: Iterable[str], factors: Factors, trace: Trace) -> Tensor:
+        """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32.
+
+        `trace`: the moments that read them, which say on which tier.
+        """
         wanted = set(names)
+        by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
         norm = GlobalNorm()
         with self._executor.apart():
             for name in self._layout.slices:
                 if name in wanted:
                     for part, touches in gradient_parts(self._layout, name, writes=False):
-                        (unit,) = self._executor.use(Phase.STEP, name, touches)
+                        here = by_unit.get(touches[0].ref, touches)
+                        (unit,) = self._executor.use(Phase.STEP, name, here)
                         for block in scaled_blocks(unit[part.start : part.stop], factors.get(name, ())):
                             norm.add(block)
                     norm.end_tensor()
