@@ -4,8 +4,8 @@ A policy says how much a copy is worth keeping, as a number: the copy of least w
 dirty, since a clean copy leaves without a transfer, and then by id, so that every rank decides alike. From the host below a
 device goes first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
 
-- `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean. A copy that something
-  written elsewhere takes the place of, before it is used again, is worth nothing.
+- `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean. A copy that is written
+  elsewhere before it is used again, or goes there anyway, is worth next to nothing: of such, what was used longest ago goes first.
 - `lru`: worth more the later it was used last.
 
 A step follows a step, so a trace has no end: what is used first in the next one is used next after the last moment.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -37,13 +37,21 @@ class Uses:
     Moments of the trace count from 0. Those before it are negative, those after its end go on from its length.
     """
 
-    def __init__(self, trace: Trace, following: Trace | None = None) -> None:
-        """Reads both traces. `following`: what comes after the trace, and then the trace again; None: the trace itself."""
+    def __init__(
+        self, trace: Trace, following: Trace | None = None, *, goes_down: Collection[PlaneRef] = frozenset()
+    ) -> None:
+        """Reads both traces.
+
+        Args:
+            following: what comes after the trace, and then the trace again; None: the trace itself.
+            goes_down: what is used on the tier below after the trace.
+        """
         follower = trace if following is None else following
         self.n_moments = len(trace)
         self.n_following = len(follower)
         self._at: dict[PlaneRef, list[int]] = {}
         self._lost: dict[PlaneRef, list[int]] = {}
+        self._goes_down = goes_down
         for index, moment in enumerate(trace.moments):
             for ref in _uses(moment):
                 self._at.setdefault(ref, []).append(index)
@@ -67,6 +75,13 @@ class Uses:
         if min(used, lost) == NEVER:
             return self._after.get(ref, NEVER)
         return used if used < lost else NEVER
+
+    def is_leaving(self, ref: PlaneRef, now: int) -> bool:
+        """Tells whether a unit's next use is on the tier below, where it is written, or goes anyway."""
+        used = _next(self._at.get(ref), now)
+        if ref in self._goes_down:
+            return used == NEVER
+        return ref in self._lost and used == self.after(ref, now) == NEVER
 
     def until(self, ref: PlaneRef, now: int) -> int:
         """The last moment up to `now` that touches the unit, or `-NEVER`."""
@@ -92,7 +107,7 @@ def _written_elsewhere(moment: Moment) -> list[PlaneRef]:
 
 def worth_by_next_use(uses: Uses) -> Worth:
     """The `next-use` policy."""
-    return lambda ref, now: -uses.after(ref, now)
+    return lambda ref, now: now - NEVER if uses.is_leaving(ref, now) else -uses.after(ref, now)
 
 
 def worth_by_last_use(uses: Uses) -> Worth:

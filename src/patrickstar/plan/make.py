@@ -56,7 +56,7 @@ def make_plan(
     freed = tuple(sorted(frees))
     refuse_unless_homes_fit(machine, home=state.home, slots=state.slots, slot_bytes=state.slot_bytes)
     expect_room(worst_moment(trace, start=state, frees=freed), machine)
-    worth = policy_named(policy)(Uses(trace, following))
+    worth = policy_named(policy)(Uses(trace, following, goes_down=frozenset(goes_down)))
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
     before = state.snapshot()

@@ -5,7 +5,8 @@ moments, and nothing else changes:
 
     hoist              a unit's copy to the tier that computes is issued at the earliest moment from which its slots are free until its use
     early write-back   what leaves dirty is copied home as soon as it has been written for the last time
-    early drop         what leaves gives its slots back before that, where something that is fetched early takes them
+    early drop         what leaves gives its slots back when it has been used for the last time; where it has to be written back before that,
+                       only if something that is fetched early takes them
     late wait          an update is waited for when something needs what it uses, and its gradient's way there with it; the gradient's slots are
                        given back then, if they are not needed before
     early descent      a gradient that will be used below begins to go there when it is complete, over the end of the plan
@@ -23,7 +24,7 @@ Only transfers between the tier that computes and the one below it are moved; wh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,11 +62,11 @@ class _Moved:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A unit that leaves the tier that computes at a moment: from when it may, and the moment at which its write-back can begin, if it has one."""
+    """A dirty unit that leaves the tier that computes at a moment: from when it may, and the moment at which its write-back can begin."""
 
     ref: PlaneRef
     earliest: int
-    write_back: int | None
+    write_back: int
 
 
 class _Overlap:
@@ -81,25 +82,22 @@ class _Overlap:
         self._moved: dict[int, _Moved] = defaultdict(_Moved)
         self._kept: list[list[Action]] = []
         self._free = FreeSlots(self._free_slots())
-        self._pins: dict[PlaneRef, list[int]] = defaultdict(list)
+        self._pins = self._all_pins()
+        self._dropped: dict[tuple[int, PlaneRef], int] = {}  # at which moments what leaves at one has left
         self._written: dict[PlaneRef, int] = {}
         self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
         self._last_issue = 0
 
     def plan(self, goes_down: Collection[PlaneRef]) -> Plan:
-        freed_after = self._plan.freed_after()
+        for index, actions in enumerate(self._plan.moments):
+            self._drop_unused(index, actions)
         for index, moment in enumerate(self._trace.moments):
             self._kept.append(self._move(index, self._plan.moments[index]))
-            for ref in moment.held:
-                self._pins[ref].append(index)
             for touch in moment.touches:
-                self._pins[touch.ref].append(index)
                 if touch.writes:
                     self._written[touch.ref] = index
                 if touch.tier not in (None, self._compute):
                     self._since[touch.ref] = index + 1
-            for ref in freed_after.get(index, ()):
-                self._pins[ref].append(index)
         moments = [self._together(index, kept) for index, kept in enumerate(self._kept)]
         self._wait_for_updates_late(moments)
         end = self._descend(moments, goes_down)
@@ -116,6 +114,16 @@ class _Overlap:
                     moments[at].append(down)
                     apply(state, down)
         return state.snapshot()
+
+    def _all_pins(self) -> dict[PlaneRef, list[int]]:
+        """The moments at which each unit is used."""
+        pins: dict[PlaneRef, list[int]] = defaultdict(list)
+        freed_after = self._plan.freed_after()
+        for index, moment in enumerate(self._trace.moments):
+            used = (*moment.held, *(touch.ref for touch in moment.touches), *freed_after.get(index, ()))
+            for ref in dict.fromkeys(used):
+                pins[ref].append(index)
+        return pins
 
     def _free_slots(self) -> list[int]:
         """Slots of the tier that computes that each moment leaves free, as the plan is."""
@@ -147,6 +155,10 @@ class _Overlap:
                 early[ref] = at
         gone = self._drop_early(leaving, min(early.values(), default=index), index)
         for ref, own in by_unit.items():
+            if (index, ref) in self._dropped:
+                gone[ref] = list(own)
+                self._since[ref] = self._dropped[index, ref]
+        for ref, own in by_unit.items():
             at = self._goes_down(ref, own, index)
             if at < index:
                 early[ref] = at
@@ -163,25 +175,34 @@ class _Overlap:
         ]
 
     def _leaving(self, ref: PlaneRef, own: Sequence[Move], index: int) -> _Leaving | None:
-        """A unit whose actions at a moment make it leave, directly to the tier below; None where they do not, or it can leave no earlier."""
+        """A unit whose actions at a moment write it back directly to the tier below, and drop it; None where they do not, or it can go no earlier."""
         match own:
-            case [Drop(_, self._compute, _)]:
-                write_back = False
             case [Copy(_, self._compute, self._below, _), Wait(), Drop(_, self._compute, _)]:
-                write_back = self._plan.start.home[ref] is self._below
-                if not write_back:
+                if self._plan.start.home[ref] is not self._below:
                     return None
             case _:
                 return None
-        pins = self._pins[ref]
-        first = max(index - self._ahead, 0)
-        used_until = max(first, pins[-1] + 1 if pins else 0)
-        if not write_back:
-            return _Leaving(ref, used_until, None) if used_until < index else None
-        begins = self._not_pinned(ref, max(first, self._written.get(ref, -1) + 1))
+        begins = self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0))
         if begins >= index:
             return None
-        return _Leaving(ref, max(used_until, (begins + index + 1) // 2), begins)
+        return _Leaving(ref, max(self._unused_from(ref, index), (begins + index + 1) // 2), begins)
+
+    def _unused_from(self, ref: PlaneRef, index: int) -> int:
+        """The moment from which on nobody uses a unit until this one, as early as something may be."""
+        pins = self._pins[ref]
+        before = bisect_left(pins, index)
+        return max(index - self._ahead, pins[before - 1] + 1 if before else 0, 0)
+
+    def _drop_unused(self, index: int, actions: Sequence[Action]) -> None:
+        """Has what leaves at a moment without a transfer leave when it has been used for the last time."""
+        own = Counter(action.ref for action in actions if not isinstance(action, Update | UpdateWait))
+        for action in actions:
+            if isinstance(action, Drop) and action.tier is self._compute and own[action.ref] == 1:
+                at = self._unused_from(action.ref, index)
+                if at < index:
+                    self._free.add(action.slots, at, index)
+                    self._moved[at].drops.append(action)
+                    self._dropped[index, action.ref] = at
 
     def _goes_down(self, ref: PlaneRef, own: Sequence[Move], index: int) -> int:
         """The moment at which a unit that is used below, and stays, can begin to go there; the same moment where it does not, or not earlier."""
@@ -221,16 +242,13 @@ class _Overlap:
         """Notes what is written back early, and what leaves early, from when on something needs its slots; the actions of each that are moved."""
         gone: dict[PlaneRef, list[Action]] = {}
         for one in leaving:
-            ref, slots, moved = one.ref, self._slots[one.ref], list[Action]()
-            if one.write_back is not None:
-                moved.append(Copy(ref, self._compute, self._below, slots))
-                self._moved[one.write_back].write_backs.append(moved[0])
+            ref, slots = one.ref, self._slots[one.ref]
+            moved: list[Action] = [Copy(ref, self._compute, self._below, slots)]
+            self._moved[one.write_back].write_backs += moved
             at = max(one.earliest, first)
             self._free.add(-slots, one.earliest, at)
             if at < index:
-                ends: list[Action] = [Drop(ref, self._compute, slots)]
-                if one.write_back is not None:
-                    ends.insert(0, Wait(ref, self._below))
+                ends: list[Action] = [Wait(ref, self._below), Drop(ref, self._compute, slots)]
                 self._moved[at].drops += ends
                 moved += ends
             gone[ref] = moved
@@ -245,7 +263,6 @@ class _Overlap:
                     self._since[ref] = index
                 case Create(ref, self._compute, _):
                     self._written[ref] = index
-                    self._pins[ref].append(index)
 
     def _together(self, index: int, kept: list[Action]) -> list[Action]:
         """The actions of a moment: what stays there, and what has come."""
