@@ -83,7 +83,9 @@ class _Overlap:
         self._kept: list[list[Action]] = []
         self._free = FreeSlots(self._free_slots())
         self._pins = self._all_pins()
-        self._dropped: dict[tuple[int, PlaneRef], int] = {}  # at which moments what leaves at one has left
+        self._dropped: dict[int, dict[PlaneRef, int]] = defaultdict(
+            dict
+        )  # what leaves at a moment, and when it has left
         self._written: dict[PlaneRef, int] = {}
         self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
         self._last_issue = 0
@@ -148,16 +150,12 @@ class _Overlap:
         leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
         for one in leaving:
             self._free.add(self._slots[one.ref], one.earliest, index)  # if they are needed
-        early: dict[PlaneRef, int] = {}
-        for ref, own in by_unit.items():
-            at = self._arrive(ref, index) if self._arrives(own) else index
-            if at < index:
-                early[ref] = at
+        arriving = {ref: self._arrive(ref, index) for ref, own in by_unit.items() if self._arrives(own)}
+        early = {ref: at for ref, at in arriving.items() if at < index}
         gone = self._drop_early(leaving, min(early.values(), default=index), index)
-        for ref, own in by_unit.items():
-            if (index, ref) in self._dropped:
-                gone[ref] = list(own)
-                self._since[ref] = self._dropped[index, ref]
+        for ref, at in self._dropped[index].items():
+            gone[ref] = list(by_unit[ref])
+            self._since[ref] = at
         for ref, own in by_unit.items():
             at = self._goes_down(ref, own, index)
             if at < index:
@@ -202,7 +200,7 @@ class _Overlap:
                 if at < index:
                     self._free.add(action.slots, at, index)
                     self._moved[at].drops.append(action)
-                    self._dropped[index, action.ref] = at
+                    self._dropped[index][action.ref] = at
 
     def _goes_down(self, ref: PlaneRef, own: Sequence[Move], index: int) -> int:
         """The moment at which a unit that is used below, and stays, can begin to go there; the same moment where it does not, or not earlier."""
