@@ -16,7 +16,7 @@ read after their filling.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -302,6 +302,12 @@ class ChunkStore:
             if tier is Tier.DISK:
                 self._pool().take(ref)
         state.grow(homes, slots)
+
+    def shrink(self, refs: Collection[PlaneRef]) -> None:
+        """Takes units out that are at home on the compute tier, and without contents."""
+        for ref in refs:
+            self.release(ref)
+        self.state.shrink(refs)
 
     def _leave_home(self, ref: PlaneRef) -> None:
         """Gives the slots back in which a unit without contents rests on a memory tier."""

@@ -82,14 +82,26 @@ class Executor:
 
     # moments
 
-    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0) -> None:
+    def moment(
+        self,
+        phase: Phase,
+        label: str,
+        touches: Sequence[Touch],
+        rows_bytes: int = 0,
+        recorded: Sequence[Touch] | None = None,
+    ) -> None:
         """Makes what these touches need usable where they are. Units to be written count as written. `rows_bytes`: of rows that cross the link.
+
+        `recorded`: the touches that are written down, where those are others.
 
         Raises:
             BudgetError: the moment does not fit. DeviceError: the disk does not do its work.
         """
         with self.lock:
             self._update_before(touches)
+            if self.recorder is not None and phase is not Phase.STEP:
+                held = self.store.leases.held()
+                self.recorder.moment(phase, label, touches if recorded is None else recorded, held, rows_bytes)
             self._moment(phase, label, touches, rows_bytes)
 
     def _moment(
@@ -98,9 +110,10 @@ class Executor:
         with self.lock:
             store, pilot = self.store, self.pilot
             held = store.leases.held()
-            if self.recorder is not None and phase is not Phase.STEP:
-                self.recorder.moment(phase, label, touches, held, rows_bytes)
-            actions = pilot.actions(phase, label, touches, held, rows_bytes=rows_bytes, update=update)
+            actions = pilot.planned(phase, touches, held, rows_bytes=rows_bytes)
+            if actions is None:
+                self._use_what_came()
+                actions = pilot.decided(phase, label, touches, held, update)
             if self._pressure is not None or self.meter is not None:
                 actions = self._within_bounds(actions, (phase, label, touches, held, update))
             store.limit_slots = pilot.capacity_slots
@@ -119,10 +132,12 @@ class Executor:
                 if touch.writes:
                     store.wrote(touch.ref, touch.tier)
 
-    def use(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
-        """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. Raises what `moment` raises."""
+    def use(
+        self, phase: Phase, label: str, touches: Sequence[Touch], recorded: Sequence[Touch] | None = None
+    ) -> list[Tensor]:
+        """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. As `moment`, also what that raises."""
         with self.lock:
-            self.moment(phase, label, touches)
+            self.moment(phase, label, touches, recorded=recorded)
             with torch.inference_mode(False):
                 return [self.store.tensor(touch.ref, touch.tier) for touch in touches]
 
@@ -159,7 +174,7 @@ class Executor:
         if not pending.is_woven:
             self.settle()
             return
-        while (planned := self.pilot.next_update()) is not None:
+        while (planned := self.pilot.next_update()) is not None and planned.updates in pending.waiting:
             self.update(planned)
         for moment in pending.due(touches):
             if moment.updates not in self.store.state.updating:
@@ -200,10 +215,20 @@ class Executor:
             pending = self.pending
             if pending is None:
                 return
+            if backward_id() == -1:
+                pending.close()  # where a backward that brought gradients was left, no more come
+            if self.store.state.updating:
+                self.pilot.stretch.depart("the optimizer's updates were waited for at once")
             self.wait_for_updates()
             if pending.waiting and pending.failed is None:
                 self.carry_out_step(pending)
                 self.wait_for_updates()
+
+    def _use_what_came(self) -> None:
+        """Has gradients that wait in chunks used: what is decided on the spot counts on their room."""
+        if self.pending is not None and self.pending.arrivals:
+            self.pending.close()
+            self.settle()
 
     def update_held(self) -> None:
         """Carries out what is left of the optimizer step that is pending, if one is, for whoever holds anything.
