@@ -419,9 +419,9 @@ class Stretches:
                 self._blame(stretch, stretch.reason + (known.explain(stretch) if known is not None else ""))
             elif not stretch.complete:
                 self._blame(stretch, f"the {stretch.kind} ended after {stretch.position} moments of its trace")
-        self._late_planes.close()
         self._ended = stretch
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
+        self._late_planes.close()
 
     def _own_number(self, stretch: Stretch) -> int:
         """The number, without updates, of the moment before which somebody let go of what was not to stay; 0 where nobody did."""
