@@ -219,6 +219,7 @@ class Training:
         """Forgets an update that was left half done: everything has been loaded anew."""
         self._unfinished = False
         self.backwards.forget()
+        self._whole_updates.forget()
         self._updated.clear()
         self._postponed.clear()
         self._sums.take()

@@ -57,19 +57,16 @@ class WholeUpdates:
     def begin(self) -> None:
         """Makes ready for the gradients of a backward, or of one inside of it."""
         stretch = self._executor.pilot.stretch
-        if stretch is self._stretch or stretch.whole is None or not isinstance(stretch.course, Planned):
+        if stretch is self._stretch:
             return
         self._stretch, whole = stretch, stretch.whole
         self._hypers, self._steps = {}, {}
+        if whole is None or not isinstance(stretch.course, Planned):
+            self._order = PendingStep(self._hypers, self._steps, Trace(()))
+            return
         updates = Trace(tuple(moment for moment in whole.trace.moments if moment.updates is not None))
-        self._order = PendingStep(
-            self._hypers,
-            self._steps,
-            updates,
-            frees=set(whole.slots),
-            arrivals=dict(whole.arrivals),
-            is_woven=True,
-        )
+        gradients, arrivals = set(whole.slots), dict(whole.arrivals)
+        self._order = PendingStep(self._hypers, self._steps, updates, frees=gradients, arrivals=arrivals, is_woven=True)
         self._executor.pending = self._order
 
     def gather(self, arrival: Arrival) -> bool:
@@ -97,6 +94,12 @@ class WholeUpdates:
         """Notes that a gradient is about to be kept until the backward ends, of which these are the parts."""
         if any(map(self._order.takes, parts)):
             self.end(f"the gradient of {name} has to wait until the backward ends")
+
+    def forget(self) -> None:
+        """Lets go of what has come and is not used: everything has been loaded anew."""
+        self._order.arrivals.clear()
+        for gradient in sorted(self._order.frees & self._executor.store.state.home.keys()):
+            self._executor.release(gradient)
 
     def end(self, why: str = "") -> None:
         """Has what has come updated, and gathers no more in this backward. `why`: what the plan did not have."""
