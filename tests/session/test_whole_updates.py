@@ -1,4 +1,4 @@
-"""Chunks that a backward updates whole, as the last of their gradients lands: beside the rest of it, where there is room; the bits are those of plain PyTorch."""
+"""Chunks that a backward updates whole, as the last of their gradients lands, beside the rest of it: the bits are those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar import BudgetError, DeviceError, StateError
-from patrickstar.core.planes import GRAD
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.plan.actions import Update, UpdateWait
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.faults import FaultyIO
@@ -33,7 +33,6 @@ from tests.session.builders import (
     expect_bits,
     loss_of,
     mlp,
-    options,
     store_of,
     train_step,
 )
@@ -311,14 +310,15 @@ class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = mlp()
+        self.at = 6
         self.look: Callable[[], Any] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers[:6](x)
+        hidden = self.layers[: self.at](x)
         if self.look is not None and hidden.requires_grad:
             look = self.look
             hidden.register_hook(lambda gradient: look() and None)
-        out: torch.Tensor = self.layers[6:](hidden)
+        out: torch.Tensor = self.layers[self.at :](hidden)
         return out
 
 
@@ -371,6 +371,32 @@ def test_what_somebody_holds_of_a_parameter_is_that_of_the_update(kind: str, who
 def _view(weight: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return weight.view(-1)
+
+
+@pytest.mark.parametrize("chunk", range(LAYERS))
+@pytest.mark.parametrize("at", [4, 6, 8, 10])
+@pytest.mark.parametrize("budget", [ROOM, 10 * SLOT])
+def test_a_plan_that_is_left_because_a_unit_is_held_loses_no_gradient(
+    chunk: int, at: int, budget: int, whole: MakePair
+) -> None:
+    """Also at the very moment at which a gradient goes into its chunk."""
+    pair = whole(Looks, device_memory=budget)
+    pair.train(2)
+    held: list[torch.Tensor] = []
+    unit, store = PlaneRef(chunk, WEIGHT), store_of(pair.session)
+
+    def hold() -> None:
+        state = store.state
+        if not held and state.is_newest(unit, state.compute) and unit not in state.in_update:
+            held.append(store.leases.take(unit))
+
+    pair.plain.at = pair.model.at = at
+    pair.model.look = hold
+    pair.train(1, first=2)
+    pair.model.look = None
+    held.clear()
+    pair.train(2, first=3)
+    pair.expect_same()
 
 
 def test_a_parameter_that_leaves_its_group_is_updated_no_more(whole: MakePair) -> None:
@@ -655,7 +681,3 @@ def test_alternating_forwards_have_room_for_what_each_keeps(whole: MakePair) -> 
         want, got = pair.each(step)
         assert torch.equal(want, got)
     pair.expect_same()
-
-
-def test_options_are_those_of_every_test() -> None:
-    assert options().poison

@@ -138,7 +138,7 @@ def forecast(
             _whole_chunks(step, state, layout, budgets, precision.formats) if in_backward and not choice.apart else None
         )
         if whole is not None:
-            state.grow({ref: state.compute for ref in whole.slots}, whole.slots)
+            state.grow(dict.fromkeys(whole.slots, state.compute), whole.slots)
             traces = (whole.trace, *traces[1:])
         first, *later = _steps(traces, state, budgets, weaves=in_chunks and not choice.apart, choice=choice)
         frees = gradients_freed if not in_backward else partial(_freed_in, whole)
