@@ -410,8 +410,12 @@ def test_a_parameter_that_leaves_its_group_is_updated_no_more(whole: MakePair) -
     updated(pair)
     for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
         loss_of(model, 2).backward()
+        if model is pair.model:
+            assert torch.equal(model[4].weight.grad.clone(), pair.plain[4].weight.grad), "nobody else has used it"
         optimizer.step()
-        model.zero_grad()
+        if model is pair.model:
+            model.zero_grad()
+    pair.plain.zero_grad()
     assert torch.equal(before, pair.session.state_dict()["4.weight"])
     expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
 
@@ -490,6 +494,26 @@ def test_a_backward_that_raises_while_a_chunk_waits_for_its_last_gradient(
         assert not open_gradients(pair)
     if look:
         expect_bits(*found)
+
+
+def test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have(whole: MakePair) -> None:
+    pair = whole(Breaks)
+    pair.train(2)
+    seen = []
+
+    def look(gradient: torch.Tensor) -> None:
+        seen.append(pair.session._parts.executor.pending)
+        pair.model.rest[4].weight.sum()
+        seen.append(pair.session._parts.executor.pending)
+
+    handle = pair.model.first.register_forward_hook(lambda module, args, out: out.register_hook(look) and None)
+    want, got = pair.each(train_step, 2)
+    handle.remove()
+    assert torch.equal(want, got)
+    assert seen[0] is not None, "gradients of the second layer wait for those of the first"
+    assert seen[1] is None
+    pair.train(2, first=3)
+    pair.expect_same()
 
 
 @pytest.mark.usefixtures("disarmed")

@@ -82,26 +82,14 @@ class Executor:
 
     # moments
 
-    def moment(
-        self,
-        phase: Phase,
-        label: str,
-        touches: Sequence[Touch],
-        rows_bytes: int = 0,
-        recorded: Sequence[Touch] | None = None,
-    ) -> None:
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0) -> None:
         """Makes what these touches need usable where they are. Units to be written count as written. `rows_bytes`: of rows that cross the link.
-
-        `recorded`: the touches that are written down, where those are others.
 
         Raises:
             BudgetError: the moment does not fit. DeviceError: the disk does not do its work.
         """
         with self.lock:
             self._update_before(touches)
-            if self.recorder is not None and phase is not Phase.STEP:
-                held = self.store.leases.held()
-                self.recorder.moment(phase, label, touches if recorded is None else recorded, held, rows_bytes)
             self._moment(phase, label, touches, rows_bytes)
 
     def _moment(
@@ -110,6 +98,8 @@ class Executor:
         with self.lock:
             store, pilot = self.store, self.pilot
             held = store.leases.held()
+            if self.recorder is not None and phase is not Phase.STEP:
+                self.recorder.moment(phase, label, touches, held, rows_bytes)
             actions = pilot.planned(phase, touches, held, rows_bytes=rows_bytes)
             if actions is None:
                 self._use_what_came()
@@ -132,12 +122,10 @@ class Executor:
                 if touch.writes:
                     store.wrote(touch.ref, touch.tier)
 
-    def use(
-        self, phase: Phase, label: str, touches: Sequence[Touch], recorded: Sequence[Touch] | None = None
-    ) -> list[Tensor]:
-        """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. As `moment`, also what that raises."""
+    def use(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
+        """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. Raises what `moment` raises."""
         with self.lock:
-            self.moment(phase, label, touches, recorded=recorded)
+            self.moment(phase, label, touches)
             with torch.inference_mode(False):
                 return [self.store.tensor(touch.ref, touch.tier) for touch in touches]
 

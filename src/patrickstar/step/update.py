@@ -161,7 +161,7 @@ class Updates:
             flat = bound.flat(gradient).to(torch_type(form))
             for part, touches in update_parts(self._layout, name, formats=self._formats.now):
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-                if not gather(Arrival(bound, part, piece, hyper, step, touches)):
+                if not gather(Arrival(bound, part, piece, hyper, step)):
                     planes = self._planes(part.chunk, self._units(Phase.BACKWARD, name, touches))
                     planes.update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])

@@ -26,7 +26,7 @@ class Arrival:
 
     Attributes:
         part: the elements of the chunk. gradient: theirs, in the type of the chunk's gradients.
-        hyper, step: of the update. touches: of an update of these elements alone.
+        hyper, step: of the update.
     """
 
     bound: BoundParameter
@@ -34,7 +34,6 @@ class Arrival:
     gradient: Tensor
     hyper: Hyper
     step: int
-    touches: Sequence[Touch]
 
 
 class WholeUpdates:
@@ -79,7 +78,7 @@ class WholeUpdates:
             self.end(f"{bound.name} is held in the backward")
             return False
         touches = (Touch(PlaneRef(part.chunk, GRAD), True),)
-        (unit,) = self._executor.use(Phase.BACKWARD, bound.name, touches, recorded=arrival.touches)
+        (unit,) = self._executor.use(Phase.BACKWARD, bound.name, touches)
         unit[part.start : part.stop].copy_(arrival.gradient)
         self._hypers[bound.owner], self._steps[bound.owner] = arrival.hyper, arrival.step
         update = order.take(part)
