@@ -89,6 +89,13 @@ def test_a_chunk_without_room_in_between_is_updated_parameter_by_parameter() -> 
     assert told(whole(layout, *moments, slots=6)) == ["g1", "c0", "g1", "u1", "g0", "u0"]
 
 
+def test_gradients_of_two_chunks_that_wait_at_once_need_room_for_both() -> None:
+    layout = layout_of(1, 1)
+    moments = (arrival(1, layout), arrival(0, layout), arrival(1, layout))
+    assert told(whole(layout, *moments, slots=4)) == ["g1", "G0", "g1", "u1"]
+    assert told(whole(layout, *moments, slots=5)) == ["g1", "g0", "u0", "g1", "u1"]
+
+
 def test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way() -> None:
     layout = layout_of(1, 1)
     kept = Moment(Phase.BACKWARD, "p1", (Touch(PlaneRef(1, GRAD), True),))

@@ -13,9 +13,14 @@ from torch import nn
 
 import patrickstar
 from patrickstar import BudgetError, DeviceError, StateError
+from patrickstar.core.formats import FP32
+from patrickstar.core.layout import TensorSpec, build_layout
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
+from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.actions import Update, UpdateWait
+from patrickstar.plan.touches import step_trace
 from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.step.pending_step import PendingStep
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.lanes import LANES
@@ -82,6 +87,24 @@ def open_gradients(pair: Pair) -> list[Any]:
 
 
 ALL = list(reversed(range(LAYERS)))
+
+
+def test_a_step_that_is_closed_is_about_what_has_come_alone() -> None:
+    """Also where a parameter has come in another chunk, or in another tile of it."""
+    layout = build_layout([TensorSpec("a", (20,)), TensorSpec("b", (60,)), TensorSpec("c", (20,))], chunk_numel=96)
+    (chunk,) = {part.chunk for name in ("a", "b") for part in layout.parts(name)}
+    updates = step_trace(layout, layout.slices, formats=FP32, in_plane=True)
+    hypers = dict.fromkeys(layout.slices, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True))
+    order = PendingStep(hypers, dict.fromkeys(hypers, 1), updates, arrivals={chunk: 2})
+    (part,) = layout.parts("b")
+    assert order.takes(part)
+    assert order.take(part) is None
+    assert (list(order.waiting), order.is_done) == ([chunk + 1], False)
+    order.close()
+    assert sorted(order.waiting) == [chunk, chunk + 1]
+    assert [piece.name for piece in order.pieces(layout, chunk)] == ["b"]
+    assert [piece.name for piece in order.pieces(layout, chunk + 1)] == ["c"]
+    assert not order.takes(part)
 
 
 # where there is room
@@ -329,6 +352,7 @@ LOOKS: dict[str, Callable[[Pair, Any], Any]] = {
     "a moment": lambda pair, _: pair.optimizer.state[pair.model.layers[8].weight]["exp_avg"].sum(),
     "an evaluation": lambda pair, _: pair.model.layers[10](batch()).sum(),
     "stats": lambda pair, _: pair.session.stats(),
+    "zeroing": lambda pair, _: pair.optimizer.zero_grad(set_to_none=False),
     "memory": lambda pair, _: pair.model.layers[8].weight.detach().numpy().sum(),
 }
 
@@ -364,6 +388,42 @@ def test_what_somebody_holds_of_a_parameter_is_that_of_the_update(kind: str, who
         with torch.no_grad():
             assert torch.equal(held[0].clone(), pair.model.layers[8].weight.reshape(-1).clone())
         found.append((torch.stack(losses), everything(pair.session)))
+    assert torch.equal(found[0][0], found[1][0])
+    expect_bits(found[1][1], found[0][1])
+
+
+class Keeps(nn.Module):
+    """Keeps a view of what a layer computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.kept: list[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        view = self.layers[8].weight.view(-1)
+        if self.kept is not None:
+            self.kept.append(view)
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_copy_that_is_held_while_its_gradient_arrives_shows_the_update(kind: str, whole: MakePair) -> None:
+    found = []
+    for choice in (None, APART):
+        pair = whole(Keeps, choice=choice, precision=kind, with_options={"compute": "fp32"} if kind == "bf16" else {})
+        losses = [train_step(pair.model, pair.optimizer, number) for number in range(2)]
+        pair.model.kept = kept = []
+        losses.append(train_step(pair.model, pair.optimizer, 2))
+        pair.model.kept = None
+        with torch.no_grad():
+            assert torch.equal(kept[0].clone(), pair.model.layers[8].weight.reshape(-1).clone())
+        losses.append(train_step(pair.model, pair.optimizer, 3))
+        kept.clear()
+        losses += [train_step(pair.model, pair.optimizer, number) for number in range(4, 6)]
+        found.append((torch.stack(losses), everything(pair.session)))
+        assert bool(updated(pair)) == (choice is None)
     assert torch.equal(found[0][0], found[1][0])
     expect_bits(found[1][1], found[0][1])
 

@@ -83,10 +83,9 @@ class WholeUpdates:
         self._hypers[bound.owner], self._steps[bound.owner] = arrival.hyper, arrival.step
         update = order.take(part)
         if update is not None:
-            is_open, self._executor.pending = self._executor.pending is order, order
+            # Again, where the plan was left with this arrival: what had come before is updated.
+            self._executor.pending = order
             self._executor.update(update)
-            if not is_open:  # the plan was left with this arrival, and all that had come before was updated
-                self._executor.wait_for_updates()
         return True
 
     def keep(self, name: str, parts: Sequence[Part]) -> None:
