@@ -81,7 +81,7 @@ def _arriving(moment: Moment) -> int | None:
 
 
 def _arrivals(trace: Trace, state: Residency) -> dict[int, list[int]]:
-    """By chunk, the moments in which its gradients arrive: of chunks all of whose gradients are used at once, and have no home below."""
+    """Moments in which gradients arrive, by chunk: of chunks all of whose gradients are used at once, and have no home below."""
     found: dict[int, list[int]] = {}
     for index, moment in enumerate(trace.moments):
         chunk = _arriving(moment)
@@ -98,7 +98,7 @@ def _arrivals(trace: Trace, state: Residency) -> dict[int, list[int]]:
 def _choose(
     trace: Trace, came: Mapping[int, list[int]], slots: Mapping[int, int], state: Residency, capacity_bytes: int
 ) -> dict[int, int]:
-    """Of the chunks that find room: the arrival after which the gradient's unit is let go of, that of the next update or the chunk's own."""
+    """The chunks that find room, each with the arrival after which the gradient's unit is let go of: that of the next update, or the chunk's own."""
     at_home = {ref for ref, home in state.home.items() if home is state.compute}
     largest = max((_passing(trace.moments[at[-1]], state, at_home) for at in came.values()), default=0)
     room = [
