@@ -18,6 +18,7 @@ from tests.mutants.tables import TABLES
 from tests.mutants.tiles import TILES
 from tests.mutants.training import TRAINING
 from tests.mutants.updates import UPDATES
+from tests.mutants.whole_chunks import WHOLE_CHUNKS
 
 __all__ = ["MUTANTS"]
 
@@ -30,6 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *MOVING,
     *TRAINING,
     *UPDATES,
+    *WHOLE_CHUNKS,
     *OUTSIDE,
     *SIXTEEN_BITS,
     *TILES,

@@ -73,10 +73,10 @@ class Watching:
         self._stretch, self._log = stretch, len(self._store.log)
         self._moved, self._per_moment, self._slots = dict(self._store.ledger.snapshot().moved_bytes), [], []
 
-    def actions(self, *args: Any, **keywords: Any) -> Any:
+    def planned(self, *args: Any, **keywords: Any) -> Any:
         self._end_moment()
         self._moment_is_open = True
-        return type(self._pilot).actions(self._pilot, *args, **keywords)
+        return type(self._pilot).planned(self._pilot, *args, **keywords)
 
     def opening(self, *args: Any) -> Any:
         self._end_moment()
@@ -124,13 +124,13 @@ def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
     """Collects what is done in every planned stretch."""
     watch, pilot, store = Watching(session), session._parts.executor.pilot, store_of(session)
     store.keep_log = True
-    pilot.begin, pilot.actions, pilot.opening = watch.begin, watch.actions, watch.opening
+    pilot.begin, pilot.planned, pilot.opening = watch.begin, watch.planned, watch.opening
     store.carry_out, store.hold_beside = watch.carry_out, watch.hold_beside
     try:
         yield watch.stretches
         watch.end()
     finally:
-        del pilot.begin, pilot.actions, pilot.opening, store.carry_out, store.hold_beside
+        del pilot.begin, pilot.planned, pilot.opening, store.carry_out, store.hold_beside
         store.keep_log = False
 
 
@@ -275,20 +275,14 @@ class Decisions:
     def __init__(self, session: patrickstar.Session, monkeypatch: pytest.MonkeyPatch) -> None:
         self.actions: list[Action] = []
         pilot, store = session._parts.executor.pilot, store_of(session)
-        for name in ("actions", "decided", "opening", "clearing"):
+        for name in ("planned", "decided", "opening", "clearing"):
             monkeypatch.setattr(pilot, name, self.noting(getattr(pilot, name)))
         monkeypatch.setattr(store, "release", self.releasing(store))
-        self._inside = False
 
     def noting(self, decide: Callable[..., Any]) -> Callable[..., Any]:
         def decided(*args: Any, **keywords: Any) -> Any:
-            outermost, self._inside = not self._inside, True  # `actions` may ask `decided`
-            try:
-                found = decide(*args, **keywords)
-            finally:
-                self._inside = not outermost
-            if outermost:
-                self.actions += found
+            found = decide(*args, **keywords)
+            self.actions += found or ()  # `planned` may have none
             return found
 
         return decided

@@ -16,7 +16,7 @@ read after their filling.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -330,6 +330,12 @@ class ChunkStore:
             if tier is Tier.DISK:
                 self._pool().take(ref)
         state.grow(homes, slots)
+
+    def shrink(self, refs: Collection[PlaneRef]) -> None:
+        """Takes units out that are at home on the compute tier, and without contents."""
+        for ref in refs:
+            self.release(ref)
+        self.state.shrink(refs)
 
     def _leave_home(self, ref: PlaneRef) -> None:
         """Gives the slots back in which a unit without contents rests on a memory tier."""

@@ -139,6 +139,13 @@ class Binding:
                 self._owner.renew(bound.name, self.lease(bound.name))
         self._owner.updated()
 
+    def is_shown(self, name: str) -> bool:
+        """Tells whether somebody holds a copy of a parameter, or of a tile, or state of it that was put together."""
+        living = self.leases.living()
+        names = {bound.name for bound in with_tiles(self.records, [name])}
+        shown = (key for key in living if not isinstance(key, PlaneRef))
+        return any((key.name if isinstance(key, AssembledKey) else key) in names for key in shown)
+
     def stepped(self, names: Iterable[str]) -> None:
         """Tells whoever holds copies or state of parameters, or tiles, that an update has changed all of it."""
         names = list(names)

@@ -23,6 +23,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.room import capacity_of, make_room
 from patrickstar.plan.staging import NoRoom, Order
+from patrickstar.plan.whole_chunks import WholeChunks
 from patrickstar.units import format_bytes
 
 __all__ = ["Pilot", "Planned", "Reactive", "Stretch", "StretchKind"]
@@ -78,6 +79,7 @@ class Stretch:
     differentiates: bool = False  # a backward of it has made a graph
     is_over: bool = False  # its backward has ended, or an exception has ended it
     own_trace: Trace | None = None  # that of its forward and backward alone, where others' moments are woven between
+    whole: WholeChunks | None = None  # the chunks that its backward updates whole
     opened_at: int = -1  # the moment before which what must happen has happened already
     worth: Worth | None = field(default=None, repr=False)
 
@@ -224,6 +226,13 @@ class Pilot:
         Raises:
             BudgetError: what the moment needs at once does not fit.
         """
+        planned = self.planned(phase, touches, held, rows_bytes=rows_bytes)
+        return self.decided(phase, label, touches, held, update) if planned is None else planned
+
+    def planned(
+        self, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef], *, rows_bytes: int = 0
+    ) -> Sequence[Action] | None:
+        """Actions that the plan has before such a moment, which is the next one; None where there is no plan, or it is followed no longer."""
         self._clock += 1
         for touch in touches:
             self._last_use[touch.ref] = self._clock
@@ -234,7 +243,7 @@ class Pilot:
             if planned is not None:
                 stretch.position += 1
                 return planned
-        return self.decided(phase, label, touches, held, update)
+        return None
 
     def _planned(
         self,

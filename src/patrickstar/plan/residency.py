@@ -53,7 +53,7 @@ class Residency:
     """The place of every unit now.
 
     Attributes:
-        compute, slot_bytes: never change. home, slots: change only by `grow`, for all copies.
+        compute, slot_bytes: never change. home, slots: change only by `grow` and `shrink`, for all copies.
         newest: the tiers that hold a unit's last contents, arrived; a unit that is not there is free.
         taken: by tier, the units that have slots there, those of copies still arriving included: of the tier that computes, and of those
             between it and a unit's home.
@@ -155,6 +155,11 @@ class Residency:
             self.newest.pop(ref, None)
         self.home.update(homes)
         self.slots.update((ref, slots[ref]) for ref in homes)
+
+    def shrink(self, refs: Iterable[PlaneRef]) -> None:
+        """Takes units out that are free and have no slots."""
+        for ref in refs:
+            self.slots_resting[self.home.pop(ref)] -= self.slots.pop(ref)
 
     def is_free(self, ref: PlaneRef) -> bool:
         """Tells whether a unit has no contents."""

@@ -7,6 +7,7 @@
 | autograd needs what it saved           | backward           | a weight                                                              |
 | a gradient arrives, and is kept        | backward           | chunk by chunk: gradient*                                             |
 | a gradient arrives, and is used        | backward           | chunk by chunk: weight*, both moments*, rest*                         |
+| ... with the others of its chunk       | backward, step     | gradient*; with the last one: as a chunk is updated                   |
 | gradients of rows arrive               | backward           | gradients*, on the host; or tile by tile as above                     |
 | the norm is taken                      | step               | parameter by parameter, chunk by chunk: gradient                      |
 | a chunk is updated                     | step               | weight*, both moments*, rest*, and gradient; perhaps on the host      |

@@ -273,6 +273,7 @@ def _build_session(
         metering=Metering(executor),
         late_planes=late_planes,
         always_meter=compute is Tier.DEVICE,
+        whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
         choice=choice if gradients is GradientUse.CHUNK else replace(choice, apart=True),
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
@@ -294,6 +295,7 @@ def _build_session(
             late_planes=late_planes,
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
+            is_watched=lambda: events.watches,
             before_end=events.bring_rows,
         )
         assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=training.steps)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from patrickstar.plan.simulate import simulate
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, on_tiers, step_trace
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.plan.weave import weave
+from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.events import cast_inputs
@@ -132,9 +134,16 @@ def forecast(
         if in_backward:
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
         kept = KeptBlocks(budgets)
+        whole = (
+            _whole_chunks(step, state, layout, budgets, precision.formats) if in_backward and not choice.apart else None
+        )
+        if whole is not None:
+            state.grow(dict.fromkeys(whole.slots, state.compute), whole.slots)
+            traces = (whole.trace, *traces[1:])
         first, *later = _steps(traces, state, budgets, weaves=in_chunks and not choice.apart, choice=choice)
+        frees = gradients_freed if not in_backward else partial(_freed_in, whole)
         peak, moved, plans = _long_run(
-            state, layout, budgets, (first, *later), kept, options=memory.options, frees=not in_backward
+            state, layout, budgets, (first, *later), kept, options=memory.options, frees=frees
         )
         facts["traces"] = (*later, first)[0]
     except BudgetError as refusal:
@@ -142,6 +151,24 @@ def forecast(
         return Forecast(False, f"{refusal}{_full_disk(memory, budgets)}", nothing, {}, minimum, **facts)  # type: ignore[arg-type]
     facts["beside_bytes"] = budgets.beside_bytes + kept.nbytes
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
+
+
+def _whole_chunks(
+    step: Trace, state: Residency, layout: Layout, budgets: Budgets, formats: Formats
+) -> WholeChunks | None:
+    """The forward and backward in which chunks are updated whole; None where all are updated parameter by parameter."""
+    machine = budgets.machine_for(worst_moment(step, start=state).nbytes)
+    return update_whole_chunks(
+        step,
+        state=state,
+        slots_of_gradient=lambda chunk: residency.slots_of(PlaneRef(chunk, GRAD), layout, formats),
+        capacity_bytes=machine.budget[machine.compute],
+    )
+
+
+def _freed_in(whole: WholeChunks | None, trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
+    """The gradients that are let go of in a stretch of a step that updates parameters in its backward."""
+    return whole.frees if whole is not None and trace is whole.trace else ()
 
 
 def _updated_late(step: Trace, layout: Layout) -> set[str]:
@@ -220,7 +247,7 @@ def _minimum_of_the_host_alone(
         for trace in traces:
             needs.append(worst_moment(trace, start=contents).nbytes)
             contents = _touched(contents, trace)
-        _let_gradients_go(contents)
+        _let_gradients_go(contents, keeps=False)
     return max(needs)
 
 
@@ -257,13 +284,13 @@ def _long_run(
     kept: KeptBlocks,
     *,
     options: Options,
-    frees: bool,
+    frees: Callable[[Trace], tuple[tuple[int, PlaneRef], ...]],
 ) -> tuple[dict[str, int], dict[str, int], tuple[Plan, ...]]:
     """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
 
     Args:
         steps: the stretches of the first step, and of those after it where these are others. kept: learns of each plan.
-        frees: whether the update's plan lets each gradient go when it has been used; else all of them go when the update is done.
+        frees: the gradients that a stretch lets go of; the others go when an update ends it.
     """
     _fill(state, layout, budgets, options.eviction)
     peak: Counter[str] = Counter()
@@ -275,7 +302,6 @@ def _long_run(
         plans, moved = [], Counter()
         for number, trace in enumerate(traces):
             machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
-            freed = gradients_freed(trace) if frees else ()
             plan = make_plan(
                 trace,
                 layout=layout,
@@ -283,7 +309,7 @@ def _long_run(
                 start=state,
                 policy=options.eviction,
                 following=traces[(number + 1) % len(traces)],
-                frees=freed,
+                frees=frees(trace),
                 prefetch=options.prefetch,
             )
             simulated = simulate(plan, trace, layout=layout, machine=machine)
@@ -294,7 +320,7 @@ def _long_run(
                 peak[tier] = max(peak[tier], nbytes)
             state = Residency.of(plan.end)
             if trace.moments and trace.moments[-1].updates is not None:
-                _let_gradients_go(state)
+                _let_gradients_go(state, keeps=number == 0 and len(traces) > 1)
         now = str(state.snapshot())
         if now in starts:
             break
@@ -319,9 +345,9 @@ def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> No
         residency.mark_written(state, ref)
 
 
-def _let_gradients_go(state: Residency) -> None:
-    """The step is over: no gradient is wanted any more, and those that take slots give them back."""
+def _let_gradients_go(state: Residency, *, keeps: bool) -> None:
+    """Gradients that nobody wants give their slots back. `keeps`: whether the step goes on, which wants those that have contents."""
     for ref in sorted(state.home):
-        if ref.plane == GRAD and (not state.is_free(ref) or ref in state.stale[state.compute]):
+        if ref.plane == GRAD and (ref in state.stale[state.compute] if state.is_free(ref) else not keeps):
             for action in residency.release(state, ref):
                 residency.apply(state, action)

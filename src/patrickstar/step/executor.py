@@ -100,7 +100,10 @@ class Executor:
             held = store.leases.held()
             if self.recorder is not None and phase is not Phase.STEP:
                 self.recorder.moment(phase, label, touches, held, rows_bytes)
-            actions = pilot.actions(phase, label, touches, held, rows_bytes=rows_bytes, update=update)
+            actions = pilot.planned(phase, touches, held, rows_bytes=rows_bytes)
+            if actions is None:
+                self._use_what_came()
+                actions = pilot.decided(phase, label, touches, held, update)
             if self._pressure is not None or self.meter is not None:
                 actions = self._within_bounds(actions, (phase, label, touches, held, update))
             store.limit_slots = pilot.capacity_slots
@@ -159,7 +162,7 @@ class Executor:
         if not pending.is_woven:
             self.settle()
             return
-        while (planned := self.pilot.next_update()) is not None:
+        while (planned := self.pilot.next_update()) is not None and planned.updates in pending.waiting:
             self.update(planned)
         for moment in pending.due(touches):
             if moment.updates not in self.store.state.updating:
@@ -200,10 +203,20 @@ class Executor:
             pending = self.pending
             if pending is None:
                 return
+            if backward_id() == -1:
+                pending.close()  # where a backward that brought gradients was left, no more come
+            if self.store.state.updating:
+                self.pilot.stretch.depart("the optimizer's updates were waited for at once")
             self.wait_for_updates()
             if pending.waiting and pending.failed is None:
                 self.carry_out_step(pending)
                 self.wait_for_updates()
+
+    def _use_what_came(self) -> None:
+        """Has gradients that wait in chunks used: what is decided on the spot counts on their room."""
+        if self.pending is not None and self.pending.arrivals:
+            self.pending.close()
+            self.settle()
 
     def update_held(self) -> None:
         """Carries out what is left of the optimizer step that is pending, if one is, for whoever holds anything.

@@ -8,7 +8,7 @@ Note [Homes of gradients]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from patrickstar.core.formats import Formats, SessionFormats
@@ -26,7 +26,7 @@ __all__ = ["LatePlanes"]
 
 _WIDE = 4  # bytes of an element in fp32
 _Homes = dict[PlaneRef, Tier]
-_Slots = dict[PlaneRef, int]
+_Slots = Mapping[PlaneRef, int]
 
 
 class LatePlanes:
@@ -54,6 +54,25 @@ class LatePlanes:
         self._gradients = gradients
         self._reserves = gradients is GradientUse.UPDATE
         self._changed = changed
+
+        self._open: set[PlaneRef] = set()
+
+    def open(self, slots: _Slots) -> None:
+        """Takes in the gradients of chunks that a backward updates whole, of these sizes: on the tier that computes, until `close`."""
+        new = {ref: count for ref, count in slots.items() if ref not in self._executor.store.state.home}
+        self._open.update(new)
+        self._executor.store.grow(dict.fromkeys(new, self._machine.compute), new)
+
+    def close(self, gradients: Collection[PlaneRef] | None = None) -> None:
+        """Takes out what `open` has taken in, and has no contents any more. `gradients`: which of it; None: all."""
+        state = self._executor.store.state
+        over = sorted(ref for ref in self._open if (gradients is None or ref in gradients) and state.is_free(ref))
+        self._open.difference_update(over)
+        self._executor.store.shrink(over)
+
+    def slots_of_gradient(self, chunk: int) -> int:
+        """Slots that the gradient of a chunk takes."""
+        return slots_of(PlaneRef(chunk, GRAD), self._layout, self._formats.now)
 
     def with_room_for(self, trace: Trace) -> Residency:
         """The residency in which there are homes for the gradients that a forward with this trace keeps. Changes nothing.
@@ -106,6 +125,7 @@ class LatePlanes:
             self._take_in(gradients, why=f"the gradient of {name} cannot be used as it arrives")
 
     def _take_in(self, kept: Collection[PlaneRef], *, why: str) -> None:
+        self.close(kept)
         homes, slots = self._homes_for(kept, why=why)
         if homes:
             store = self._executor.store

@@ -28,6 +28,7 @@ from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import gradients_freed
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
+from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.freed_blocks import FreedBlocks
@@ -56,7 +57,8 @@ class Stretches:
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. late_planes: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
-        choice: when updates are done. may_weave: whether nobody holds what an update would have to renew.
+        choice: when updates are done. whole_chunks: whether a backward updates chunks whole where there is room.
+        may_weave: whether nobody holds what an update would have to renew.
 
     Attributes:
         planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
@@ -77,6 +79,7 @@ class Stretches:
         late_planes: LatePlanes,
         always_meter: bool,
         choice: UpdateChoice,
+        whole_chunks: bool,
         may_weave: Callable[[], bool],
     ) -> None:
         self._executor = executor
@@ -91,10 +94,12 @@ class Stretches:
         self._late_planes = late_planes
         self._always_meter = always_meter
         self._choice = choice
+        self._whole_chunks = whole_chunks
         self._may_weave = may_weave
 
         self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
         self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
+        self._whole: OrderedDict[Hashable, tuple[WholeChunks | None, Trace]] = OrderedDict()
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
         self._follower: dict[StretchKind, Trace] = {}
@@ -127,7 +132,7 @@ class Stretches:
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
-        stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, expected)
+        stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
         needed = self._always_meter or expected.trace is None or expected.measure_next
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
         wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
@@ -141,14 +146,16 @@ class Stretches:
         if recorded:
             self.training = stretch
 
-    def _forward_alone(self, kind: StretchKind, expected: KnownForward) -> Stretch:
+    def _forward_alone(self, kind: StretchKind, known: KnownForward) -> Stretch:
         """The stretch of a forward, before which the updates that are pending are done."""
+        expected = known.expected
         self._executor.settle()
         self.end()
         if expected.trace is None:
             reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
             return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
-        stretch = self._forward(kind, expected)
+        whole = self._update_whole_chunks(known) if kind is StretchKind.TRAINING else None
+        stretch = self._forward(kind, expected, whole=whole)
         if expected.measure_next:
             stretch.depart(BEING_MEASURED)
         return stretch
@@ -165,8 +172,14 @@ class Stretches:
         pending.is_woven = True
         return stretch
 
-    def _forward(self, kind: StretchKind, expected: KnownForward, woven: Trace | None = None) -> Stretch:
-        """The stretch of a forward whose trace is known. `woven`: that trace with the updates that are pending."""
+    def _forward(
+        self,
+        kind: StretchKind,
+        expected: KnownForward,
+        woven: Trace | None = None,
+        whole: WholeChunks | None = None,
+    ) -> Stretch:
+        """The stretch of a forward whose trace is known. `woven`: that trace with updates that are pending; `whole`: with those of its backward."""
         assert expected.trace is not None, "a forward without a trace has no plan"
         trace, pending = woven or expected.trace, self._executor.pending
         let_go = self._let_go(expected) if kind is StretchKind.TRAINING else set()
@@ -178,8 +191,12 @@ class Stretches:
             if lets_go_at:
                 lets_go_at = own_moments(woven)[lets_go_at - 1] + 1
         frees += [(lets_go_at - 1, ref) for ref in sorted(let_go)]
+        if whole is not None:
+            self._late_planes.open(whole.slots)
+            trace, frees = whole.trace, [*frees, *whole.frees]
         stretch = self._stretch(kind, trace, following=self._next_of(kind), frees=tuple(frees))
         stretch.lets_go, stretch.lets_go_at, stretch.own_trace = let_go, lets_go_at, expected.trace
+        stretch.whole = whole
         return stretch
 
     def _weave(self, known: KnownForward) -> Trace | None:
@@ -202,6 +219,29 @@ class Stretches:
             if len(self._woven) > _KEPT_PLANS:
                 self._woven.popitem(last=False)
         return self._woven[key][0]
+
+    def _update_whole_chunks(self, known: KnownForward) -> WholeChunks | None:
+        """The moments of a forward and backward that updates chunks whole; None where it updates parameter by parameter."""
+        expected = known.expected
+        trace = expected.trace
+        if trace is None or not self._whole_chunks or not self._may_weave():
+            return None
+        if expected is not known or known.by_chance or expected.measure_next or expected.departures:
+            return None
+        machine = self._machine_for(trace)
+        capacity = machine.budget[machine.compute]
+        key = id(trace), capacity
+        if key not in self._whole:
+            found = update_whole_chunks(
+                trace,
+                state=self._executor.store.state,
+                slots_of_gradient=self._late_planes.slots_of_gradient,
+                capacity_bytes=capacity,
+            )
+            self._whole[key] = found, trace
+            if len(self._whole) > _KEPT_PLANS:
+                self._whole.popitem(last=False)
+        return self._whole[key][0]
 
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
         """The tiers, by chunk, of updates that are best not done where the step computes."""
@@ -373,6 +413,7 @@ class Stretches:
         self._plans.clear()
         self._woven.clear()
         self._norms.clear()
+        self._whole.clear()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 
@@ -403,6 +444,7 @@ class Stretches:
                 self._blame(stretch, f"the {stretch.kind} ended after {stretch.position} moments of its trace")
         self._ended = stretch
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
+        self._late_planes.close()
 
     def _own_number(self, stretch: Stretch) -> int:
         """The number, without updates, of the moment before which somebody let go of what was not to stay; 0 where nobody did."""

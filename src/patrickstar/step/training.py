@@ -33,6 +33,7 @@ from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_traces import StepTraces
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.update import Updates
+from patrickstar.step.whole_updates import WholeUpdates
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["Training"]
@@ -50,6 +51,7 @@ class Training:
     Args:
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
         max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
+        is_watched: tells whether somebody may write to weights unseen.
 
     Attributes:
         backwards: the backward calls under way.
@@ -70,6 +72,7 @@ class Training:
         hypers: Callable[[], Mapping[str, Hyper]],
         max_grad_norm: float | None,
         formats: SessionFormats,
+        is_watched: Callable[[], bool],
         before_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._binding = binding
@@ -90,6 +93,7 @@ class Training:
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
         self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
+        self._whole_updates = WholeUpdates(executor, binding, is_watched=is_watched)
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
         self._postponed: set[str] = set()
@@ -122,8 +126,11 @@ class Training:
                 raise StateError(_SECOND_BACKWARD)
             self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
             self._updated |= {name, owner}
-            self._updates.update_now(bound, gradient, hyper=hyper, step=self.steps[owner])
+            self._updates.update_now(
+                bound, gradient, hyper=hyper, step=self.steps[owner], gather=self._whole_updates.gather
+            )
         else:
+            self._whole_updates.keep(name, self._layout.parts(name))
             self._keep(bound, gradient)
             if hyper is not None:
                 self._postponed.add(owner)
@@ -143,6 +150,7 @@ class Training:
             if self._updated and not self.backwards.nested:
                 raise StateError(_SECOND_BACKWARD)
             self._backward_hypers = dict(self._hypers())
+            self._whole_updates.begin()
             self._unfinished = True
         self.backwards.notice_gradient()
 
@@ -157,6 +165,7 @@ class Training:
         self._gradients.whole |= self._gradients.names
         self._stretches.backward_ended()
         if self.in_backward:
+            self._whole_updates.end()
             self._unfinished = False
             self._update_postponed()
 
@@ -210,6 +219,7 @@ class Training:
         """Forgets an update that was left half done: everything has been loaded anew."""
         self._unfinished = False
         self.backwards.forget()
+        self._whole_updates.forget()
         self._updated.clear()
         self._postponed.clear()
         self._sums.take()
@@ -299,6 +309,7 @@ class Training:
         """Notes the update of every parameter that has a gradient and is in a group. See Note [Pending step]."""
         self.expect_whole()
         if self.in_backward:
+            self._whole_updates.end()
             self._update_postponed()
             self._update_rest()
             self._updated.clear()

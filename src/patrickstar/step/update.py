@@ -25,6 +25,7 @@ from patrickstar.plan.touches import gradient_parts, update_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.pending_step import Factors, PendingStep
 from patrickstar.step.precision import torch_type
+from patrickstar.step.whole_updates import Arrival
 
 __all__ = ["Updates"]
 
@@ -132,11 +133,10 @@ class Updates:
             grad = units[PlaneRef(chunk, GRAD)]
             return [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
         found = []
-        for piece in self._layout.tensors_in(chunk):
-            if piece.name in order.hypers:
-                span = slice(piece.tensor_start, piece.tensor_start + piece.stop - piece.start)
-                alone = _Range(piece.start, piece.stop, order.hypers[piece.name], order.steps[piece.name], ())
-                found.append((alone, order.gradients[piece.name][span]))
+        for piece in order.pieces(self._layout, chunk):
+            span = slice(piece.tensor_start, piece.tensor_start + piece.stop - piece.start)
+            alone = _Range(piece.start, piece.stop, order.hypers[piece.name], order.steps[piece.name], ())
+            found.append((alone, order.gradients[piece.name][span]))
         return found
 
     def over(self, order: PendingStep) -> None:
@@ -144,17 +144,26 @@ class Updates:
         if not order.is_woven:
             self._bump(order.hypers)
 
-    def update_now(self, bound: BoundParameter, gradient: Tensor, *, hyper: Hyper, step: int) -> None:
-        """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient."""
+    def update_now(
+        self,
+        bound: BoundParameter,
+        gradient: Tensor,
+        *,
+        hyper: Hyper,
+        step: int,
+        gather: Callable[[Arrival], bool],
+    ) -> None:
+        """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient, but for what `gather` has taken."""
         name = bound.name
         with self._executor.apart():
             # As it would come out of its plane, whenever the update is done.
             form = self._formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
             flat = bound.flat(gradient).to(torch_type(form))
             for part, touches in update_parts(self._layout, name, formats=self._formats.now):
-                planes = self._planes(part.chunk, self._units(Phase.BACKWARD, name, touches))
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-                planes.update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
+                if not gather(Arrival(bound, part, piece, hyper, step)):
+                    planes = self._planes(part.chunk, self._units(Phase.BACKWARD, name, touches))
+                    planes.update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])
 
     def norm(self, names: Iterable[str], factors: Factors, trace: Trace) -> Tensor:
@@ -205,10 +214,8 @@ class Updates:
 
     def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:
         ranges: list[_Range] = []
-        for piece in self._layout.tensors_in(chunk):
-            hyper = order.hypers.get(piece.name)
-            if hyper is None:
-                continue
+        for piece in order.pieces(self._layout, chunk):
+            hyper = order.hypers[piece.name]
             step, stop, factors = order.steps[piece.name], aligned(piece.stop), order.factors.get(piece.name, ())
             if ranges and ranges[-1].goes_on(piece.start, hyper, step, factors):
                 ranges[-1] = replace(ranges[-1], stop=stop)

@@ -1,0 +1,130 @@
+"""Updates of whole chunks in a backward: where their gradients find room to wait for each other.
+
+    parameters     a: update c0   b: update c0   x   c: update c1
+    whole chunks   a: c0.grad*    b: c0.grad*    U0   x   c: c1.grad*   U1
+
+A trace has each parameter updated from the gradient that arrives. Where there is room, a gradient goes into a unit of its chunk instead, on the tier
+that computes, and the chunk is updated when its last gradient of this backward has come. Such a unit is let go of when the next chunk is updated, so
+that an update and the backward meanwhile have the same time. It never leaves: it has no home below.
+
+Room is enough where, at every moment at which such a unit is there, the largest update would fit as well, beside what is alive and held then: so
+whatever a backward that leaves its trace has waiting can be updated at once. What does not fit is updated parameter by parameter: no budget becomes
+larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from patrickstar.core.planes import EXP_AVG, GRAD, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.plan.residency import Residency
+
+__all__ = ["WholeChunks", "update_whole_chunks"]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeChunks:
+    """A forward and backward in which some chunks are updated whole.
+
+    Attributes:
+        trace: with a moment for the update of each of them. frees: as `make_plan` takes them.
+        slots: of each gradient's unit. arrivals: by chunk, how many moments bring a part of its gradient.
+    """
+
+    trace: Trace
+    frees: tuple[tuple[int, PlaneRef], ...]
+    slots: Mapping[PlaneRef, int]
+    arrivals: Mapping[int, int]
+
+
+def update_whole_chunks(
+    trace: Trace, *, state: Residency, slots_of_gradient: Callable[[int], int], capacity_bytes: int
+) -> WholeChunks | None:
+    """The trace with as many chunks updated whole as find room, the last ones first; None where none does.
+
+    Args:
+        trace: of a forward and backward in which parameters are updated as their gradients arrive.
+        state: where units are; sizes and homes are what counts. slots_of_gradient: by chunk. capacity_bytes: of the tier that computes.
+    """
+    came = _arrivals(trace, state)
+    slots = {chunk: slots_of_gradient(chunk) for chunk in came}
+    until = _choose(trace, came, slots, state, capacity_bytes)
+    if not until:
+        return None
+    moments: list[Moment] = []
+    updated_at: dict[int, int] = {}
+    for index, moment in enumerate(trace.moments):
+        chunk = _arriving(moment)
+        if chunk not in until:
+            moments.append(moment)
+            continue
+        gradient = PlaneRef(chunk, GRAD)
+        before = trace.moments[index - 1].held if index else ()
+        held = {*moment.held, *(touch.ref for touch in moment.touches if touch.ref in before)}
+        moments.append(replace(moment, touches=(Touch(gradient, True),), held=tuple(held)))
+        if index == came[chunk][-1]:
+            touches = (*moment.touches, Touch(gradient))
+            updated_at[index] = len(moments)
+            moments.append(replace(moment, phase=Phase.STEP, touches=touches, updates=chunk))
+    frees = tuple((updated_at[last], PlaneRef(chunk, GRAD)) for chunk, last in until.items())
+    units = {PlaneRef(chunk, GRAD): slots[chunk] for chunk in until}
+    return WholeChunks(Trace(tuple(moments)), frees, units, {chunk: len(came[chunk]) for chunk in until})
+
+
+def _arriving(moment: Moment) -> int | None:
+    """The chunk that a gradient updates as it arrives; None where the moment is no such arrival."""
+    if moment.phase is not Phase.BACKWARD:
+        return None
+    return next((touch.ref.chunk for touch in moment.touches if touch.ref.plane == EXP_AVG), None)
+
+
+def _arrivals(trace: Trace, state: Residency) -> dict[int, list[int]]:
+    """Moments in which gradients arrive, by chunk: of chunks all of whose gradients are used at once, and have no home below."""
+    found: dict[int, list[int]] = {}
+    for index, moment in enumerate(trace.moments):
+        chunk = _arriving(moment)
+        if chunk is not None:
+            found.setdefault(chunk, []).append(index)
+    kept = {ref.chunk for ref in trace.touched(GRAD)}
+    return {
+        chunk: at
+        for chunk, at in found.items()
+        if chunk not in kept and state.home.get(PlaneRef(chunk, GRAD), state.compute) is state.compute
+    }
+
+
+def _choose(
+    trace: Trace, came: Mapping[int, list[int]], slots: Mapping[int, int], state: Residency, capacity_bytes: int
+) -> dict[int, int]:
+    """The chunks that find room, each with the arrival after which the gradient's unit is let go of: that of the next update, or the chunk's own."""
+    at_home = {ref for ref, home in state.home.items() if home is state.compute}
+    largest = max((_passing(trace.moments[at[-1]], state, at_home) for at in came.values()), default=0)
+    room = [
+        (capacity_bytes - moment.nonmodel_bytes) // state.slot_bytes
+        - sum(state.slots[ref] for ref in moment.held if ref not in at_home)
+        - max(largest, _passing(moment, state, at_home))
+        for moment in trace.moments
+    ]
+    rest = sum(state.slots[ref] for ref in at_home)
+    until: dict[int, int] = {}
+    following = None
+    for chunk in sorted(came, key=lambda chunk: came[chunk][-1], reverse=True):
+        first, last = came[chunk][0], came[chunk][-1]
+        for end in (last if following is None else following, last):
+            if min(room[first : end + 1]) >= rest + slots[chunk]:
+                for index in range(first, end + 1):
+                    room[index] -= slots[chunk]
+                until[chunk], following = end, last
+                break
+    return until
+
+
+def _passing(moment: Moment, state: Residency, at_home: set[PlaneRef]) -> int:
+    """Slots of the tier that computes that a moment needs for what it touches there."""
+    return sum(
+        state.slots[touch.ref]
+        for touch in moment.touches
+        if touch.tier in (None, state.compute) and touch.ref not in at_home
+    )

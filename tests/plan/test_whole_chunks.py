@@ -1,0 +1,206 @@
+"""Updates of whole chunks in a backward: after the last gradient of a chunk, where there is room; no budget has to be larger."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patrickstar.core.formats import FP32
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.plan.check import check, show
+from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import update_touches
+from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
+from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, some
+
+PLANES = (WEIGHT, EXP_AVG, EXP_AVG_SQ)
+
+
+def at_rest(layout: Layout, compute: Tier = Tier.HOST, *, here: tuple[PlaneRef, ...] = ()) -> Residency:
+    below = Tier.DISK if compute is Tier.HOST else Tier.HOST
+    homes = {ref: compute if ref in here else below for ref in layout.units(PLANES)}
+    return Residency.at_rest(layout, compute=compute, home=homes, formats=FP32)
+
+
+def use(chunk: int, phase: Phase = Phase.BACKWARD, **more: object) -> Moment:
+    return Moment(phase, f"p{chunk}", (Touch(PlaneRef(chunk, WEIGHT)),), **more)  # type: ignore[arg-type]
+
+
+def arrival(chunk: int, layout: Layout, **more: object) -> Moment:
+    return Moment(Phase.BACKWARD, f"p{chunk}", update_touches(chunk, layout, FP32), **more)  # type: ignore[arg-type]
+
+
+def told(found: WholeChunks | None) -> list[str]:
+    """The order of moments: `c0` a use, `g0` a gradient that waits, `u0` an update, `G0` a gradient that is used as it arrives."""
+    assert found is not None
+    texts = []
+    for moment in found.trace.moments:
+        chunk, planes = moment.touches[0].ref.chunk, {touch.ref.plane for touch in moment.touches}
+        arrives = "g" if GRAD in planes else "G" if EXP_AVG in planes else "c"
+        texts.append(f"{'u' if moment.updates is not None else arrives}{chunk}")
+    return texts
+
+
+def whole(layout: Layout, *moments: Moment, slots: int, state: Residency | None = None) -> WholeChunks | None:
+    return update_whole_chunks(
+        Trace(moments),
+        state=state or at_rest(layout),
+        slots_of_gradient=lambda chunk: 1,
+        capacity_bytes=slots * SLOT_BYTES,
+    )
+
+
+def test_a_chunk_is_updated_after_its_last_gradient() -> None:
+    layout = layout_of(1, 1)
+    moments = (use(1), arrival(1, layout), arrival(1, layout), use(0), arrival(0, layout))
+    found = whole(layout, *moments, slots=100)
+    assert told(found) == ["c1", "g1", "g1", "u1", "c0", "g0", "u0"]
+    assert found is not None
+    assert (found.arrivals, found.slots) == ({1: 2, 0: 1}, {PlaneRef(1, GRAD): 1, PlaneRef(0, GRAD): 1})
+    # Until the next chunk is updated, so that an update has that long.
+    assert {ref.chunk: index for index, ref in found.frees} == {1: 6, 0: 6}
+
+
+def test_a_gradient_goes_with_its_own_update_where_there_is_no_room_until_the_next() -> None:
+    layout = layout_of(1, 1)
+    moments = (arrival(1, layout), use(0), arrival(0, layout))
+    assert whole(layout, *moments, slots=3) is None
+    found = whole(layout, *moments, slots=4)
+    assert told(found) == ["g1", "u1", "c0", "g0", "u0"]
+    assert found is not None
+    assert {ref.chunk: index for index, ref in found.frees} == {1: 1, 0: 4}
+    later = whole(layout, *moments, slots=5)
+    assert later is not None
+    assert {ref.chunk: index for index, ref in later.frees} == {1: 4, 0: 4}
+
+
+def test_a_chunk_without_room_in_between_is_updated_parameter_by_parameter() -> None:
+    layout = layout_of(1, 1)
+    tide = use(0, nonmodel_bytes=SLOT_BYTES)
+    moments = (arrival(1, layout), tide, arrival(1, layout), arrival(0, layout))
+    assert told(whole(layout, *moments, slots=4)) == ["G1", "c0", "G1", "g0", "u0"]
+    assert told(whole(layout, *moments, slots=6)) == ["g1", "c0", "g1", "u1", "g0", "u0"]
+
+
+def test_gradients_of_two_chunks_that_wait_at_once_need_room_for_both() -> None:
+    layout = layout_of(1, 1)
+    moments = (arrival(1, layout), arrival(0, layout), arrival(1, layout))
+    assert told(whole(layout, *moments, slots=4)) == ["g1", "G0", "g1", "u1"]
+    assert told(whole(layout, *moments, slots=5)) == ["g1", "g0", "u0", "g1", "u1"]
+
+
+def test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way() -> None:
+    layout = layout_of(1, 1)
+    kept = Moment(Phase.BACKWARD, "p1", (Touch(PlaneRef(1, GRAD), True),))
+    state = at_rest(layout)
+    state.grow({PlaneRef(1, GRAD): Tier.HOST}, {PlaneRef(1, GRAD): 1})
+    moments = (arrival(1, layout), kept, arrival(0, layout))
+    assert told(whole(layout, *moments, slots=100, state=state)) == ["G1", "g1", "g0", "u0"]
+    state.grow({PlaneRef(1, GRAD): Tier.DISK}, {PlaneRef(1, GRAD): 1})
+    assert told(whole(layout, arrival(1, layout), arrival(0, layout), slots=100, state=state)) == ["G1", "g0", "u0"]
+
+
+def test_what_is_held_when_a_gradient_arrives_is_so_in_its_chunk_too() -> None:
+    layout = layout_of(1, 1)
+    weight = PlaneRef(1, WEIGHT)
+    before = use(0, held=(weight,), nonmodel_bytes=9, live_bytes=5)
+    found = whole(layout, before, arrival(1, layout, nonmodel_bytes=7, live_bytes=6), slots=100)
+    assert found is not None
+    _, arrives, update = found.trace.moments
+    assert arrives.held == (weight,)
+    assert update.held == (), "it is touched"
+    assert {(moment.nonmodel_bytes, moment.live_bytes) for moment in (arrives, update)} == {(7, 6)}
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[Layout, Machine, Residency, Trace]:
+    layout = layout_of(*draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    heads = [run.head for run in layout.runs]
+    moments = [use(draw(st.sampled_from(heads)), Phase.FORWARD)]
+    held: tuple[PlaneRef, ...] = ()
+    for _ in range(draw(st.integers(1, 10))):
+        sizes = {"nonmodel_bytes": draw(st.integers(0, 3 * SLOT_BYTES))}
+        sizes["live_bytes"] = draw(st.integers(0, sizes["nonmodel_bytes"]))
+        if draw(st.booleans()):
+            moments.append(arrival(draw(st.integers(0, layout.n_chunks - 1)), layout, held=held, **sizes))
+        else:
+            moments.append(use(draw(st.sampled_from(heads)), held=held, **sizes))
+        touched = [touch.ref for touch in moments[-1].touches]
+        held = tuple(ref for ref in (*held, *touched) if draw(st.integers(0, 5)) == 0)
+    trace = Trace(tuple(moments))
+    compute = draw(st.sampled_from([Tier.HOST, Tier.DEVICE]))
+    units = list(layout.units(PLANES))
+    here = tuple(draw(st.lists(st.sampled_from(units), max_size=2, unique=True)))
+    state = at_rest(layout, compute, here=here)
+    budget = worst_moment(trace, start=state).nbytes + draw(st.integers(0, 8)) * SLOT_BYTES
+    return layout, Machine(compute, {**dict.fromkeys((Tier.HOST, Tier.DISK), PLENTY), compute: budget}), state, trace
+
+
+@some
+@given(instance=instances(), prefetch=st.sampled_from([0, 2, None]))
+def test_the_plan_of_what_is_updated_whole_keeps_every_invariant_within_the_budget(
+    instance: tuple[Layout, Machine, Residency, Trace], prefetch: int | None
+) -> None:
+    layout, machine, state, trace = instance
+    found = update_whole_chunks(
+        trace,
+        state=state,
+        slots_of_gradient=lambda chunk: 1,
+        capacity_bytes=machine.budget[machine.compute],
+    )
+    if found is None:
+        return
+    state.grow(dict.fromkeys(found.slots, state.compute), found.slots)
+    for _ in range(2):
+        plan = make_plan(found.trace, layout=layout, machine=machine, start=state, frees=found.frees, prefetch=prefetch)
+        assert (violations := check(plan, found.trace, layout, machine)) == [], show(violations, plan, found.trace)
+        state = Residency.of(plan.end)
+
+
+@some
+@given(instance=instances())
+def test_every_gradient_that_arrives_is_used_once_and_what_waits_can_be_used_at_any_moment(
+    instance: tuple[Layout, Machine, Residency, Trace],
+) -> None:
+    layout, machine, state, trace = instance
+    capacity = machine.budget[machine.compute]
+    found = update_whole_chunks(trace, state=state, slots_of_gradient=lambda chunk: 1, capacity_bytes=capacity)
+    if found is None:
+        return
+    chosen = set(found.arrivals)
+    came, until = Counter[int](), {ref.chunk: index for index, ref in found.frees}
+    own = [moment for moment in found.trace.moments if moment.updates is None]
+    assert [moment.label for moment in own] == [moment.label for moment in trace.moments]
+    waiting: set[int] = set()
+    rest = sum(state.unit_bytes(ref) for ref, home in state.home.items() if home is state.compute)
+    updates = {moment.updates: moment for moment in found.trace.moments if moment.updates is not None}
+    for index, moment in enumerate(found.trace.moments):
+        chunk = moment.touches[0].ref.chunk
+        if moment.updates is not None:
+            assert came[moment.updates] == found.arrivals[moment.updates]
+        elif moment.touches == (Touch(PlaneRef(chunk, GRAD), True),):
+            came[chunk] += 1
+            waiting.add(chunk)
+            assert chunk in chosen
+        held = sum(state.unit_bytes(ref) for ref in moment.held if state.home[ref] is not state.compute)
+        for one in waiting:
+            beside = len(waiting) * SLOT_BYTES + rest + held + moment.nonmodel_bytes
+            needed = sum(
+                state.unit_bytes(touch.ref)
+                for touch in updates[one].touches
+                if touch.ref.plane != GRAD
+                and touch.ref not in moment.held
+                and state.home[touch.ref] is not state.compute
+            )
+            assert beside + needed <= capacity
+        waiting -= {one for one in waiting if until[one] == index}
+    assert not waiting
+    assert came == Counter(found.arrivals)
+    assert updates.keys() == chosen

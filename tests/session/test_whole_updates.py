@@ -1,0 +1,767 @@
+"""Chunks that a backward updates whole, as the last of their gradients lands, beside the rest of it: the bits are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar import BudgetError, DeviceError, StateError
+from patrickstar.core.formats import FP32
+from patrickstar.core.layout import TensorSpec, build_layout
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
+from patrickstar.optim.hyper import Hyper
+from patrickstar.plan.actions import Update, UpdateWait
+from patrickstar.plan.touches import step_trace
+from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.step.pending_step import PendingStep
+from patrickstar.testing.faults import FaultyIO
+from patrickstar.testing.manual_lane import ManualLane
+from tests.lanes import LANES
+from tests.session.builders import (
+    LAYERS,
+    SLOT,
+    TIGHT,
+    WIDTH,
+    Pair,
+    adamw,
+    assert_same,
+    backward,
+    batch,
+    everything,
+    expect_bits,
+    loss_of,
+    mlp,
+    store_of,
+    train_step,
+)
+from tests.session.test_disk_tier import arm
+from tests.session.test_exceptions import Fragile, Trips, trip_in_backward
+
+MakePair = Callable[..., Pair]
+
+APART = UpdateChoice(apart=True)
+"""Parameter by parameter."""
+ROOM = 8 * SLOT
+"""Bytes of a device on which every chunk can be updated whole, and must move."""
+
+
+@pytest.fixture
+def whole(make_pair: MakePair) -> MakePair:
+    """Makes pairs that update in backward, on a device with room for gradients, and note what they do."""
+
+    def make(*args: Any, **keywords: Any) -> Pair:
+        given = {"step": "in_backward", "precision": "fp32", "device": "emulated", "device_memory": ROOM}
+        if "disk" in keywords:
+            del given["device_memory"]
+        pair = make_pair(*args, **{**given, **keywords})
+        store_of(pair.session).keep_log = True
+        return pair
+
+    return make
+
+
+@pytest.fixture
+def disarmed() -> Any:
+    yield
+    Trips.armed = False
+
+
+def updated(pair: Pair) -> list[int]:
+    """The chunks whose update was begun since this was last asked, in order; the others were updated parameter by parameter."""
+    log = store_of(pair.session).log
+    found = [action.chunk for action in log if isinstance(action, Update)]
+    log.clear()
+    return found
+
+
+def open_gradients(pair: Pair) -> list[Any]:
+    """Units of gradients that the session has now."""
+    return [ref for ref in store_of(pair.session).state.home if ref.plane == GRAD]
+
+
+ALL = list(reversed(range(LAYERS)))
+
+
+def test_a_step_that_is_closed_is_about_what_has_come_alone() -> None:
+    """Also where a parameter has come in another chunk, or in another tile of it."""
+    layout = build_layout([TensorSpec("a", (20,)), TensorSpec("b", (60,)), TensorSpec("c", (20,))], chunk_numel=96)
+    (chunk,) = {part.chunk for name in ("a", "b") for part in layout.parts(name)}
+    updates = step_trace(layout, layout.slices, formats=FP32, in_plane=True)
+    hypers = dict.fromkeys(layout.slices, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True))
+    order = PendingStep(hypers, dict.fromkeys(hypers, 1), updates, arrivals={chunk: 2})
+    (part,) = layout.parts("b")
+    assert order.takes(part)
+    assert order.take(part) is None
+    assert (list(order.waiting), order.is_done) == ([chunk + 1], False)
+    order.close()
+    assert sorted(order.waiting) == [chunk, chunk + 1]
+    assert [piece.name for piece in order.pieces(layout, chunk)] == ["b"]
+    assert [piece.name for piece in order.pieces(layout, chunk + 1)] == ["c"]
+    assert not order.takes(part)
+
+
+# where there is room
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_chunks_are_updated_whole_in_the_order_in_which_their_last_gradients_come(
+    lanes: str, kind: str, whole: MakePair
+) -> None:
+    pair = whole(make_lane=LANES[lanes](1), **({} if kind == "fp32" else {"precision": kind, **_compute(kind)}))
+    if kind == "fp32":
+        pair.train(4)
+        pair.expect_same()
+    else:
+        other = whole(choice=APART, precision=kind, **_compute(kind))
+        for number in range(4):
+            assert torch.equal(
+                train_step(pair.model, pair.optimizer, number), train_step(other.model, other.optimizer, number)
+            )
+        expect_bits(everything(other.session), everything(pair.session))
+    assert updated(pair) == 4 * ALL
+    stats = pair.session.stats()
+    assert (stats.planned_steps, stats.reactive_steps) == (4, 0), stats.reason
+    assert not open_gradients(pair), "no gradient has a home"
+
+
+def _compute(kind: str) -> dict[str, Any]:
+    return {"with_options": {"compute": kind}}
+
+
+def test_an_update_goes_on_beside_the_backward_until_something_needs_it(whole: MakePair) -> None:
+    pair = whole(make_lane=lambda src, dst: ManualLane())
+    pair.train(3)
+    begins, ends = dict[int, int](), dict[int, int]()
+    for index, actions in enumerate(pair.session.plan.moments):
+        begins |= {action.chunk: index for action in actions if isinstance(action, Update)}
+        ends |= {action.chunk: index for action in actions if isinstance(action, UpdateWait)}
+    assert begins.keys() == ends.keys() == set(range(LAYERS))
+    assert all(ends[chunk] > begins[chunk] + 1 for chunk in range(2, LAYERS)), "a moment of the backward was beside it"
+    frees = {ref.chunk: index for index, ref in pair.session.plan.frees}
+    assert all(frees[chunk] == begins[chunk - 1] for chunk in range(1, LAYERS)), "until the next chunk is updated"
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("slots", [5, 6, 7, 8, 24])
+def test_no_room_for_gradients_means_parameter_by_parameter_and_the_bits_are_the_same(
+    slots: int, whole: MakePair
+) -> None:
+    pair = whole(device_memory=slots * SLOT + 4096)
+    pair.train(3)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    assert pair.session.stats().planned_steps == 3
+    whole_ones = Counter(updated(pair))
+    assert set(whole_ones.values()) <= {3}, "one decision, for every step"
+    assert len(whole_ones) == (LAYERS if slots > 6 else len(whole_ones))
+
+
+def test_the_smallest_budget_is_that_of_the_other_way(whole: MakePair) -> None:
+    with pytest.raises(BudgetError) as refusal:
+        whole(device_memory=4096).model(batch())
+    smallest = refusal.value.smallest_bytes
+    with pytest.raises(BudgetError) as other:
+        whole(device_memory=4096, choice=APART).model(batch())
+    assert other.value.smallest_bytes == smallest
+    pair = whole(device_memory=smallest)
+    while True:  # activations are not known before the first forward
+        try:
+            pair.model(batch())
+            break
+        except BudgetError as more:
+            pair = whole(device_memory=more.smallest_bytes)
+    pair.train(3)
+    pair.expect_same()
+    assert not updated(pair)
+
+
+def test_apart_is_parameter_by_parameter(whole: MakePair) -> None:
+    pair = whole(choice=APART)
+    pair.train(3)
+    pair.expect_same()
+    assert not updated(pair)
+
+
+# models
+
+
+class Zoo(nn.Module):
+    """Parameters of every kind in a few chunks: tied ones, a frozen one, one that no group has, one that a batch may leave out, a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.layers = mlp(1, layers=3)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.weight.requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 64, bias=False)
+        self.head.weight = self.embedding.weight
+        self.leaves_out = False
+
+    def forward(self, number: int) -> torch.Tensor:
+        ids = torch.randint(64, (4, 3), generator=torch.Generator().manual_seed(number))
+        x = self.shared(self.layers(self.embedding(ids)))
+        if not self.leaves_out:
+            x = self.sometimes(x)
+        x = self.shared(self.norm(self.frozen(x)))
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+def step_of_zoo(model: nn.Module, optimizer: Any, number: int, *, leaves_out: bool = False) -> torch.Tensor:
+    model.leaves_out = leaves_out
+    loss = model(number)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()  # type: ignore[no-any-return]
+
+
+def some_of(model: nn.Module) -> patrickstar.AdamW:
+    """An optimizer that has not all parameters: the norm's weight is left to itself."""
+    names = [(name, p) for name, p in model.named_parameters() if name != "norm.weight"]
+    return patrickstar.AdamW(
+        [
+            {"params": [p for name, p in names if p.ndim > 1]},
+            {"params": [p for name, p in names if p.ndim == 1], "lr": 3e-2, "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.8, 0.95),
+    )
+
+
+@pytest.mark.parametrize("choice", [None, APART], ids=["whole", "apart"])
+@pytest.mark.parametrize("make_optimizer", [adamw, some_of])
+@pytest.mark.parametrize("numel", [1024, 2048, 4096])
+@pytest.mark.parametrize("more", [{}, {"tile_rows": 24}, {"embedding_rows": True}], ids=str)
+def test_every_kind_of_parameter_has_the_bits_of_plain_pytorch(
+    choice: UpdateChoice | None,
+    make_optimizer: Callable[..., Any],
+    numel: int,
+    more: dict[str, Any],
+    whole: MakePair,
+) -> None:
+    pair = whole(
+        Zoo,
+        make_optimizer=make_optimizer,
+        choice=choice,
+        with_options={"chunk_size": numel, **more},
+        device_memory=7 * 4 * numel + 40 * 1024,
+    )
+    if more:  # a gradient in tiles has its own order of operations
+        other = whole(
+            Zoo,
+            make_optimizer=make_optimizer,
+            choice=APART,
+            with_options={"chunk_size": numel, **more},
+            device_memory=7 * 4 * numel + 40 * 1024,
+        )
+    for number in range(6):
+        leaves_out = number in (3, 4)
+        if more:
+            got = step_of_zoo(pair.model, pair.optimizer, number, leaves_out=leaves_out)
+            want = step_of_zoo(other.model, other.optimizer, number, leaves_out=leaves_out)
+        else:
+            want, got = pair.each(step_of_zoo, number, leaves_out=leaves_out)
+        assert torch.equal(want, got)
+    if more:
+        expect_bits(everything(other.session), everything(pair.session))
+    else:
+        pair.expect_same()
+    assert bool(updated(pair)) == (choice is None)
+
+
+# what the plan did not have
+
+
+def test_a_gradient_that_does_not_come_leaves_its_chunk_to_those_that_have(whole: MakePair) -> None:
+    pair = whole()
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+        model[4].bias.requires_grad_(number not in (2, 3))
+        model[0].bias.requires_grad_(number not in (2, 5))  # the last of all
+        loss = train_step(model, optimizer, number)
+        model[4].bias.requires_grad_(True)
+        model[0].bias.requires_grad_(True)
+        return loss
+
+    for number in range(7):
+        pair.each(step, number)
+    pair.expect_same()
+    # The first that is missing is not foreseen: a forward with other frozen parameters has a trace of its own.
+    for number in range(7, 10):
+        pair.each(_for_some, number)
+    pair.train(2, first=10)
+    pair.expect_same()
+
+
+def _for_some(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss = loss_of(model, number)
+    loss.backward(inputs=[model[2].weight, model[6].bias, model[6].weight, model[10].weight])
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()
+
+
+def test_a_backward_for_some_parameters_updates_these_alone_and_loses_none(whole: MakePair) -> None:
+    pair = whole()
+    pair.train(2)
+    updated(pair)
+    want, got = pair.each(_for_some, 2)
+    assert torch.equal(want, got)
+    assert set(updated(pair)) <= {1, 3, 5}
+    assert pair.session.stats().reactive_steps == 1
+    pair.expect_same()
+    pair.train(3, first=3)
+    pair.expect_same()
+
+
+class Looks(nn.Module):
+    """Something that looks at the session in the middle of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.at = 6
+        self.look: Callable[[], Any] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[: self.at](x)
+        if self.look is not None and hidden.requires_grad:
+            look = self.look
+            hidden.register_hook(lambda gradient: look() and None)
+        out: torch.Tensor = self.layers[self.at :](hidden)
+        return out
+
+
+LOOKS: dict[str, Callable[[Pair, Any], Any]] = {
+    "a weight": lambda pair, _: pair.model.layers[8].weight.sum().item(),
+    "a weight of before": lambda pair, _: pair.model.layers[0].weight.sum().item(),
+    "a state dict": lambda pair, _: pair.session.state_dict()["layers.10.weight"].sum(),
+    "a moment": lambda pair, _: pair.optimizer.state[pair.model.layers[8].weight]["exp_avg"].sum(),
+    "an evaluation": lambda pair, _: pair.model.layers[10](batch()).sum(),
+    "stats": lambda pair, _: pair.session.stats(),
+    "zeroing": lambda pair, _: pair.optimizer.zero_grad(set_to_none=False),
+    "memory": lambda pair, _: pair.model.layers[8].weight.detach().numpy().sum(),
+}
+
+
+@pytest.mark.parametrize("budget", [TIGHT, ROOM, 24 * SLOT])
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_in_the_middle_of_a_backward_changes_no_bit(look: str, budget: int, whole: MakePair) -> None:
+    pair = whole(Looks, device_memory=budget)
+    pair.train(2)
+    for number in range(2, 5):
+        pair.model.look = (lambda: LOOKS[look](pair, None)) if number != 3 else None
+        want, got = pair.each(train_step, number)
+        assert torch.equal(want, got)
+    pair.model.look = None
+    pair.train(2, first=5)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_what_somebody_holds_of_a_parameter_is_that_of_the_update(kind: str, whole: MakePair) -> None:
+    """What computes in fp32 sees copies of 16-bit weights; one that is held is the one that the next use sees."""
+    found = []
+    for choice in (None, APART):
+        given = {"compute": "fp32"} if kind != "fp32" else {}
+        pair = whole(Looks, choice=choice, precision=kind, with_options=given)
+        losses, held = [], []
+        for number in range(5):
+            if number == 2:
+                pair.model.look = lambda pair=pair, held=held: held.append(_view(pair.model.layers[8].weight))
+            losses.append(train_step(pair.model, pair.optimizer, number))
+            pair.model.look = None
+        assert held
+        with torch.no_grad():
+            assert torch.equal(held[0].clone(), pair.model.layers[8].weight.reshape(-1).clone())
+        found.append((torch.stack(losses), everything(pair.session)))
+    assert torch.equal(found[0][0], found[1][0])
+    expect_bits(found[1][1], found[0][1])
+
+
+class Keeps(nn.Module):
+    """Keeps a view of what a layer computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.kept: list[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        view = self.layers[8].weight.view(-1)
+        if self.kept is not None:
+            self.kept.append(view)
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_copy_that_is_held_while_its_gradient_arrives_shows_the_update(kind: str, whole: MakePair) -> None:
+    found = []
+    for choice in (None, APART):
+        pair = whole(Keeps, choice=choice, precision=kind, with_options={"compute": "fp32"} if kind == "bf16" else {})
+        losses = [train_step(pair.model, pair.optimizer, number) for number in range(2)]
+        pair.model.kept = kept = []
+        losses.append(train_step(pair.model, pair.optimizer, 2))
+        pair.model.kept = None
+        with torch.no_grad():
+            assert torch.equal(kept[0].clone(), pair.model.layers[8].weight.reshape(-1).clone())
+        losses.append(train_step(pair.model, pair.optimizer, 3))
+        kept.clear()
+        losses += [train_step(pair.model, pair.optimizer, number) for number in range(4, 6)]
+        found.append((torch.stack(losses), everything(pair.session)))
+        assert bool(updated(pair)) == (choice is None)
+    assert torch.equal(found[0][0], found[1][0])
+    expect_bits(found[1][1], found[0][1])
+
+
+def _view(weight: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return weight.view(-1)
+
+
+@pytest.mark.parametrize("chunk", range(LAYERS))
+@pytest.mark.parametrize("at", [4, 6, 8, 10])
+@pytest.mark.parametrize("budget", [ROOM, 10 * SLOT])
+def test_a_plan_that_is_left_because_a_unit_is_held_loses_no_gradient(
+    chunk: int, at: int, budget: int, whole: MakePair
+) -> None:
+    """Also at the very moment at which a gradient goes into its chunk."""
+    pair = whole(Looks, device_memory=budget)
+    pair.train(2)
+    held: list[torch.Tensor] = []
+    unit, store = PlaneRef(chunk, WEIGHT), store_of(pair.session)
+
+    def hold() -> None:
+        state = store.state
+        if not held and state.is_newest(unit, state.compute) and unit not in state.in_update:
+            held.append(store.leases.take(unit))
+
+    pair.plain.at = pair.model.at = at
+    pair.model.look = hold
+    pair.train(1, first=2)
+    pair.model.look = None
+    held.clear()
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+def test_a_parameter_that_leaves_its_group_is_updated_no_more(whole: MakePair) -> None:
+    pair = whole()
+    pair.train(2)
+    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.original)):
+        gone = model[4].weight
+        group = optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if p is not gone]
+    before = pair.session.state_dict()["4.weight"].clone()
+    updated(pair)
+    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
+        loss_of(model, 2).backward()
+        if model is pair.model:
+            assert torch.equal(model[4].weight.grad.clone(), pair.plain[4].weight.grad), "nobody else has used it"
+        optimizer.step()
+        if model is pair.model:
+            model.zero_grad()
+    pair.plain.zero_grad()
+    assert torch.equal(before, pair.session.state_dict()["4.weight"])
+    expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
+
+
+def test_gradients_of_before_are_part_of_the_sum(whole: MakePair) -> None:
+    def leave(model: nn.Module, _: Any) -> None:
+        model[:4](batch(7)).square().mean().backward()
+
+    pair = whole(before=leave)
+    pair.train(3)
+    pair.expect_same()
+    assert set(updated(pair)) == set(range(LAYERS))
+    assert not [ref for ref in open_gradients(pair) if ref.chunk > 1], "only those that have waited have a home"
+
+
+# errors
+
+
+@pytest.mark.usefixtures("disarmed")
+@pytest.mark.parametrize("look", [False, True])
+def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
+    look: bool, whole: MakePair, tmp_path: Any
+) -> None:
+    found = []
+    for choice in (APART, None):
+        pair = whole(Fragile, choice=choice)
+        pair.train(2)
+        pair.session.save_checkpoint(tmp_path / str(choice))
+        trip_in_backward(pair.model, None)
+        with pytest.raises(StateError, match=r"layers\.10\.weight.*load_checkpoint"):
+            pair.model(batch())
+        if look:
+            found.append({name: value.clone() for name, value in pair.session.state_dict().items()})
+        pair.session.load_checkpoint(tmp_path / str(choice))
+        pair.train(3, first=2)
+        pair.expect_same()
+        assert not open_gradients(pair)
+    if look:
+        expect_bits(*found)  # every gradient that has come is used, and no other
+
+
+class Breaks(nn.Module):
+    """Two parameters in one chunk, with something between their gradients that can raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
+        self.rest = mlp(2, layers=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rest(self.second(Trips.apply(self.first(x))))
+        return out
+
+
+@pytest.mark.usefixtures("disarmed")
+@pytest.mark.parametrize("look", [False, True])
+def test_a_backward_that_raises_while_a_chunk_waits_for_its_last_gradient(
+    look: bool, whole: MakePair, tmp_path: Any
+) -> None:
+    found = []
+    for choice in (APART, None):
+        pair = whole(Breaks, choice=choice)
+        pair.train(2)
+        pair.session.save_checkpoint(tmp_path / str(choice))
+        trip_in_backward(pair.model, None)
+        with pytest.raises(StateError, match=r"second\.weight.*load_checkpoint"):
+            pair.optimizer.step()
+        if choice is None:
+            assert pair.session._parts.executor.pending, "the second layer's gradients wait for the first's"
+        if look:
+            found.append({name: value.clone() for name, value in pair.session.state_dict().items()})
+        pair.session.load_checkpoint(tmp_path / str(choice))
+        pair.train(2, first=2)
+        pair.expect_same()
+        assert not open_gradients(pair)
+    if look:
+        expect_bits(*found)
+
+
+def test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have(whole: MakePair) -> None:
+    pair = whole(Breaks)
+    pair.train(2)
+    seen = []
+
+    def look(gradient: torch.Tensor) -> None:
+        seen.append(pair.session._parts.executor.pending)
+        pair.model.rest[4].weight.sum()
+        seen.append(pair.session._parts.executor.pending)
+
+    handle = pair.model.first.register_forward_hook(lambda module, args, out: out.register_hook(look) and None)
+    want, got = pair.each(train_step, 2)
+    handle.remove()
+    assert torch.equal(want, got)
+    assert seen[0] is not None, "gradients of the second layer wait for those of the first"
+    assert seen[1] is None
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+@pytest.mark.usefixtures("disarmed")
+def test_a_session_with_gradients_that_wait_can_be_closed(whole: MakePair) -> None:
+    pair = whole(Breaks)
+    pair.train(2)
+    trip_in_backward(pair.model, None)
+    pair.session.close()
+    assert all(type(p) is nn.Parameter and not p.isnan().any() for p in pair.model.parameters())
+
+
+def test_a_second_backward_before_the_step_is_refused(whole: MakePair) -> None:
+    pair = whole()
+    pair.train(1)
+    pair.each(lambda model, optimizer: loss_of(model, 1).backward())
+    loss = loss_of(pair.model, 2)
+    with pytest.raises(StateError, match=r"optimizer\.step\(\) after each backward"):
+        loss.backward()
+    del loss
+    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+def test_a_graph_kept_for_a_second_backward_is_refused(whole: MakePair) -> None:
+    pair = whole()
+    pair.train(1)
+    loss = loss_of(pair.model, 1)
+    loss.backward(retain_graph=True)
+    with pytest.raises(StateError):
+        loss.backward()
+    pair.optimizer.step()
+    train_step(pair.plain, pair.plain_optimizer, 1)
+    pair.train(1, first=2)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("between", ["state dict", "checkpoint", "evaluation", "close", "nothing"])
+def test_whoever_looks_between_backward_and_step_finds_the_model_updated(
+    between: str, whole: MakePair, tmp_path: Any
+) -> None:
+    pair = whole()
+    pair.train(2)
+    pair.each(backward, 2)
+    pair.plain_optimizer.step()
+    match between:
+        case "state dict":
+            expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
+        case "checkpoint":
+            pair.session.save_checkpoint(tmp_path / "saved")
+        case "evaluation":
+            with torch.no_grad():
+                assert torch.equal(pair.plain(batch(5)), pair.model(batch(5)))
+        case "close":
+            pair.session.close()
+            for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+                assert torch.equal(want, got)
+            return
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("after", range(0, 24, 4))
+def test_a_transfer_that_fails_in_the_backward_leaves_no_update_half_done(
+    after: int, call: str, whole: MakePair, faulty: FaultyIO, tmp_path: Any
+) -> None:
+    pair = whole(device="cpu", host_memory=ROOM + SLOT, disk=tmp_path / "disk")
+    pair.train(3)
+    pair.session.save_checkpoint(tmp_path / "saved")
+    loss = loss_of(pair.model, 3)
+    arm(faulty, call, 5, after=after)
+    try:
+        loss.backward()
+    except DeviceError:
+        faulty.faults.clear()
+        with pytest.raises(StateError, match="load_checkpoint"):
+            pair.model(batch())
+        pair.session.load_checkpoint(tmp_path / "saved")
+    else:
+        faulty.faults.clear()
+        pair.optimizer.step()
+        pair.session.load_checkpoint(tmp_path / "saved")
+    del loss
+    pair.train(2, first=3)
+    pair.expect_same()
+
+
+def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
+    whole: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    pair = whole(device="cpu", host_memory=ROOM + SLOT, disk=tmp_path / "disk")
+    pair.train(2)
+    pair.session.save_checkpoint(tmp_path / "saved")
+    before = everything(pair.session)
+    begun, may_end, waits = threading.Event(), threading.Event(), [0]
+    kernel = type(pair.session._parts.training._updates._kernel)
+    store = type(store_of(pair.session))
+    real_update, real_wait = kernel.update, store._wait_for_update
+
+    def slow(kernel: Any, *args: Any, **keywords: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        real_update(kernel, *args, **keywords)
+
+    def wait(self: Any, chunk: int) -> None:
+        waits[0] += 1
+        if waits[0] == 1:
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+        may_end.set()
+        real_wait(self, chunk)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel, "update", slow)
+        patched.setattr(store, "_wait_for_update", wait)
+        with pytest.raises(KeyboardInterrupt):
+            backward(pair.model, number=2)
+    assert not store_of(pair.session).state.updating
+    with pytest.raises(StateError, match=r"10\.weight.*load_checkpoint"):
+        pair.model(batch())
+    found = {name: value.clone() for name, value in pair.session.state_dict().items()}
+    pair.session.load_checkpoint(tmp_path / "saved")
+    expect_bits(before, everything(pair.session))
+    pair.train(1, first=2)
+    pair.expect_same()
+    want = pair.session.state_dict()
+    assert torch.equal(found["10.weight"], want["10.weight"]), "it has been updated, wholly"
+    assert torch.equal(found["10.bias"], want["10.bias"])
+    assert torch.equal(found["0.weight"], before["0.weight"]), "and what had not come was not"
+
+
+def test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said(
+    whole: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    pair = whole()
+    pair.train(2)
+    pair.session.save_checkpoint(tmp_path)
+    kernel, calls = type(pair.session._parts.training._updates._kernel), [0]
+    real = kernel.update
+
+    def fails(kernel: Any, *args: Any, **keywords: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise MemoryError
+        real(kernel, *args, **keywords)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel, "update", fails)
+        with pytest.raises(MemoryError):
+            backward(pair.model, number=2)
+    for _ in range(2):
+        with pytest.raises(StateError, match="load_checkpoint"):
+            pair.model(batch())
+    pair.session.load_checkpoint(tmp_path)
+    pair.train(2, first=2)
+    pair.expect_same()
+    assert not open_gradients(pair)
+
+
+def test_alternating_forwards_have_room_for_what_each_keeps(whole: MakePair) -> None:
+    """A forward whose gradients must wait takes the homes that it needs, whatever was open before."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: torch.Tensor, *, detached: bool = False) -> torch.Tensor:
+            out: torch.Tensor = self.layers(x)
+            if detached:
+                with torch.no_grad():
+                    self.layers(x)
+            return out
+
+    pair = whole(Either)
+    for number in range(6):
+
+        def step(model: nn.Module, optimizer: Any, number: int = number) -> torch.Tensor:
+            loss = model(batch(number), detached=number % 2 == 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach().clone()
+
+        want, got = pair.each(step)
+        assert torch.equal(want, got)
+    pair.expect_same()
