@@ -74,7 +74,8 @@ def grown(case: Case, layers: int) -> float:
     session.scaler.scale(loss).backward()
     del loss
     session.scaler.step(session.optimizer)
-    next(session.gradients())  # the update is done, and gradients are still there
+    if case.step == "deferred":
+        next(session.gradients())  # the update is done, and gradients are still there
     after = settled_bytes()
     session.close(keep_weights=False)
     return (after - before) / planned

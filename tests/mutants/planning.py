@@ -93,8 +93,8 @@ PLANNING: tuple[Mutant, ...] = (
     Mutant(
         name="what-is-used-next-is-evicted-first",
         file="plan/eviction.py",
-        old="return lambda ref, now: -uses.after(ref, now)",
-        new="return lambda ref, now: uses.after(ref, now)",
+        old="now - NEVER if uses.is_leaving(ref, now) else -uses.after(ref, now)",
+        new="now - NEVER if uses.is_leaving(ref, now) else uses.after(ref, now)",
         tests=("tests/plan/test_eviction.py::test_next_use_gives_up_what_is_used_furthest_away",),
     ),
     Mutant(
@@ -142,15 +142,15 @@ PLANNING: tuple[Mutant, ...] = (
     Mutant(
         name="a-unit-that-is-written-again-is-written-back-early",
         file="plan/overlap.py",
-        old="begins = self._not_pinned(ref, max(first, self._written.get(ref, -1) + 1))",
-        new="begins = first",
+        old="begins = self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0))",
+        new="begins = max(index - self._ahead, 0)",
         tests=(f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",),
     ),
     Mutant(
         name="a-drop-comes-before-the-wait-of-its-write-back",
         file="plan/overlap.py",
-        old="ends.insert(0, Wait(ref, self._below))",
-        new="ends.append(Wait(ref, self._below))",
+        old="[Wait(ref, self._below), Drop(ref, self._compute, slots)]",
+        new="[Drop(ref, self._compute, slots), Wait(ref, self._below)]",
         tests=(f"{OVERLAP}::test_the_same_actions_keep_every_invariant_earlier",),
     ),
     Mutant(
@@ -163,8 +163,8 @@ PLANNING: tuple[Mutant, ...] = (
     Mutant(
         name="what-leaves-goes-while-it-is-used",
         file="plan/overlap.py",
-        old="used_until = max(first, pins[-1] + 1 if pins else 0)",
-        new="used_until = first",
+        old="max(index - self._ahead, pins[before - 1] + 1 if before else 0, 0)",
+        new="max(index - self._ahead, 0)",
         tests=(f"{OVERLAP}::test_what_leaves_clean_leaves_after_its_last_use_where_its_slots_are_taken_early",),
     ),
     Mutant(

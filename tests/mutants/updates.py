@@ -167,8 +167,8 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="a-gradient-goes-down-before-it-is-complete",
         file="plan/overlap.py",
-        old="max(index - self._ahead, self._written.get(ref, -1) + 1, 0)",
-        new="max(index - self._ahead, 0)",
+        old="min(self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0)), index)",
+        new="min(self._not_pinned(ref, max(index - self._ahead, 0)), index)",
         tests=(
             "tests/plan/test_overlap.py::test_so_do_those_of_plans_that_use_units_on_the_host",
             f"{WEAVE}::test_a_gradient_goes_down_early_and_not_before_it_is_complete",
@@ -261,8 +261,8 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="slots-of-a-gradient-stay-where-there-are-not-enough",
         file="plan/overlap.py",
-        old="if at <= index or self._free.enough_from(slots, index, at) > index:",
-        new="if at <= index:",
+        old="if at == index or self._free.enough_from(slots, index, at) > index:",
+        new="if at == index:",
         tests=(f"{WEAVE}::test_slots_of_a_gradient_go_when_its_update_is_over_if_nothing_needs_them_before",),
     ),
     Mutant(
@@ -294,5 +294,21 @@ UPDATES: tuple[Mutant, ...] = (
         tests=(
             "tests/plan/test_eviction.py::test_a_copy_that_is_written_elsewhere_before_its_next_use_is_worth_nothing",
         ),
+    ),
+    Mutant(
+        name="of-what-is-leaving-what-was-used-last-goes-first",
+        file="plan/eviction.py",
+        old="return lambda ref, now: now - NEVER if",
+        new="return lambda ref, now: -now - NEVER if",
+        tests=(
+            "tests/plan/test_eviction.py::test_of_what_will_be_written_elsewhere_or_goes_down_what_was_used_longest_ago_goes_first",
+        ),
+    ),
+    Mutant(
+        name="the-norm-fetches-what-has-gone-down",
+        file="step/stretches.py",
+        old="here = trace if self._choice.apart else self._where_it_is(trace)",
+        new="here = trace",
+        tests=(f"{HOST}::test_the_norm_is_read_where_gradients_are_and_fetches_none",),
     ),
 )

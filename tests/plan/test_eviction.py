@@ -132,3 +132,16 @@ def test_a_copy_that_is_written_elsewhere_before_its_next_use_is_worth_nothing()
     assert uses.after(unit("c0.weight"), 0) == NEVER
     assert uses.after(unit("c1.weight"), 1) == 5
     assert Uses(trace_of("c0.weight@H*", "c0.weight"), trace_of("c1.weight")).after(unit("c0.weight"), 1) == NEVER
+
+
+def test_of_what_will_be_written_elsewhere_or_goes_down_what_was_used_longest_ago_goes_first() -> None:
+    trace = trace_of("c0.weight@H* c1.weight@H*", "c2.weight", "c0.weight", "c3.grad*", "c1.weight", "c2.weight")
+    worth = policy_named("next-use")(Uses(trace, goes_down=[unit("c3.grad")]))
+    last = {"c0.weight": 2, "c3.grad": 3, "c1.weight": 4, "c2.weight": 5}
+    assert sorted(last, key=lambda text: worth(unit(text), last[text])) == [
+        "c0.weight",
+        "c3.grad",
+        "c1.weight",
+        "c2.weight",
+    ]
+    assert worth(unit("c3.grad"), 0) == -3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,10 @@ from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.testing.inside import manage_inside
+from tests.parity.oracle import global_norm
 from tests.plan.builders import layout_of
 from tests.plan.test_weave import updates_of
-from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Pair, adamw, mlp, options
+from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Pair, adamw, backward, mlp, options, train_step
 from tests.session.masters import managed_step
 
 MakePair = Callable[..., Pair]
@@ -78,6 +80,33 @@ def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(sl
     assert moved["D>H"] == itemsize * chunks * CHUNK
     assert moved["H>D"] == wide * itemsize * (chunks + again) * CHUNK
     assert moved["H>K"] == moved["K>H"] == 0
+
+
+def test_the_norm_is_read_where_gradients_are_and_fetches_none(make_pair: MakePair) -> None:
+    def bytes_up(max_norm: float | None) -> int:
+        model = mlp()
+        session = manage_inside(
+            model,
+            adamw(model),
+            choice=ON_HOST,
+            device="emulated",
+            device_memory=8 * SLOT + 4096,
+            max_grad_norm=max_norm,
+            options=options(accumulate=1),
+        )
+        with session:
+            for number in range(3):
+                train_step(model, session.optimizer, number)
+            before = session.stats().moved["H>D"]
+            train_step(model, session.optimizer, 3)
+            return session.stats().moved["H>D"] - before
+
+    assert bytes_up(1e-3) == bytes_up(None)
+    pair = make_pair(choice=ON_HOST, device="emulated", device_memory=8 * SLOT + 4096)
+    pair.train(3)
+    pair.each(backward, 3)
+    norm = global_norm({name: p.grad for name, p in pair.plain.named_parameters() if p.grad is not None})
+    assert pair.session.clip_grad_norm_(math.inf).equal(norm)
 
 
 def test_a_weight_that_somebody_holds_is_updated_where_it_is_held(make_pair: MakePair) -> None:

@@ -7,8 +7,8 @@ moments, and nothing else changes:
     early write-back   what leaves dirty is copied home as soon as it has been written for the last time
     early drop         what leaves gives its slots back when it has been used for the last time; where it has to be written back before that,
                        only if something that is fetched early takes them
-    late wait          an update is waited for when something needs what it uses, and its gradient's way there with it; the gradient's slots are
-                       given back then, if they are not needed before
+    late wait          an update is waited for when something needs what it uses, and its gradient's way there with it; what slots the gradient
+                       still has above are given back then, if they are not needed before
     early descent      a gradient that will be used below begins to go there when it is complete, over the end of the plan
 
     moment      3                  4          5          6                          7
@@ -285,7 +285,9 @@ class _Overlap:
                 last = min(index + self._ahead, len(moments) - 1)
                 at = min(last, *(later.needs(touch.ref, wait.tier, last) for touch in moment.touches))
                 gradient = PlaneRef(wait.chunk, GRAD)
-                at = self._drop_late(gradient, later.drops.get(gradient, at), at, moments)
+                drop_at = min(at, later.drops.get(gradient, at))
+                # Where it is updated, slots that stay would be memory that a step needs without need.
+                at = drop_at if wait.tier is self._compute else self._drop_late(gradient, drop_at, at, moments)
                 if index < at:
                     moments[at].insert(0, actions.pop())
                     own = [
@@ -300,8 +302,8 @@ class _Overlap:
     def _drop_late(self, ref: PlaneRef, index: int, at: int, moments: list[list[Action]]) -> int:
         """Has a unit's slots given back at a later moment than this one, if there are enough without them; when they are, if that is not later."""
         slots = self._slots.get(ref, 0)
-        if at <= index or self._free.enough_from(slots, index, at) > index:
-            return min(index, at)
+        if at == index or self._free.enough_from(slots, index, at) > index:
+            return index
         self._free.add(-slots, index, at)
         drop = Drop(ref, self._compute, slots)
         moments[index].remove(drop)
