@@ -58,7 +58,9 @@ def lanes_of(*, bytes_per_second: float | None = None, stress_seed: int | None =
             lane = PacedLane(name, bytes_per_second=bytes_per_second)
         elif random is not None:
             lane = ThreadLane(name, works=_STRESSED_WORKS)
-        elif Tier.DISK in (src, dst) or dst is None:
+        elif Tier.DISK in (src, dst):
+            lane = ThreadLane(name, works=DISK_REQUESTS)
+        elif dst is None:
             lane = ThreadLane(name)
         else:
             lane = InlineLane()
@@ -66,5 +68,8 @@ def lanes_of(*, bytes_per_second: float | None = None, stress_seed: int | None =
 
     return make
 
+
+DISK_REQUESTS = 2
+"""Under way in each direction at once (`benchmarks/disk.py --depth`): one leaves many disks idle between two, four are no faster than two."""
 
 _STRESSED_WORKS = 3  # at once, so that they overtake each other
