@@ -130,6 +130,20 @@ def test_extents_are_aligned_and_apart_and_files_are_the_owners_one_for_each_pla
     assert flags == ({os.O_DIRECT} if pool.direct else {0})
 
 
+def test_units_lie_in_the_order_in_which_they_are_first_used_and_stay_there(tmp_path):
+    pool = pool_in(tmp_path)
+    last, first = PlaneRef(0, "weight"), PlaneRef(3, "weight")
+    written(pool, first, noise(ALIGNMENT))
+    assert read(pool, last) == bytes(3 * KIB64)
+    assert [pool.extent(ref).offset for ref in (first, last)] == [0, ALIGNMENT]
+    assert read(pool, first) == noise(ALIGNMENT)
+    pool.add({first: 2 * ALIGNMENT})
+    pool.take(first)
+    written(pool, first, noise(2 * ALIGNMENT))
+    assert pool.extent(first).path != pool.extent(last).path
+    assert pool.extent(last).offset == ALIGNMENT
+
+
 @pytest.mark.parametrize(
     "faults",
     [
@@ -178,6 +192,7 @@ def test_a_failed_transfer_names_file_offset_and_bytes_and_spoils_nothing_else(t
     blocks = [Short("pwritev", KIB64, nth=3), Short("preadv", KIB64)]
     io, content = FaultyIO(), noise(UNITS[ref])
     pool = pool_in(tmp_path, io)
+    assert pool.extent(PlaneRef(3, "exp_avg")).offset == 0
     source, other = page_aligned(content), noise(KIB64, 5)
     if doing == "reading":
         pool.writing(ref, source)()

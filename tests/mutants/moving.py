@@ -60,6 +60,15 @@ MOVING: tuple[Mutant, ...] = (
         tests=("tests/memory/test_arena.py::test_pages_go_back_when_the_works_on_them_are_over",),
     ),
     Mutant(
+        name="a-unit-on-the-disk-has-the-place-of-another",
+        file="memory/disk.py",
+        old="            file.end += nbytes\n",
+        new="            file.end += ALIGNMENT\n",
+        tests=(
+            "tests/memory/test_disk.py::test_extents_are_aligned_and_apart_and_files_are_the_owners_one_for_each_plane",
+        ),
+    ),
+    Mutant(
         name="a-fence-is-lost-with-a-wait-that-is-interrupted",
         file="memory/arena.py",
         old="                    self._fences[slot].wait()  # a late write would bring pages back\n",

@@ -1,7 +1,8 @@
-"""The disk tier: every unit has an extent in a file, at a place that never changes.
+"""The disk tier: every unit has an extent in a file, at a place that does not change once it has been used.
 
 (1) Files are preallocated: running out of space is found when the pool is made.
-(2) Extents start and end on multiples of 4096 bytes and do not overlap.
+(2) Extents start and end on multiples of 4096 bytes and do not overlap. In the file of a plane they lie in the order in which units are first
+    used, which the steps to come repeat: what rests there is read and written from front to back.
 (3) A transfer moves the whole extent or raises a `DeviceError` that names file, offset and bytes; it is never short.
     After a failed write the extent is undefined, after a failed read the buffer is; the other side is as it was.
 (4) A file is locked by the pool that made it for as long as that lives. A file that nobody locks was left by a process
@@ -44,6 +45,15 @@ _PREFIX: Final = "patrickstar-"
 logger = logging.getLogger("patrickstar")
 
 
+@dataclass(slots=True)
+class _File:
+    """A file for units of a plane, of which those have places that have been used. `end`: where the next one will lie."""
+
+    path: Path
+    fd: int
+    end: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """The place of a unit on disk: `[offset, offset + nbytes)` of a file."""
@@ -62,7 +72,7 @@ class DiskPool:
 
     Args:
         directory: made if its parent exists.
-        units: bytes of every unit that rests on disk, multiples of 4096; offsets follow the order given.
+        units: bytes of every unit that rests on disk, multiples of 4096.
         budget_bytes: what the files may take; `None` for 90 % of what is free there.
         io: the calls to use.
 
@@ -86,8 +96,10 @@ class DiskPool:
         self.nbytes = sum(units.values())
         self._io = io if io is not None else FileIO()
 
+        self._nbytes: dict[PlaneRef, int] = {}
+        self._file_of: dict[PlaneRef, _File] = {}
         self._extents: dict[PlaneRef, Extent] = {}
-        self._prepared: dict[PlaneRef, Extent] = {}
+        self._prepared: dict[PlaneRef, tuple[_File, int]] = {}
         self._files: dict[Path, int] = {}
         self.direct = True
         self._prepare(budget_bytes)
@@ -95,9 +107,9 @@ class DiskPool:
         self._cleanup = weakref.finalize(self, _remove_files, self._io, self._files, os.getpid())
         try:
             for plane in dict.fromkeys(ref.plane for ref in units):
-                self._extents |= self._make_file(
-                    plane, {ref: size for ref, size in units.items() if ref.plane == plane}
-                )
+                own = {ref: size for ref, size in units.items() if ref.plane == plane}
+                self._file_of |= dict.fromkeys(own, self._make_file(plane, sum(own.values())))
+            self._nbytes.update(units)
         except BaseException:
             self.close()
             raise
@@ -110,13 +122,15 @@ class DiskPool:
             BudgetError: the units take more than is left of the budget. DeviceError: the directory has not that much space. Nothing has
                 changed then.
         """
-        replaced = sum(self._extents[ref].nbytes for ref in units if ref in self._extents)
+        replaced = sum(self._nbytes.get(ref, 0) for ref in units)
         self.nbytes += sum(units.values()) - replaced
-        files, made = set(self._files), dict[PlaneRef, Extent]()
+        files, made = set(self._files), dict[PlaneRef, tuple[_File, int]]()
         try:
             self._refuse_unless_it_fits()
             for plane in dict.fromkeys(ref.plane for ref in units):
-                made |= self._make_file(plane, {ref: size for ref, size in units.items() if ref.plane == plane})
+                own = {ref: size for ref, size in units.items() if ref.plane == plane}
+                file = self._make_file(plane, sum(own.values()))
+                made |= {ref: (file, size) for ref, size in own.items()}
         except BaseException:
             self.nbytes -= sum(units.values()) - replaced
             _remove_files(self._io, self._files, os.getpid(), keep=files)
@@ -125,9 +139,10 @@ class DiskPool:
 
     def take(self, ref: PlaneRef) -> None:
         """Moves a unit to the place that `add` made for it; its bytes are lost. Files in which nothing lies any more go."""
-        self._extents[ref] = self._prepared.pop(ref)
+        self._file_of[ref], self._nbytes[ref] = self._prepared.pop(ref)
+        self._extents.pop(ref, None)
         if not self._prepared:
-            used = {extent.path for extent in self._extents.values()}
+            used = {file.path for file in self._file_of.values()}
             _remove_files(self._io, self._files, os.getpid(), keep=used)
 
     @property
@@ -136,9 +151,13 @@ class DiskPool:
         return tuple(self._files)
 
     def extent(self, ref: PlaneRef) -> Extent:
-        """The extent of a unit. StateError where the pool is closed."""
+        """The extent of a unit, which it has from the first time on that it is asked for. StateError where the pool is closed."""
         if not self._cleanup.alive:
             raise StateError(f"the disk pool in {self.directory} is closed")
+        if ref not in self._extents:
+            file, nbytes = self._file_of[ref], self._nbytes[ref]
+            self._extents[ref] = Extent(file.path, file.fd, file.end, nbytes)
+            file.end += nbytes
         return self._extents[ref]
 
     def reading(self, ref: PlaneRef, buffer: memoryview) -> Work:
@@ -174,15 +193,15 @@ class DiskPool:
                 smallest_bytes=self.nbytes,
             )
         free = free_bytes(self.directory)
-        wanted = self.nbytes - sum(extent.nbytes for extent in self._extents.values())
+        wanted = self.nbytes - sum(self._nbytes.values())
         if wanted > free:
             raise DeviceError(
                 f"disk={self.directory}: {format_bytes(wanted)} of model data rest there, {format_bytes(free)} are "
                 f"free; free {format_bytes(wanted - free)}, or name a directory on another disk"
             )
 
-    def _make_file(self, plane: str, units: Mapping[PlaneRef, int]) -> dict[PlaneRef, Extent]:
-        path, nbytes = self.directory, sum(units.values())
+    def _make_file(self, plane: str, nbytes: int) -> _File:
+        path = self.directory
         try:
             path, fd = self._open_locked(plane)
             self._io.fallocate(fd, 0, nbytes)
@@ -191,13 +210,9 @@ class DiskPool:
                 f"{path}: cannot set {nbytes} bytes from offset 0 aside ({format_bytes(nbytes)} for {plane}): "
                 f"{error.strerror}; free space there, or name another directory with disk="
             ) from error
-        extents, offset = {}, 0
-        for ref, size in units.items():
-            extents[ref] = Extent(path, fd, offset, size)
-            offset += size
         if self.direct:
             self._go_direct(fd)
-        return extents
+        return _File(path, fd)
 
     def _open_locked(self, plane: str) -> tuple[Path, int]:
         for _ in range(_ATTEMPTS):
