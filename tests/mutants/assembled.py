@@ -35,7 +35,7 @@ ASSEMBLED: tuple[Mutant, ...] = (
         file="optim/adamw.py",
         old="if updated and self._kernel is None:",
         new="if self._kernel is None:",
-        tests=(f"{LINE}[forward backward forward drop step zero forward drop forward backward step-fp32-emulated]",),
+        tests=("tests/optim/test_adamw.py::test_a_step_that_has_nothing_to_update_chooses_no_kernel",),
     ),
     Mutant(
         name="a-gradients-use-writes-nothing-back",

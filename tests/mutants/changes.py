@@ -102,7 +102,7 @@ CHANGES: tuple[Mutant, ...] = (
         file="step/masters_by_hand.py",
         old="                    if before is not None:\n                        for left",
         new="                    if before is None:\n                        for left",
-        tests=(f"{TESTS}::test_a_change_whose_master_cannot_be_reached_is_no_change[bf16]",),
+        tests=(f"{TESTS}::test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change",),
     ),
     Mutant(
         name="a-trial-run-brings-parts-of-a-gradient-one-by-one",

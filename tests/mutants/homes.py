@@ -64,7 +64,9 @@ HOMES: tuple[Mutant, ...] = (
         file="step/late_planes.py",
         old="narrow = [ref for ref in gradients if ref in state.home]",
         new="narrow = gradients",
-        tests=(f"{TESTS}::test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room[emulated]",),
+        tests=(
+            f"{TESTS}::test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room[emulated-one by one]",
+        ),
     ),
     Mutant(
         name="gradients-at-home-where-it-computes-count-for-ever",

@@ -11,12 +11,27 @@ INTERRUPTED = (
     "tests/session/test_lanes.py::test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_again"
 )
 FAULTS = "tests/session/test_faults_caught.py"
+NEAR_THE_BOUND = "tests/session/test_host_bound.py::test_near_the_bound"
 DISK_TIER = "tests/session/test_disk_tier.py"
 TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 # The fifth transfer over the link, and no other.
 ONCE = "self._ledger.moved({link!r}) == 4 * self.state.slots[ref] * self._arenas[self._compute].slot_bytes"
 
 MOVING: tuple[Mutant, ...] = (
+    Mutant(
+        name="pages-that-have-come-count-twice",
+        file="step/executor.py",
+        old="            arriving = store.arriving_bytes()\n",
+        new="            pass\n",
+        tests=(f"{NEAR_THE_BOUND}_the_guard_is_told_of_pages_that_are_to_come_and_not_of_those_that_have[True-8192]",),
+    ),
+    Mutant(
+        name="all-pages-of-a-transfer-are-still-to-come",
+        file="memory/mapping.py",
+        old="    return (len(pages) - sum(pages.raw)) * PAGE_BYTES\n",
+        new="    return len(pages) * PAGE_BYTES\n",
+        tests=("tests/session/test_flights.py::test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended",),
+    ),
     Mutant(
         name="a-wait-is-dropped",
         file="memory/store.py",
@@ -103,7 +118,7 @@ MOVING: tuple[Mutant, ...] = (
         file="memory/store.py",
         old="                self._land()\n",
         new="",
-        tests=(f"{INTERRUPTED}[0-2-emulated]",),
+        tests=(f"{INTERRUPTED}[0-1-emulated]",),
     ),
     Mutant(
         name="a-ticket-goes-before-its-arrival-is-noted",
@@ -111,14 +126,14 @@ MOVING: tuple[Mutant, ...] = (
         old="        residency.apply(self.state, action)\n        if isinstance(action, Wait):",
         new="        if isinstance(action, Wait):\n            self._tickets.pop((action.ref, action.tier), None)\n"
         "        residency.apply(self.state, action)\n        if isinstance(action, Wait):",
-        tests=("tests/session/test_lanes.py::test_an_interruption_between_a_wait_and_its_note_is_settled[emulated-1]",),
+        tests=("tests/session/test_lanes.py::test_an_interruption_between_a_wait_and_its_note_is_settled[cpu+disk-1]",),
     ),
     Mutant(
         name="a-forked-child-is-given-the-slots-of-its-parent",
         file="memory/store.py",
         old="if wrap is None or os.getpid() != self._process:",
         new="if wrap is None:",
-        tests=(f"{FAULTS}::test_a_forked_child_is_given_no_slot",),
+        tests=(f"{FAULTS}::test_a_forked_child_is_given_no_slot[after its update]",),
     ),
     Mutant(
         name="what-wraps-a-slot-outlives-its-tenant",
@@ -164,14 +179,14 @@ MOVING: tuple[Mutant, ...] = (
         file="memory/store.py",
         old="                self._fill(ref, tier, slots)\n",
         new="",
-        tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
+        tests=(f"{TRAINING_ON}[cpu+disk-next-use-deferred]",),
     ),
     Mutant(
         name="what-a-moment-writes-is-not-marked",
         file="step/executor.py",
         old="if touch.writes:",
         new="if False:",
-        tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
+        tests=("tests/session/test_gradients.py::test_a_gradient_that_was_read_goes_on_accumulating",),
     ),
     Mutant(
         name="a-failed-transfer-is-not-undone",
@@ -241,8 +256,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="pages-that-come-with-a-transfer-do-not-count",
         file="memory/store.py",
-        old="return sum(slots for ref, slots in self._fresh.items() if not self._tickets[ref, self._compute].done)",
-        new="return 0",
+        old="return [ref for ref in self._fresh if not self._tickets[ref, self._compute].done]",
+        new="return []",
         tests=("tests/session/test_flights.py::test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended",),
     ),
 )

@@ -27,7 +27,7 @@ TRAINING: tuple[Mutant, ...] = (
         file="optim/norm.py",
         old="            self._squares[filled : start + rows * _WIDTH].zero_()\n",
         new="",
-        tests=("tests/optim/test_norm.py::test_pieces_of_any_length_have_the_sum_of_whole_tensors",),
+        tests=("tests/optim/test_norm.py::test_blocks_are_counted_from_the_start_of_each_tensor",),
     ),
     Mutant(
         name="a-gradient-that-no-backward-has-used-is-forgotten-at-the-step",
@@ -57,7 +57,7 @@ TRAINING: tuple[Mutant, ...] = (
         file="plan/touches.py",
         old=WRITTEN,
         new=WRITTEN.replace("True", "plane != EXP_AVG_SQ"),
-        tests=(f"{TRAINING_ON}[emulated-next-use-deferred]",),
+        tests=(f"{TRAINING_ON}[cpu+disk-next-use-deferred]",),
     ),
     Mutant(
         name="a-first-gradient-is-added-to-zeros",

@@ -66,13 +66,6 @@ UPDATES: tuple[Mutant, ...] = (
         tests=(f"{WEAVE}::test_a_unit_that_is_held_is_updated_by_then",),
     ),
     Mutant(
-        name="slots-go-before-the-update-that-uses-them-is-over",
-        file="plan/overlap.py",
-        old="case Drop(ref, tier, _) | Create(ref, tier, _) | Copy(ref, _, tier, _):",
-        new="case Create(ref, tier, _) | Copy(ref, _, tier, _):",
-        tests=(f"{WEAVE}::test_the_plan_of_what_is_woven_keeps_every_invariant",),
-    ),
-    Mutant(
         name="it-is-legal-to-take-the-slots-of-an-update",
         file="plan/residency.py",
         old="    if _is_updated_on(state, ref, tier):",

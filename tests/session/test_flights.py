@@ -215,10 +215,16 @@ def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
     store.committed_slots = store._arenas[Tier.HOST].committed_slots
     store.limit_slots = 99
     store.carry_out([Copy(ref, Tier.DISK, Tier.HOST, 1)])
+    slot_bytes = state.slot_bytes
     assert store.arriving_slots == 1
+    assert store.arriving_bytes() == slot_bytes
+    store._arenas[Tier.HOST].buffer(store._at[Tier.HOST][ref])[: slot_bytes // 2] = bytes(slot_bytes // 2)
+    assert store.arriving_slots == 1
+    assert store.arriving_bytes() == slot_bytes // 2  # half of it has come, and is resident
     for lane in lanes:
         lane.drain()
     assert store.arriving_slots == 0
+    assert store.arriving_bytes() == 0
     store.carry_out([Wait(ref, Tier.HOST)])
     assert store.arriving_slots == 0
 

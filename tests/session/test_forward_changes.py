@@ -620,6 +620,31 @@ def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
 # failures
 
 
+def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
+    make_narrow: Callable[..., Narrow], faulty: FaultyIO, on_disk: dict[str, Any]
+) -> None:
+    """A disk that fails at any read that the change asks for: of the weight, or of what completes its master."""
+    pair = make_narrow("bf16", mlp, **on_disk)
+    pair.train(2)
+    pair.expect_same()
+    weight, failed = pair.model[0].weight, 0
+    while True:
+        with torch.no_grad():
+            pair.model(batch(rows=6).bfloat16())  # takes the place of what the last change has read
+        arm(faulty, "preadv", errno.EIO, after=failed)
+        try:
+            with torch.no_grad():
+                weight.clamp_(-0.01, 0.01)
+        except DeviceError:
+            failed += 1
+        else:
+            break
+        faulty.faults.clear()
+        pair.expect_same()
+    faulty.faults.clear()
+    assert failed
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
 def test_a_change_whose_master_cannot_be_reached_is_no_change(
     make_pair: MakePair, make_narrow: Callable[..., Narrow], faulty: FaultyIO, on_disk: dict[str, Any], kind: str

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar.core.machine import Tier
 from patrickstar.memory.process import resident_bytes
+from patrickstar.memory.store import ChunkStore
 from patrickstar.step import pressure
 from patrickstar.step.pressure import Pressure
 from patrickstar.units import MIB
@@ -123,6 +124,33 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
     assert told["forward first.weight"] >= Replaces.LARGE_BYTES
     assert told["forward second.weight"] >= Replaces.LARGE_BYTES
     assert max(told[name] for name in told if "backward" in name) < Replaces.LARGE_BYTES
+
+
+@pytest.mark.parametrize(("is_exceeded", "arriving_bytes"), [(False, 3 * SLOT), (True, SLOT)])
+def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_those_that_have(
+    is_exceeded: bool,
+    arriving_bytes: int,
+    make_pair: Callable[..., Pair],
+    on_disk: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = make_pair(**on_disk)
+    pair.train(1)
+    told = list[int]()
+
+    def told_without_transfers(self: Pressure, growth_bytes: int) -> int:
+        told.append(growth_bytes)
+        return 0
+
+    monkeypatch.setattr(Pressure, "excess_bytes", told_without_transfers)
+    monkeypatch.setattr(Pressure, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
+    monkeypatch.setattr(ChunkStore, "arriving_slots", 0)
+    monkeypatch.setattr(ChunkStore, "arriving_bytes", lambda self: SLOT)
+    pair.train(1, first=1)
+    before, told[:] = list(told), []
+    monkeypatch.setattr(ChunkStore, "arriving_slots", 3)
+    pair.train(1, first=2)
+    assert told == [growth + arriving_bytes for growth in before]
 
 
 def test_chunks_make_room_for_what_the_process_holds_beside_them(

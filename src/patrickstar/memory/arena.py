@@ -118,6 +118,10 @@ class Arena:
                     del self._fences[slot]  # not before its wait, which an interruption may end
             self._space.discard(first * self.slot_bytes, n * self.slot_bytes)
 
+    def absent_bytes(self, first: int, n: int = 1) -> int:
+        """Bytes of `n` slots that have no pages yet."""
+        return self._space.absent_bytes(*self._place(first, n))
+
     # bytes
 
     def filling(self, first: int, n: int, *, poison: bool = False) -> Work:

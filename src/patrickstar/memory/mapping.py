@@ -11,7 +11,7 @@ from typing import Any, Final
 from patrickstar.errors import DeviceError
 from patrickstar.units import format_bytes
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "advise_huge", "discard", "reserve"]
+__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "absent_bytes", "advise_huge", "discard", "reserve"]
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 << 20
@@ -26,6 +26,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -76,6 +77,16 @@ def discard(address: int, nbytes: int) -> None:
     start, stop = _inside(address, nbytes, PAGE_BYTES)
     if start < stop and _libc.madvise(start, stop - start, mmap.MADV_DONTNEED):
         raise DeviceError(f"cannot give {format_bytes(nbytes)} back: {os.strerror(ctypes.get_errno())}; is it locked?")
+
+
+def absent_bytes(address: int, nbytes: int) -> int:
+    """Bytes of a range of whole pages whose pages are not resident."""
+    pages = ctypes.create_string_buffer(nbytes // PAGE_BYTES)
+    if _libc.mincore(address, nbytes, pages):
+        raise DeviceError(
+            f"cannot ask which pages of {format_bytes(nbytes)} are there: {os.strerror(ctypes.get_errno())}"
+        )
+    return (len(pages) - sum(pages.raw)) * PAGE_BYTES
 
 
 def _inside(address: int, nbytes: int, unit: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.errors import StateError
-from patrickstar.memory.mapping import advise_huge, discard, reserve
+from patrickstar.memory.mapping import absent_bytes, advise_huge, discard, reserve
 
 __all__ = ["HostSpace", "Space"]
 
@@ -47,6 +47,9 @@ class Space(Protocol):
 
     def discard(self, at: int, nbytes: int) -> None:
         """Gives the pages of a range back to the system, or keeps them."""
+
+    def absent_bytes(self, at: int, nbytes: int) -> int:
+        """Bytes of a range of whole pages that have none yet."""
 
     def close(self) -> None:
         """Lets go of the memory: it goes with the last tensor or buffer over it."""
@@ -88,6 +91,9 @@ class HostSpace:
     def discard(self, at: int, nbytes: int) -> None:
         if os.getpid() == self._owner:
             discard(self._start + at, nbytes)
+
+    def absent_bytes(self, at: int, nbytes: int) -> int:
+        return absent_bytes(self._start + at, nbytes)
 
     def close(self) -> None:
         self._memory = None

@@ -213,8 +213,9 @@ class ChunkStore:
 
     def _has_arrived(self, ref: PlaneRef, tier: Tier) -> bool:
         """Waits for a transfer, which is given up where it fails; tells whether it has not."""
+        ticket = self._tickets[ref, tier]
         try:
-            self._tickets[ref, tier].wait()
+            ticket.wait()
         except Exception:  # whatever a lane has raised: the transfer has not been done
             self._give_up(Wait(ref, tier))
             return False
@@ -348,10 +349,18 @@ class ChunkStore:
 
     @property
     def arriving_slots(self) -> int:
-        """Slots of the compute tier whose pages come with transfers that are under way."""
+        """Slots of the compute tier whose pages come with transfers that are under way, as far as they have not come."""
+        return sum(self._fresh[ref] for ref in self._coming())
+
+    def arriving_bytes(self) -> int:
+        """Bytes of the pages that come with these transfers, without those that have. It takes a call of the system for each of them."""
+        arena, at, slots = self._arenas[self._compute], self._at[self._compute], self.state.slots
+        return sum(arena.absent_bytes(at[ref], slots[ref]) for ref in self._coming())
+
+    def _coming(self) -> list[PlaneRef]:
         if not self._fresh:
-            return 0
-        return sum(slots for ref, slots in self._fresh.items() if not self._tickets[ref, self._compute].done)
+            return []
+        return [ref for ref in self._fresh if not self._tickets[ref, self._compute].done]
 
     def trim(self) -> None:
         """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""

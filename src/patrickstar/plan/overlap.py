@@ -331,7 +331,7 @@ class _Later:
                     self._needed[ref] = index
                 case Drop(ref, tier, _) if ref.plane == GRAD and tier is compute:
                     self.drops[ref] = index
-                case Drop(ref, tier, _) | Create(ref, tier, _) | Copy(ref, _, tier, _):
+                case Drop(ref, tier, _):
                     self._taken[ref, tier] = index
         for touch in moment.touches:
             if moment.updates is not None and touch.ref.plane == WEIGHT:

@@ -323,9 +323,12 @@ class Executor:
         in_use = self._slots_in_use(actions)
         # Those that will hold pages.
         slots = max(in_use, min(store.committed_slots, self.pilot.capacity_slots))
-        # Pages of slots whose transfers are under way come with these.
-        growth = (slots - store.committed_slots + store.arriving_slots) * slot_bytes + self._rise_bytes()
-        excess = self._pressure.excess_bytes(growth)
+        growth = (slots - store.committed_slots) * slot_bytes + self._rise_bytes()
+        # Pages of slots whose transfers are under way come with these. Those that have come count as resident already.
+        arriving = store.arriving_slots * slot_bytes
+        if arriving and self._pressure.is_exceeded_by(growth + arriving):
+            arriving = store.arriving_bytes()
+        excess = self._pressure.excess_bytes(growth + arriving)
         if not excess:
             return actions
         self.pilot.yield_bytes(excess, slots=slots)

@@ -35,6 +35,10 @@ class Pressure:
         self._said = False
         self._least_bytes = 0  # resident since the allocator was last asked
 
+    def is_exceeded_by(self, growth_bytes: int) -> bool:
+        """Tells whether the process would be too large once it has grown by so much, as far as one can tell without giving anything back."""
+        return resident_bytes() + growth_bytes > self._limit_bytes
+
     def excess_bytes(self, growth_bytes: int) -> int:
         """Bytes that will be resident beyond what may be once the process has grown by so much, with what the allocator keeps given back.
 
