@@ -343,6 +343,16 @@ def test_the_bits_do_not_depend_on_the_kernel(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(fused, reference, strict=True))
 
 
+def test_a_step_that_has_nothing_to_update_chooses_no_kernel(monkeypatch):
+    """As under a session, which has its own: choosing one takes memory that no plan counts."""
+
+    def choose_kernel():
+        raise AssertionError("a kernel is chosen")
+
+    monkeypatch.setattr(adamw_module, "choose_kernel", choose_kernel)
+    AdamW(parameters()).step()
+
+
 @pytest.mark.parametrize("build", TENSORS.values(), ids=TENSORS)
 def test_a_dense_tensor_is_viewed_without_a_copy(build):
     tensor = build()

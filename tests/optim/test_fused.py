@@ -131,11 +131,13 @@ def test_one_step_has_the_moments_of_torch_and_weights_within_two_ulp(kind, fuse
     Fused().update(weight, grad, exp_avg, exp_avg_sq, step=5, hyper=hyper)
     assert different(exp_avg, optimizer.state[parameter]["exp_avg"]) == 0
     assert different(exp_avg_sq, optimizer.state[parameter]["exp_avg_sq"]) == 0
-    # torch's root is off by an ulp in 0.65 % of all cases. That is one ulp of max(|p|, lr) at most, but for about one
-    # weight in a million, where the weight is no larger than its update.
+    # torch's root is MKL's: off by an ulp in 0.65 % of all cases on one CPU, in 20 % on another. That is one ulp of
+    # max(|p|, lr) at most, but for about one of those weights in a thousand, where the weight is no larger than its update.
+    rounded = exp_avg_sq.double().sqrt().float()
+    roots_off = different(exp_avg_sq.sqrt(), rounded)
     size = weight.abs().clamp(min=hyper.lr)
     ulp = torch.nextafter(size, torch.tensor(torch.inf)) - size
     off = (weight - parameter.detach()).abs() / ulp
     assert off.max() <= 2
-    assert (off > 1).sum() <= numel // 100_000
+    assert (off > 1).sum() <= roots_off / 500
     assert fused == (different(weight, parameter.detach()) == 0), "torch's fused one is the same, its others are not"

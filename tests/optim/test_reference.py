@@ -144,7 +144,7 @@ def test_the_comparison_fails_for_another_step(off_by, monkeypatch):
 def test_the_comparison_fails_for_a_root_that_is_not_ieee(monkeypatch):
     planes = random_planes(2000, seed=10)
     root = torch.Tensor.sqrt_
-    # one unit of the last fp32 place beside it, as MKL's fp32 root is in 0.65 % of all cases
+    # one unit of the last fp32 place beside it, as MKL's fp32 root is in some cases
     monkeypatch.setattr(torch.Tensor, "sqrt_", lambda tensor: root(tensor).mul_(1 + 2.0**-23))
     with pytest.raises(AssertionError):
         assert_is_the_definition(Reference(), planes, step=2, hyper=ADAMW)

@@ -20,7 +20,7 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create
 from tests.forked import in_forked_child
 from tests.parity.compare import same_bits
-from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, Pair, mlp, store_of, train_step
+from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, Pair, batch, mlp, store_of, train_step
 
 MakePair = Callable[..., Pair]
 
@@ -102,10 +102,14 @@ def test_an_update_in_backward_waits_for_the_last_recomputation(
     pair.expect_same()
 
 
-def test_a_forked_child_is_given_no_slot(make_pair: MakePair) -> None:
+@pytest.mark.parametrize("is_updated", [False, True], ids=["before its update", "after its update"])
+def test_a_forked_child_is_given_no_slot(is_updated: bool, make_pair: MakePair) -> None:
     """Its parent goes on moving and writing them."""
     pair = make_pair(**ROOMY)
     pair.train(2)  # so that slots have been wrapped before
+    if is_updated:
+        with torch.no_grad():
+            pair.model(batch())
 
     def use() -> str:
         with pytest.raises(patrickstar.StateError) as refusal:

@@ -17,7 +17,9 @@ from patrickstar import BudgetError, StateError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.plan.actions import Copy
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import forecast
+from patrickstar.testing.inside import manage_inside
 from tests.parity.compare import compare_mappings, same_bits
 from tests.session.builders import (
     CHUNK,
@@ -479,14 +481,18 @@ def test_a_layer_that_is_trained_after_all_takes_twelve_bytes_a_parameter(precis
         assert sum(session.stats().model_data.values()) == chunks(LAYERS, 12)
 
 
-def test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room(machine: Machine) -> None:
+@pytest.mark.parametrize("choice", [UpdateChoice(), UpdateChoice(apart=True)], ids=["whole", "one by one"])
+def test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room(
+    machine: Machine, choice: UpdateChoice
+) -> None:
     """A gradient that no optimizer takes adds up in fp32 from the second backward on: 4 bytes for its chunk."""
     model = Repeated()
     trained = [p for name, p in model.named_parameters() if not name.startswith("layers.2.")]
     keywords = machine(chunks(LAYERS, 12) + chunks(1, 4))
-    with patrickstar.manage(
+    with manage_inside(
         model,
         patrickstar.AdamW(trained, lr=1e-2),
+        choice=choice,
         precision="bf16",
         step="in_backward",
         options=options(compute="bf16"),
