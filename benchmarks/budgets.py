@@ -3,8 +3,13 @@
     python benchmarks/budgets.py [--rounds N] [--layers N] [--tokens N] [--disk DIR] [--write]
 
 GPT-2 (124M), fp32, one sequence of `--tokens`, `device="cpu"` with a disk tier. Each budget has a process of its own, which waits while
-another takes its step. All must end every round with the same loss. Prints seconds a step, the ratio to plain PyTorch with its spread over
-rounds, bytes moved, and the roofline: computing as long as plain PyTorch does, and the bytes moved over what the disk was measured to give.
+another takes its step. All must end every round with the same loss. Prints seconds a step, the ratio to plain PyTorch and to the bound with their
+spread over rounds, and bytes moved.
+
+A step has two halves: the forward, with the update of the step before, and the backward. What is read is tied to the half that uses it; what is
+written may be so in either. The bound is the sum over the halves of the longer of computing, as plain PyTorch does in the same round, and of what
+is read; or the time of all that is written, or of all that is moved, if one of these is longer. The disk's speeds are measured alone in the same run,
+before the first step and after the last.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import describe_machine
+from overhead_sides import interval
 from speeds import disk_bandwidth
 from transformers import GPT2Config, GPT2LMHeadModel
 from worker import Worker
@@ -89,24 +96,52 @@ def work(pipe: Connection, arguments: argparse.Namespace, share: float | None) -
         batch = torch.randint(
             0, model.config.vocab_size, (1, arguments.tokens), generator=torch.Generator().manual_seed(seed)
         )
-        moved = dict(session.stats().moved) if session is not None else {}
-        began = time.perf_counter()
+        marks: list[float] = []
+        moved: list[dict[str, int]] = []
+
+        def mark() -> None:
+            marks.append(time.perf_counter())  # noqa: B023
+            moved.append(dict(session.stats().moved) if session is not None else {})  # noqa: B023
+
+        mark()
         loss = model(input_ids=batch, labels=batch).loss
+        mark()
         loss.backward()
+        mark()
         optimizer.step()
         optimizer.zero_grad()
-        seconds = time.perf_counter() - began
-        now = session.stats().moved if session is not None else {}
+        mark()
         pipe.send(
             {
-                "seconds": seconds,
+                "seconds": marks[-1] - marks[0],
+                "parts": [after - before for before, after in pairwise(marks)],
                 "loss": loss.item().hex(),
-                "moved": {link: now[link] - moved[link] for link in now},
+                "moved": [
+                    {link: after.get(link, 0) - before.get(link, 0) for link in ("H>K", "K>H")}
+                    for before, after in pairwise(moved)
+                ],
                 "growth": peak_resident_bytes() - before,
             }
         )
     if session is not None:
         session.close(keep_weights=False)
+
+
+def bound(computing: list[float], nbytes: list[dict[str, int]], disk: dict[str, float]) -> float:
+    """Seconds of a step.
+
+    Args:
+        computing: seconds of the forward, the backward and the update, where nothing moves. nbytes: moved in each of them, with the update
+            in the forward. disk: bytes a second reading, writing, and of both together.
+    """
+    forward, backward, update = computing
+    halves = ((forward + update, nbytes[0]), (backward, nbytes[1]))
+    read, written = (sum(sent[link] for sent in nbytes) for link in ("K>H", "H>K"))
+    return max(
+        sum(max(busy, sent["K>H"] / disk["read"]) for busy, sent in halves),
+        written / disk["write"],
+        (read + written) / disk["both"],
+    )
 
 
 def main() -> int:
@@ -123,6 +158,7 @@ def main() -> int:
         runs[name] = worker, worker.hear()
         print(f"{name}: {runs[name][1]}", flush=True)
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    speeds = [disk_bandwidth(arguments.disk)]
     for round_number in range(arguments.rounds + 2):
         order = list(runs) if round_number % 2 else list(reversed(runs))
         for name in order:
@@ -139,7 +175,8 @@ def main() -> int:
         worker.dismiss()
     for worker, _ in runs.values():
         worker.join()
-    bandwidth = disk_bandwidth(arguments.disk)
+    speeds.append(disk_bandwidth(arguments.disk))
+    bandwidth = {case: max(found[case] for found in speeds) for case in speeds[0]}
     result = {
         "what": "steps of GPT-2 at several budgets against plain PyTorch with AdamW(fused=True); the first two rounds warm up",
         "parameters": runs["plain"][1]["model_data"] // 16,
@@ -160,11 +197,11 @@ def summary(
     name: str, start: dict[str, Any], rows: dict[str, list[dict[str, Any]]], bandwidth: dict[str, float]
 ) -> dict[str, Any]:
     """The row of one budget."""
-    plain = [row["seconds"] for row in rows["plain"][2:]]
-    seconds = [row["seconds"] for row in rows[name][2:]]
-    moved = rows[name][-1]["moved"]
-    computing = statistics.median(plain)
-    disk = moved.get("K>H", 0) / bandwidth["read"] + moved.get("H>K", 0) / bandwidth["write"]
+    pairs = list(zip(rows[name], rows["plain"], strict=True))[2:]
+    seconds = [ours["seconds"] for ours, _ in pairs]
+    bounds = [bound(plain["parts"], ours["moved"], bandwidth) for ours, plain in pairs]
+    to_bound = [taken / least for taken, least in zip(seconds, bounds, strict=True)]
+    parts = rows[name][-1]["moved"]
     return {
         "name": name,
         "budget_bytes": start["budget"],
@@ -172,10 +209,12 @@ def summary(
         "growth_bytes": rows[name][-1]["growth"],
         "seconds": seconds,
         "median_seconds": statistics.median(seconds),
-        "ratios": sorted(ours / theirs for ours, theirs in zip(seconds, plain, strict=True)),
-        "moved": moved,
-        "roofline_seconds": max(computing, disk),
-        "share_of_roofline": max(computing, disk) / statistics.median(seconds),
+        "parts": [statistics.median(row["parts"][number] for row in rows[name][2:]) for number in range(3)],
+        "ratios": sorted(ours["seconds"] / plain["seconds"] for ours, plain in pairs),
+        "moved": {link: sum(part[link] for part in parts) for link in parts[0]},
+        "moved_in_parts": parts,
+        "bound_seconds": statistics.median(bounds),
+        "to_bound": {"median": statistics.median(to_bound), "interval": interval(sorted(to_bound))},
     }
 
 

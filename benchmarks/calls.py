@@ -37,6 +37,7 @@ from torch.nn import functional as F
 
 import patrickstar
 from patrickstar.memory.lanes import InlineLane
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
 
 LAYERS, WIDTH = 24, 64
@@ -193,7 +194,9 @@ def count(arguments: Mapping[str, Any], *, compute: str | None = None, moves: bo
     spans = Spans(F.linear)
     # Transfers are done at issue: what is called in a wait depends on whether they have ended.
     inline = {"make_lane": lambda _src, _dst: InlineLane()}
-    with manage_inside(model, optimizer, **inline, options=options, **arguments) as session:
+    # Updates come in a stretch of their own: between uses they would be counted for the uses that come after them.
+    choice = UpdateChoice(apart=True)
+    with manage_inside(model, optimizer, **inline, choice=choice, options=options, **arguments) as session:
         for _ in range(STEPS - 1):
             take_step(session, model, inputs, watched=nullcontext)
         stats = take_step(session, model, inputs, watched=spans.counting)

@@ -44,7 +44,8 @@ def what_fits_where() -> str:
     sizes = f"GPT-2 of {budgets['parameters'] / 1e6:.0f}M parameters in fp32, {budgets['tokens']} tokens a step"
     before = paragraph(
         f"{sizes}, model data (weight, gradient, two moments) {gib(budgets['rows'][0]['model_data_bytes'])}.",
-        f"{machine['cores']} cores, and a disk that reads {disk['read'] / 1e9:.1f} and writes {disk['write'] / 1e9:.1f} GB/s.",
+        f"{machine['cores']} cores, and a disk that reads {disk['read'] / 1e9:.1f} and writes {disk['write'] / 1e9:.1f} GB/s,",
+        f"{disk['both'] / 1e9:.1f} GB/s of both together.",
         "All rows are of one run, a step of each in turn; every loss has the same bits.",
     )
     after = paragraph(

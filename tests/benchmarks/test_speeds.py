@@ -1,13 +1,14 @@
 import pytest
 import torch
-from benchmarks.speeds import disk_bandwidth, matmul_peak
 
-from benchmarks import speeds
+from tests.benchmarks.scripts import script
+
+speeds = script("benchmarks", "speeds")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_peak_of_products_is_a_number_of_operations_a_second(dtype):
-    assert 1e6 < matmul_peak(dtype, size=64, times=2) < 1e16
+    assert 1e6 < speeds.matmul_peak(dtype, size=64, times=2) < 1e16
 
 
 @pytest.fixture
@@ -24,19 +25,19 @@ def widths(monkeypatch):
 
 
 def test_products_grow_to_the_size_that_is_asked_for(widths):
-    assert matmul_peak(torch.float32, size=768, times=1, seconds=1.0) == pytest.approx(2e9)
+    assert speeds.matmul_peak(torch.float32, size=768, times=1, seconds=1.0) == pytest.approx(2e9)
     assert widths == [256, 512, 768]
 
 
 def test_a_processor_that_is_slow_in_a_type_is_not_given_large_products(widths):
     # 512: 0.13 s. 1024 would take 1.07 s.
-    assert matmul_peak(torch.bfloat16, size=2048, times=2, seconds=1.0) == pytest.approx(2e9)
+    assert speeds.matmul_peak(torch.bfloat16, size=2048, times=2, seconds=1.0) == pytest.approx(2e9)
     assert widths == [256, 256, 512, 512]
 
 
 @pytest.mark.slow
 def test_a_disk_reads_and_writes(tmp_path):
-    found = disk_bandwidth(tmp_path)
-    assert found.keys() == {"read", "write"}
+    found = speeds.disk_bandwidth(tmp_path, units=4, times=1)
+    assert found.keys() == {"read", "write", "both"}
     assert min(found.values()) > 1e5
     assert not list(tmp_path.iterdir())

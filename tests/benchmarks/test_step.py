@@ -1,39 +1,14 @@
 """`benchmarks/step.py`: which variants run, how rounds go and what is made of them; and from beginning to end on the smallest model of the table."""
 
-import importlib
 import json
-import sys
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 
+from tests.benchmarks.scripts import script
 from tests.docs.pages import ROOT
 from tests.forked import run_script
-
-BESIDE = (
-    "step",
-    "step_process",
-    "flops",
-    "machine",
-    "speeds",
-    "variants",
-    "worker",
-    "make_tables",
-    "places",
-    "calls",
-    "spans",
-)
-
-
-def script(folder, name):
-    """A script as a module, with the modules that stand beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / folder)
-        found = importlib.import_module(name)
-    for beside in BESIDE:
-        sys.modules.pop(beside, None)
-    return found
 
 
 @pytest.fixture(scope="module")
