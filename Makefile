@@ -6,7 +6,10 @@ STAMP := $(VENV)/.installed
 STAMP_FULL := $(VENV)/.installed-full
 # Processes that share the tests out; those that measure memory stay together in one.
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+OPTIONS = -q -n $(JOBS) --dist loadgroup
+PYTEST = $(BIN)/python -m pytest $(OPTIONS)
+# device="cuda", on a device that the tests compile and load before torch: processes of their own.
+CUDATEST = $(BIN)/python -m tests.accelerator $(OPTIONS)
 
 .PHONY: train test test-fast test-full coverage limits plans check format mutants bench bench-step clean
 
@@ -25,12 +28,15 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) -m 'not campaign'
+	$(CUDATEST) -m 'not campaign'
 
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not campaign and not slow'
+	$(CUDATEST) -m 'not campaign and not slow'
 
 test-full: $(STAMP_FULL)
 	$(PYTEST)
+	$(CUDATEST)
 
 # Branches that were taken before and are not any more, by all of `make test-full`.
 coverage: $(STAMP_FULL)

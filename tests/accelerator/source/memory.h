@@ -1,0 +1,65 @@
+// The device's addresses, and the blocks of memory whose accesses are checked: the device's, and the host's that are pinned.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "history.h"
+#include "scheduler.h"
+
+namespace accelerator {
+
+// Device addresses are not mapped: who reads them on the host ends with SIGSEGV. Tasks use a second mapping beside them.
+class Addresses {
+ public:
+  Addresses();
+  bool is_device(const void* address) const;
+  // Where a task finds what the device has at an address. Addresses of the host stay as they are.
+  char* in_task(const void* address) const;
+  // New addresses, never given twice.
+  char* take(size_t size, size_t alignment);
+  void give_up(char* start, size_t size);
+  void allow(char* start, size_t size, bool access);
+
+ private:
+  char* device_;
+  char* tasks_;
+  size_t next_;
+};
+
+struct Block {
+  char* start;
+  size_t size;
+  int stream;   // whose memory it is
+  bool pinned;  // memory of the host
+  std::set<int> recorded;
+  History history;
+  std::optional<std::map<size_t, size_t>> mapped;  // of addresses reserved at the driver: offset and size of what has memory
+};
+
+class Memory {
+ public:
+  Addresses addresses;
+  std::map<char*, Block> blocks;
+  std::vector<std::string> races;
+  size_t capacity = size_t(1) << 32;
+  size_t driver_bytes = 0;  // memory that was made at the driver
+  bool refuses_registration = false;
+
+  Block* find(const void* address);
+  bool is_pinned(const void* address);
+  // An access: a race is noted, and the use of memory that is not there raises.
+  void touch(Actor actor, char* low, char* high, bool writes, const std::string& operation);
+  // NaN for what is given back, in the order of the stream.
+  void poison(int stream, char* start, size_t size);
+};
+
+Memory& memory();
+
+// What torch's allocator of the device has taken.
+size_t reserved_bytes();
+
+}  // namespace accelerator

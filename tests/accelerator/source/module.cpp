@@ -1,0 +1,67 @@
+// The Python module `_accelerator`: what tests set and ask.
+#include <torch/csrc/utils/pybind.h>
+
+#include "allocators.h"
+#include "generator.h"
+#include "memory.h"
+#include "operators.h"
+
+using namespace accelerator;
+namespace py = pybind11;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+  module.def("configure", [](double share, uint64_t seed, size_t capacity, bool refuses_registration) {
+    scheduler().finish();
+    scheduler().configure(share, seed);
+    Lock lock(scheduler().state);
+    memory().capacity = capacity;
+    memory().refuses_registration = refuses_registration;
+    memory().races.clear();
+  }, py::arg("share"), py::arg("seed"), py::arg("capacity"), py::arg("refuses_registration"), WithoutGil());
+  module.def("finish", [] { scheduler().finish(); }, WithoutGil());
+  module.def("fail", [](const std::string& name, int after) { scheduler().fail(name, after); });
+  module.def("take_races", [] {
+    Lock lock(scheduler().state);
+    return std::exchange(memory().races, {});
+  });
+  module.def("take_waits", [] { return scheduler().take_waits(); });
+  module.def("take_eager_operations", [] { return take_eager_operations(); });
+  module.def("pending", [] { return scheduler().pending(); });
+  module.def("run_one", [] { return scheduler().run_one(); }, WithoutGil());
+  module.def("driver_bytes", [] {
+    Lock lock(scheduler().state);
+    return memory().driver_bytes;
+  });
+  module.def("register_host", [](size_t address, size_t size) {
+    Lock lock(scheduler().state);
+    char* start = reinterpret_cast<char*>(address);
+    if (memory().refuses_registration || memory().find(start) || memory().find(start + size - 1)) return false;
+    memory().blocks.emplace(start, Block{start, size, 0, true, {}, {}, {}});
+    return true;
+  });
+  module.def("unregister_host", [](size_t address) {
+    Lock lock(scheduler().state);
+    char* start = reinterpret_cast<char*>(address);
+    auto found = memory().blocks.find(start);
+    if (found == memory().blocks.end() || !found->second.pinned) return false;
+    memory().touch(kHost, start, start + found->second.size, true, "cudaHostUnregister");
+    memory().blocks.erase(found);
+    return true;
+  });
+  module.def("touch_host", [](size_t address, size_t size, bool writes, const std::string& operation) {
+    char* start = reinterpret_cast<char*>(address);
+    if (memory().is_pinned(start)) memory().touch(kHost, start, start + size, writes, operation);
+  });
+  module.def("pinned_bytes", [] {
+    Lock lock(scheduler().state);
+    size_t size = 0;
+    for (auto& [start, block] : memory().blocks) size += block.pinned ? block.size : 0;
+    return size;
+  });
+  module.def("generator", [] { return default_generator(); });
+  module.def("resize_storage", [](const at::Tensor& tensor, size_t size) { resize_storage(tensor.storage(), size); });
+  module.def("observe_host", [] { return observe_host(); });
+  module.def("unobserve_host", [](unsigned long number) { unobserve_host(number); });
+}

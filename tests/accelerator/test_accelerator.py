@@ -1,0 +1,426 @@
+"""The device of these tests does what CUDA does, and reports what CUDA would let pass."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.accelerator.cuda import DRIVER, Accelerator
+
+SCHEDULES = [(0.0, 0), *((0.3, seed) for seed in range(5)), (1.0, 0)]
+FAULTS = ["none", "no wait before the copy out", "no wait after the copy in", "no record_stream"]
+GRANULE = 2 << 20
+
+
+def there_and_back(fault: str) -> Tensor:
+    """Copies a tensor out on a side stream, frees it, brings it back and uses it. A tensor on the host."""
+    main, side = torch.accelerator.current_stream(), torch.Stream(device="cuda")
+    computed = torch.arange(1000.0).to("cuda") * 2
+    host = torch.empty(1000, pin_memory=True)
+    if fault != "no wait before the copy out":
+        side.wait_event(main.record_event())
+    with side:
+        host.copy_(computed, non_blocking=True)
+    if fault != "no record_stream":
+        computed.record_stream(side)
+    del computed
+    torch.ones(1000, device="cuda")  # may take the place of what is gone
+    with side:
+        back = torch.empty(1000, device="cuda")
+        back.copy_(host, non_blocking=True)
+    if fault != "no wait after the copy in":
+        main.wait_event(side.record_event())
+    back.record_stream(main)
+    return (back + 1).cpu()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_race_is_reported_under_every_schedule(
+    fault: str, schedule: tuple[float, int], accelerator: Accelerator
+) -> None:
+    accelerator.configure(*schedule)
+    result = there_and_back(fault)
+    races = accelerator.races()
+    assert bool(races) == (fault != "none")
+    if fault == "none":
+        assert torch.equal(result, torch.arange(1000.0) * 2 + 1)
+
+
+def test_with_nothing_run_early_what_lacks_a_wait_is_wrong(accelerator: Accelerator) -> None:
+    right = torch.arange(1000.0) * 2 + 1
+    accelerator.configure(0.0)
+    assert not torch.equal(there_and_back("no wait after the copy in"), right)
+    accelerator.configure(1.0)  # as on a device that is fast enough: only the checker knows
+    assert torch.equal(there_and_back("no wait after the copy in"), right)
+    assert accelerator.races()
+
+
+@pytest.mark.parametrize("by", ["an operation", "a read of a file"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_host_has_to_wait_for_pinned_memory_that_a_copy_fills(
+    by: str, waits: bool, accelerator: Accelerator
+) -> None:
+    host = torch.empty(64, pin_memory=True)
+    host.copy_(torch.ones(64, device="cuda"), non_blocking=True)
+    if waits:
+        torch.accelerator.current_stream().synchronize()
+    if by == "an operation":
+        host.sum()
+    else:
+        accelerator.touch_host(host.data_ptr(), 256, writes=False, operation="pwrite")
+    assert bool(accelerator.races()) == (not waits)
+
+
+def test_the_host_may_not_write_pinned_memory_that_is_being_copied(accelerator: Accelerator) -> None:
+    host = torch.ones(64, pin_memory=True)
+    device = torch.empty(64, device="cuda")
+    device.copy_(host, non_blocking=True)
+    host.zero_()
+    (race,) = accelerator.races()
+    assert "aten::zero_ writes on the host unordered after copy_ read on stream 0 (pinned memory" in race
+
+
+def test_reads_of_two_streams_are_no_race(accelerator: Accelerator) -> None:
+    tensor = torch.ones(64, device="cuda")
+    side = torch.Stream(device="cuda")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        tensor.sum()
+    tensor.record_stream(side)
+    tensor.sum()
+    assert not accelerator.races()
+    tensor.zero_()
+    assert len(accelerator.races()) == 1
+
+
+def test_an_event_that_has_been_seen_to_have_passed_orders(accelerator: Accelerator) -> None:
+    accelerator.configure(1.0)
+    host = torch.empty(64, pin_memory=True)
+    host.copy_(torch.ones(64, device="cuda"), non_blocking=True)
+    event = torch.accelerator.current_stream().record_event()
+    assert event.query()
+    assert host.sum() == 64
+
+
+def test_pinned_memory_that_is_freed_goes_when_its_copies_are_done(accelerator: Accelerator) -> None:
+    host = torch.ones(1 << 16, pin_memory=True)
+    pinned = accelerator.pinned_bytes()
+    device = torch.empty(1 << 16, device="cuda")
+    device.copy_(host, non_blocking=True)
+    del host
+    assert accelerator.pinned_bytes() == pinned
+    assert device.sum().item() == 1 << 16
+    torch.empty(1, pin_memory=True)
+    assert accelerator.pinned_bytes() < pinned
+
+
+def test_what_is_freed_is_poisoned_in_the_order_of_its_stream() -> None:
+    tensor = torch.ones(5000, device="cuda")
+    total = tensor.sum()
+    address = tensor.data_ptr()
+    del tensor
+    again = torch.empty(5000, device="cuda")
+    assert again.data_ptr() == address
+    assert total.item() == 5000
+    assert again.isnan().all().item()
+
+
+def test_memory_has_a_capacity(accelerator: Accelerator) -> None:
+    accelerator.configure(capacity=1 << 20)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    first = torch.empty(600 << 10, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        torch.empty(600 << 10, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == first.nbytes == torch.cuda.max_memory_allocated() - before
+    del first
+    torch.empty(700 << 10, dtype=torch.uint8, device="cuda")  # what was kept has been given back
+    assert torch.cuda.memory_stats()["num_alloc_retries"] >= 1
+
+
+def test_the_host_cannot_read_an_address_of_the_device() -> None:
+    program = "import ctypes; from tests.accelerator import cuda; import torch; ctypes.string_at(torch.ones(8, device='cuda').data_ptr(), 4)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGSEGV
+
+
+def test_the_library_comes_before_torch() -> None:
+    program = "import torch; import tests.accelerator.cuda"
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert "has to be loaded before torch" in done.stderr
+
+
+def test_waits_are_counted_by_thread_and_by_what_for(accelerator: Accelerator) -> None:
+    tensor = torch.ones(8, device="cuda")
+    pinned = torch.empty(8, pin_memory=True)
+    accelerator.waits()
+    pinned.copy_(tensor, non_blocking=True)
+    tensor.copy_(pinned, non_blocking=True)
+    torch.Stream(device="cuda").wait_stream(torch.accelerator.current_stream())
+    tensor.dropout = torch.nn.functional.dropout(tensor)  # type: ignore[attr-defined]
+    assert accelerator.waits() == {}
+    assert accelerator.eager_operations()["aten::native_dropout"] == 1
+    tensor.sum().item()
+    tensor.cpu()
+    torch.accelerator.synchronize()
+    torch.accelerator.current_stream().record_event().synchronize()
+
+    def wait() -> None:
+        torch.accelerator.current_stream().synchronize()
+
+    other = threading.Thread(target=wait)
+    other.start()
+    native_id = other.native_id
+    other.join()
+    assert native_id is not None
+    assert accelerator.waits() == {
+        threading.get_native_id(): {"item": 1, "copy_": 1, "device": 1, "event": 1},
+        native_id: {"stream": 1},
+    }
+
+
+def test_a_failure_shows_at_the_next_wait_and_at_all_after_it(accelerator: Accelerator) -> None:
+    tensor = torch.zeros(8, device="cuda")
+    accelerator.fail("aten::mul", after=1)
+    tensor.mul_(2)
+    tensor.mul_(3)
+    tensor.add_(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access was encountered .aten::mul"):
+            torch.accelerator.synchronize()
+    accelerator.configure()
+    assert tensor.sum().item() == 0  # nothing ran after it
+
+
+def test_a_schedule_is_what_its_seed_makes_it(accelerator: Accelerator) -> None:
+    def order(seed: int) -> list[int]:
+        accelerator.configure(0.3, seed)
+        streams = [torch.Stream(device="cuda") for _ in range(4)]
+        pending = []
+        for number in range(40):
+            with streams[number % 4]:
+                torch.ones(number + 1, device="cuda")
+            pending.append(accelerator.pending())
+        return pending
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_backward_runs_on_a_thread_of_the_engine() -> None:
+    threads = set()
+    tensor = torch.ones(4, device="cuda", requires_grad=True)
+    result = tensor * 2
+    result.register_hook(lambda gradient: threads.add(threading.get_ident()))
+    result.sum().backward()
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_training_has_the_bits_of_the_cpu(schedule: tuple[float, int], accelerator: Accelerator) -> None:
+    def train(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5))
+        model.to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for number in range(3):
+            tokens = torch.arange(number, number + 8, device=device).view(2, 4)
+            loss = nn.functional.cross_entropy(model(tokens).view(8, 5), tokens.view(8) % 5)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    accelerator.configure(*schedule)
+    assert all(torch.equal(*pair) for pair in zip(train("cuda"), train("cpu"), strict=True))
+
+
+def test_random_numbers_come_from_the_state_of_the_device() -> None:
+    torch.cuda.manual_seed(3)
+    of_cpu = torch.get_rng_state()
+    first = torch.rand(4, device="cuda").cpu()
+    assert torch.equal(torch.get_rng_state(), of_cpu)
+    torch.cuda.manual_seed(3)
+    assert torch.equal(torch.rand(4, device="cuda").cpu(), first)
+
+
+def test_storages_shrink_and_grow(accelerator: Accelerator) -> None:
+    tensor = torch.ones(1 << 16, device="cuda")
+    before = torch.cuda.memory_allocated()
+    accelerator.resize_storage(tensor, 0)
+    assert before - torch.cuda.memory_allocated() == 4 << 16
+    accelerator.resize_storage(tensor, 4 << 16)
+    assert torch.cuda.memory_allocated() == before
+
+
+# registration
+
+
+def test_memory_of_the_host_is_registered_and_refused(accelerator: Accelerator) -> None:
+    runtime = torch.cuda.cudart()
+    tensor = torch.ones(4096)
+    place = (tensor.data_ptr(), tensor.nbytes)
+    assert runtime.cudaHostRegister(*place, 0) == 0
+    assert tensor.is_pinned()
+    assert runtime.cudaHostRegister(*place, 0) != 0  # it is already
+    assert runtime.cudaHostUnregister(place[0]) == 0
+    assert not tensor.is_pinned()
+    assert runtime.cudaHostUnregister(place[0]) != 0
+    accelerator.configure(refuses_registration=True)
+    assert runtime.cudaHostRegister(*place, 0) == 2
+
+
+def test_memory_that_is_in_a_copy_is_not_unregistered_unseen(accelerator: Accelerator) -> None:
+    tensor = torch.ones(4096)
+    torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    torch.empty(4096, device="cuda").copy_(tensor, non_blocking=True)
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    assert "cudaHostUnregister" in accelerator.races()[0]
+
+
+# the driver's virtual memory
+
+
+def call(name: str, *arguments: object) -> int:
+    return int(getattr(DRIVER, name)(*arguments))
+
+
+def reserve(nbytes: int) -> int:
+    address = ctypes.c_ulonglong()
+    assert (
+        call(
+            "cuMemAddressReserve",
+            ctypes.byref(address),
+            ctypes.c_size_t(nbytes),
+            ctypes.c_size_t(0),
+            ctypes.c_ulonglong(0),
+            ctypes.c_ulonglong(0),
+        )
+        == 0
+    )
+    return address.value
+
+
+def create(nbytes: int) -> tuple[int, int]:
+    handle = ctypes.c_ulonglong()
+    result = call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), None, ctypes.c_ulonglong(0))
+    return result, handle.value
+
+
+def map_at(address: int, nbytes: int, handle: int) -> int:
+    return call(
+        "cuMemMap",
+        ctypes.c_ulonglong(address),
+        ctypes.c_size_t(nbytes),
+        ctypes.c_size_t(0),
+        ctypes.c_ulonglong(handle),
+        ctypes.c_ulonglong(0),
+    )
+
+
+def unmap(address: int, nbytes: int) -> int:
+    return call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes))
+
+
+def release(handle: int) -> int:
+    return call("cuMemRelease", ctypes.c_ulonglong(handle))
+
+
+def free_addresses(address: int, nbytes: int) -> int:
+    return call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes))
+
+
+def floats_at(address: int, count: int) -> Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cuda:0"), 4 * count)  # type: ignore[attr-defined]
+    return torch.empty(0, device="cuda").set_(storage, 0, (count,), (1,))
+
+
+@pytest.fixture
+def two_granules() -> Callable[[], int]:
+    """The first of two granules of addresses, which has memory. Call it to give them up."""
+    address = reserve(2 * GRANULE)
+    result, handle = create(GRANULE)
+    assert result == 0
+    assert map_at(address, GRANULE, handle) == 0
+    release(handle)  # its memory goes with the last mapping
+
+    def where() -> int:
+        return address
+
+    return where
+
+
+def test_memory_is_mapped_at_addresses_that_were_reserved(
+    two_granules: Callable[[], int], accelerator: Accelerator
+) -> None:
+    address = two_granules()
+    assert accelerator.driver_bytes() == GRANULE
+    tensor = floats_at(address, 16)
+    assert tensor.isnan().all().item()
+    assert tensor.fill_(2).sum().item() == 32
+    torch.accelerator.synchronize()
+    assert unmap(address, GRANULE) == 0
+    assert accelerator.driver_bytes() == 0
+    assert free_addresses(address, 2 * GRANULE) == 0
+
+
+def test_addresses_without_memory_are_not_used_unseen(
+    two_granules: Callable[[], int], accelerator: Accelerator
+) -> None:
+    address = two_granules()
+    with pytest.raises(RuntimeError, match="addresses that have no memory"):
+        floats_at(address + GRANULE - 4, 2).zero_()
+    with pytest.raises(RuntimeError, match="addresses that have no memory"):
+        floats_at(address + GRANULE, 1).sum()
+    assert unmap(address, GRANULE) == 0
+    assert free_addresses(address, 2 * GRANULE) == 0
+
+
+def test_memory_that_is_in_use_is_not_unmapped_unseen(
+    two_granules: Callable[[], int], accelerator: Accelerator
+) -> None:
+    address = two_granules()
+    accelerator.configure(1.0)
+    floats_at(address, 16).zero_()
+    assert unmap(address, GRANULE) == 0
+    assert "cuMemUnmap" in accelerator.races()[0]
+    assert free_addresses(address, 2 * GRANULE) == 0
+
+
+def test_the_driver_shares_the_capacity_with_torch(accelerator: Accelerator) -> None:
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    accelerator.configure(capacity=reserved + 3 * GRANULE)
+    tensor = torch.empty(GRANULE, dtype=torch.uint8, device="cuda")
+    first, second, third = create(GRANULE), create(GRANULE), create(GRANULE)
+    assert (first[0], second[0]) == (0, 0)
+    assert third[0] == 2  # out of memory
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(GRANULE, dtype=torch.uint8, device="cuda")
+    assert [release(first[1]), release(second[1])] == [0, 0]
+    assert torch.cuda.mem_get_info()[0] == 2 * GRANULE
+    del tensor
+
+
+def test_the_driver_refuses_what_makes_no_sense(two_granules: Callable[[], int]) -> None:
+    address = two_granules()
+    result, handle = create(GRANULE)
+    assert result == 0
+    assert create(1000)[0] != 0
+    assert map_at(address, GRANULE, handle) != 0  # there is memory
+    assert map_at(address + 512, GRANULE, handle) != 0
+    assert map_at(address + GRANULE, 2 * GRANULE, handle) != 0
+    assert free_addresses(address, 2 * GRANULE) != 0  # there is memory
+    assert unmap(address + GRANULE, GRANULE) != 0
+    assert release(handle) == 0
+    assert release(handle) != 0
+    assert unmap(address, GRANULE) == 0
+    assert free_addresses(address, 2 * GRANULE) == 0
