@@ -18,6 +18,7 @@ from patrickstar.torch_private import (
     inside_backward_node,
     is_checkpoints,
     is_profiled,
+    storage_at,
     top_saved_tensors_hooks,
     writes_by_schema,
 )
@@ -165,3 +166,14 @@ def test_a_profiler_is_noticed_while_it_is_on():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert is_profiled()
     assert not is_profiled()
+
+
+def test_a_storage_at_an_address_owns_nothing_and_is_fresh_each_time():
+    owner = torch.arange(6.0)
+    first, second = (storage_at(owner.data_ptr(), owner.nbytes, owner.device) for _ in range(2))
+    assert first._cdata != second._cdata
+    assert first.nbytes() == owner.nbytes
+    tensor = torch.empty(0).set_(first, 0, (6,), (1,))
+    tensor.add_(1)
+    del tensor, first, second
+    assert owner.tolist() == [1, 2, 3, 4, 5, 6]

@@ -21,6 +21,7 @@ __all__ = [
     "inside_backward_node",
     "is_checkpoints",
     "is_profiled",
+    "storage_at",
     "top_saved_tensors_hooks",
     "writes_by_schema",
 ]
@@ -52,6 +53,12 @@ backward_id = torch._C._current_graph_task_id
 
 is_profiled = torch._C._autograd._profiler_enabled
 """Tells whether a profiler is on."""
+
+
+def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A fresh storage over memory of a device that somebody else owns, and keeps for as long as the storage lives."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return storage
 
 
 def backward_makes_graph() -> bool:

@@ -211,4 +211,5 @@ def _fill_in() -> None:
 
 
 _fill_in()
+torch.empty(1, pin_memory=True)  # torch takes nothing for pinned before something has been
 ACCELERATOR = Accelerator()

@@ -135,7 +135,8 @@ def test_what_is_freed_is_poisoned_in_the_order_of_its_stream() -> None:
 
 
 def test_memory_has_a_capacity(accelerator: Accelerator) -> None:
-    accelerator.configure(capacity=1 << 20)
+    torch.cuda.empty_cache()
+    accelerator.configure(capacity=torch.cuda.memory_reserved() + (1 << 20))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     first = torch.empty(600 << 10, dtype=torch.uint8, device="cuda")
@@ -284,6 +285,15 @@ def test_memory_that_is_in_a_copy_is_not_unregistered_unseen(accelerator: Accele
     torch.empty(4096, device="cuda").copy_(tensor, non_blocking=True)
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
     assert "cudaHostUnregister" in accelerator.races()[0]
+
+
+def test_a_copy_of_memory_that_was_registered_in_two_pieces_fails() -> None:
+    runtime, tensor = torch.cuda.cudart(), torch.ones(8192)
+    halves = [(tensor.data_ptr() + offset, tensor.nbytes // 2) for offset in (0, tensor.nbytes // 2)]
+    assert [runtime.cudaHostRegister(*half, 0) for half in halves] == [0, 0]
+    with pytest.raises(RuntimeError, match="goes beyond"):
+        torch.empty(8192, device="cuda").copy_(tensor, non_blocking=True)
+    assert [runtime.cudaHostUnregister(address) for address, _ in halves] == [0, 0]
 
 
 # the driver's virtual memory

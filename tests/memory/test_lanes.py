@@ -93,9 +93,9 @@ def test_somebody_is_called_once_when_a_work_has_ended_well_or_not(lane: Lane) -
     called = list[str]()
     for work in (lambda: None, failing):
         ticket = lane.issue(work)
-        ticket.when_done(lambda: called.append("early"))
+        ticket.when_settled(lambda: called.append("early"))
         lane.drain()
-        ticket.when_done(lambda: called.append("late"))
+        ticket.when_settled(lambda: called.append("late"))
     assert called == ["early", "late"] * 2
 
 

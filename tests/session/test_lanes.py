@@ -99,7 +99,7 @@ class Interrupted:
 class InterruptedTicket:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
-        self.when_done = ticket.when_done
+        self.when_settled = ticket.when_settled
 
     @property
     def done(self) -> bool:

@@ -19,7 +19,6 @@ import torch
 from patrickstar.core.slots import SlotMap
 from patrickstar.errors import StateError
 from patrickstar.memory.lanes import Ticket, Work
-from patrickstar.memory.mapping import HUGE_PAGE_BYTES
 from patrickstar.memory.space import HostSpace, Space
 
 __all__ = ["SLOT_ALIGNMENT", "Arena"]
@@ -32,18 +31,22 @@ class Arena:
     """Slots `[0, virtual_slots)` of `slot_bytes`. The addresses of all are reserved; only committed slots hold memory.
 
     Adjacent slots are adjacent in memory, so a run of them can be used as one tensor.
+
+    `make_space`: makes the memory, given its bytes, those of a slot, and a name.
     """
 
-    def __init__(self, slot_bytes: int, *, virtual_slots: int, name: str) -> None:
+    def __init__(
+        self, slot_bytes: int, *, virtual_slots: int, name: str, make_space: Callable[..., Space] = HostSpace
+    ) -> None:
         if slot_bytes < 1 or slot_bytes % SLOT_ALIGNMENT:
             raise ValueError(f"slots of {slot_bytes} bytes: expected a multiple of {SLOT_ALIGNMENT}")
         self.slot_bytes = slot_bytes
         self.virtual_slots = virtual_slots
 
         self._slots = SlotMap(virtual_slots)
-        self._space: Space = HostSpace(slot_bytes * virtual_slots, name=name)
+        self._space = make_space(slot_bytes * virtual_slots, unit_bytes=slot_bytes, name=name)
         self._fences: dict[int, Ticket] = {}
-        self._unused = bytearray(b"\1") * virtual_slots if slot_bytes >= HUGE_PAGE_BYTES else bytearray(virtual_slots)
+        self._unprepared = bytearray(b"\1") * virtual_slots
 
     @property
     def in_use(self) -> int:
@@ -76,21 +79,30 @@ class Arena:
 
     # slots
 
-    def take(self, n: int = 1) -> int:
+    def take(self, n: int = 1, *, max_committed_slots: int | None = None) -> int:
         """The first of `n` adjacent free slots, now in use. The bytes in such slots are whatever was left there.
 
         What is written into them comes after `fences`.
 
+        `max_committed_slots`: pages of other slots are given back before these get theirs, as `trim` does.
+
         Raises:
+            DeviceError: there is no memory for them.
             LookupError: there is no such run of slots: the arena was made with too few virtual ones.
             StateError: the arena is closed, or belongs to another process.
         """
         self._space.expect_open()
         first = self._slots.take(n)
-        for slot in range(first, first + n):
-            if self._unused[slot]:
-                self._unused[slot] = 0
-                self._space.prepare(slot * self.slot_bytes, self.slot_bytes)
+        try:
+            if max_committed_slots is not None and self._slots.committed > max_committed_slots:
+                self.trim(max_committed_slots)
+            for slot in range(first, first + n):
+                if self._unprepared[slot]:
+                    self._space.prepare(slot * self.slot_bytes, self.slot_bytes)
+                    self._unprepared[slot] = 0
+        except BaseException:
+            self._slots.give(first, n)
+            raise
         return first
 
     def fences(self, first: int, n: int = 1) -> list[Ticket]:
@@ -116,7 +128,13 @@ class Arena:
                 if slot in self._fences:
                     self._fences[slot].wait()  # a late write would bring pages back
                     del self._fences[slot]  # not before its wait, which an interruption may end
-            self._space.discard(first * self.slot_bytes, n * self.slot_bytes)
+            # Where memory ran out when they were taken, some have none.
+            has_some = 1 not in self._unprepared[first : first + n]
+            for start, length in [(first, n)] if has_some else [(slot, 1) for slot in range(first, first + n)]:
+                if self._unprepared[start]:
+                    continue
+                if self._space.discard(start * self.slot_bytes, length * self.slot_bytes):
+                    self._unprepared[start : start + length] = b"\1" * length
 
     def absent_bytes(self, first: int, n: int = 1) -> int:
         """Bytes of `n` slots that have no pages yet."""

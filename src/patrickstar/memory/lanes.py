@@ -6,17 +6,19 @@
 (3) A work that comes after one that failed is not done: it fails with the same error.
 (4) After `wait` the work has ended, once. A ticket stays done.
 (5) After `drain` nothing is under way. After `close` nothing is either, and what is issued then fails.
+(6) Works of a device's stream are queued there, and nobody need wait on the host for them: `wait_on_device` has the device wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol
 
 from patrickstar.errors import StateError
 
-__all__ = ["DONE", "CompletedTicket", "InlineLane", "Lane", "Ticket", "Work", "end_of"]
+__all__ = ["DONE", "CompletedTicket", "InlineLane", "Lane", "Ticket", "Work", "end_of", "when_all_settled"]
 
 Work = Callable[[], None]
 """What a lane does: a transfer, or the filling of slots. May raise."""
@@ -32,8 +34,17 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Returns when the work has ended, or raises what it raised."""
 
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Has something called once the work has ended, by whichever thread ends it; at once where it has. It is short and raises nothing."""
+    def wait_on_device(self) -> None:
+        """Has all that this thread queues on its stream of the device from now on come after the work. Other works are waited for.
+
+        Raises what the work raised, as far as that is known.
+        """
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Has something called once the work has ended, or is queued on a device; at once where it is. The call is short and raises nothing.
+
+        It is made by whichever thread ends or queues the work.
+        """
 
 
 class Lane(Protocol):
@@ -63,12 +74,33 @@ class CompletedTicket:
         if self.error is not None:
             raise self.error
 
-    def when_done(self, call: Callable[[], None]) -> None:
+    def wait_on_device(self) -> None:
+        self.wait()
+
+    def when_settled(self, call: Callable[[], None]) -> None:
         call()
 
 
 DONE = CompletedTicket()
 """Of nothing that had to be done."""
+
+
+def when_all_settled(tickets: Collection[Ticket], call: Callable[[], None]) -> None:
+    """Calls once all of these works have ended, or are queued on a device."""
+    # A ticket that is kept keeps what it was to call: not the works that came after it, and what those use.
+    lock, left, calls = Lock(), len(tickets) + 1, [call]
+
+    def one_less() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            calls.pop()()
+
+    for ticket in tickets:
+        ticket.when_settled(one_less)
+    one_less()
 
 
 class InlineLane:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.errors import StateError
-from patrickstar.memory.mapping import absent_bytes, advise_huge, discard, reserve
+from patrickstar.memory.mapping import HUGE_PAGE_BYTES, absent_bytes, advise_huge, discard, reserve
 
 __all__ = ["HostSpace", "Space"]
 
@@ -42,11 +42,17 @@ class Space(Protocol):
     def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
         """Copies bytes of another space. A work of a lane."""
 
-    def prepare(self, at: int, nbytes: int) -> None:
-        """Is told of a range that is used for the first time."""
+    def tensor(self, at: int, nbytes: int) -> Tensor:
+        """A tensor of these bytes, for a copy."""
 
-    def discard(self, at: int, nbytes: int) -> None:
-        """Gives the pages of a range back to the system, or keeps them."""
+    def copy_to(self, other: Space, to: int, at: int, nbytes: int) -> None:
+        """Copies bytes into another space, which has been asked to copy them from here."""
+
+    def prepare(self, at: int, nbytes: int) -> None:
+        """Is told of a slot that is used for the first time, or again after `discard` has asked for that. DeviceError: there is no memory."""
+
+    def discard(self, at: int, nbytes: int) -> bool:
+        """Gives the memory of slots back to the system, or keeps it; tells whether they have to be prepared again. Nothing uses them."""
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         """Bytes of a range of whole pages that have none yet."""
@@ -56,10 +62,11 @@ class Space(Protocol):
 
 
 class HostSpace:
-    """Private anonymous memory of this process."""
+    """Private anonymous memory of this process. `unit_bytes`: of a slot."""
 
-    def __init__(self, nbytes: int, *, name: str) -> None:
+    def __init__(self, nbytes: int, *, unit_bytes: int, name: str) -> None:
         self.name = name
+        self._unit_bytes = unit_bytes
         self._owner = os.getpid()
 
         self._memory: ctypes.Array[ctypes.c_char] | None = reserve(nbytes)
@@ -83,14 +90,25 @@ class HostSpace:
 
     def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
         self._open()
+        if not isinstance(other, HostSpace):
+            other.copy_to(self, at, from_, nbytes)
+            return
         ctypes.memmove(self._start + at, other.address_range[0] + from_, nbytes)
 
-    def prepare(self, at: int, nbytes: int) -> None:
-        advise_huge(self._start + at, nbytes)
+    def copy_to(self, other: Space, to: int, at: int, nbytes: int) -> None:
+        other.copy_from(self, at, to, nbytes)
 
-    def discard(self, at: int, nbytes: int) -> None:
+    def tensor(self, at: int, nbytes: int) -> Tensor:
+        return self.wrapping(at, nbytes, torch.uint8)()
+
+    def prepare(self, at: int, nbytes: int) -> None:
+        if nbytes >= HUGE_PAGE_BYTES:
+            advise_huge(self._start + at, nbytes)
+
+    def discard(self, at: int, nbytes: int) -> bool:
         if os.getpid() == self._owner:
             discard(self._start + at, nbytes)
+        return False
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         return absent_bytes(self._start + at, nbytes)

@@ -392,10 +392,10 @@ class ChunkStore:
 
     def _take(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         arena = self._arenas[tier]
-        self._at[tier][ref] = arena.take(slots)
+        limit = self.limit_slots if tier is self._compute else None
+        self._at[tier][ref] = arena.take(slots, max_committed_slots=limit)
         if tier is self._compute:
             self.committed_slots = arena.committed_slots
-            self.trim()  # now, before the new slots' pages are touched
         if not self._is_reserved(ref, tier):
             self._tell_ledger()
             self._ledger.add(tier, slots * arena.slot_bytes)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 
 from patrickstar.errors import DeviceError, StateError
-from patrickstar.memory.lanes import Ticket, Work
+from patrickstar.memory.lanes import Ticket, Work, when_all_settled
 
 __all__ = ["PacedLane", "ThreadLane"]
 
@@ -27,7 +27,10 @@ class _Ticket:
     def wait(self) -> None:
         self._end.result()
 
-    def when_done(self, call: Callable[[], None]) -> None:
+    def wait_on_device(self) -> None:
+        self.wait()
+
+    def when_settled(self, call: Callable[[], None]) -> None:
         self._end.add_done_callback(lambda _: call())
 
 
@@ -50,7 +53,7 @@ class ThreadLane:
             self._ends.add(end)
         end.add_done_callback(self._forget)
         before = tuple(after)  # the caller may go on with its own
-        _when_all(before, lambda: self._start(work, before, end))
+        when_all_settled(before, lambda: self._start(work, before, end))
         return _Ticket(end)
 
     def _start(self, work: Work, after: Collection[Ticket], end: Future[None]) -> None:
@@ -104,26 +107,8 @@ class PacedLane(ThreadLane):
             if left > 0:
                 time.sleep(left)
 
-        _when_all(after, note)
+        when_all_settled(after, note)
         return super().issue(paced, after)
-
-
-def _when_all(tickets: Collection[Ticket], call: Callable[[], None]) -> None:
-    """Calls once all of these works have ended."""
-    # A ticket that is kept keeps what it was to call: not the works that came after it, and what those use.
-    lock, left, calls = Lock(), len(tickets) + 1, [call]
-
-    def one_less() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            is_last = left == 0
-        if is_last:
-            calls.pop()()
-
-    for ticket in tickets:
-        ticket.when_done(one_less)
-    one_less()
 
 
 def _do(work: Work, after: Collection[Ticket], end: Future[None]) -> None:

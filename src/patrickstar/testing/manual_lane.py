@@ -94,7 +94,10 @@ class ManualTicket:
         assert self._end is not None
         self._end.wait()
 
-    def when_done(self, call: Callable[[], None]) -> None:
+    def wait_on_device(self) -> None:
+        self.wait()
+
+    def when_settled(self, call: Callable[[], None]) -> None:
         if self._end is None:
             self._calls.append(call)
         else:

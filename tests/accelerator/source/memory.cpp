@@ -76,6 +76,7 @@ void Memory::touch(Actor actor, char* low, char* high, bool writes, const std::s
     if (addresses.is_device(low)) throw std::runtime_error("CUDA error: " + operation + " uses device memory that nobody has");
     return;
   }
+  if (high > block->start + block->size) throw std::runtime_error("CUDA error: " + operation + " goes beyond the memory that it begins in");
   if (block->mapped) {
     const size_t first = low - block->start, last = high - block->start;
     size_t there = first;

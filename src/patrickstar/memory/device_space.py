@@ -1,0 +1,120 @@
+"""Memory of a device at fixed addresses, taken from the driver slot by slot: slots and torch's own allocations cannot fragment each other."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from patrickstar.errors import StateError
+from patrickstar.memory.driver import DeviceAddresses, granule_bytes
+from patrickstar.memory.space import Space
+from patrickstar.torch_private import storage_at
+
+__all__ = ["DeviceSpace"]
+
+
+class DeviceSpace:
+    """Memory of one CUDA device. What fills and copies is queued on the current stream.
+
+    Units that are no multiple of what the driver maps at a time (2 MiB) share what they lie in: it is there while one of them is prepared.
+    """
+
+    def __init__(self, nbytes: int, *, unit_bytes: int, name: str, device: torch.device) -> None:
+        self.name = name
+        self._device = device
+        self._unit_bytes = unit_bytes
+        granule = granule_bytes(device.index or 0)
+        self._piece_bytes = granule if unit_bytes % granule else unit_bytes
+        self._owner = os.getpid()
+        self._addresses: DeviceAddresses | None = DeviceAddresses(nbytes, device=device.index or 0)
+        self._start, self._nbytes = self._addresses.start, nbytes
+        self._prepared: Counter[int] = Counter()  # units, by piece
+
+    @property
+    def address_range(self) -> tuple[int, int]:
+        return self._start, self._start + self._nbytes
+
+    def expect_open(self) -> None:
+        self._open()
+
+    def buffer(self, at: int, nbytes: int) -> memoryview:  # noqa: ARG002
+        raise StateError(f"the {self.name} arena has no bytes that the host could see")
+
+    def wrapping(self, at: int, nbytes: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+        self._open()
+        address, size = self._start + at, (nbytes // dtype.itemsize,)
+        empty = torch.empty(0, dtype=dtype, device=self._device)
+
+        def wrap() -> Tensor:
+            return empty.new_empty(0).set_(storage_at(address, nbytes, self._device), 0, size, (1,))
+
+        return wrap
+
+    def tensor(self, at: int, nbytes: int) -> Tensor:
+        return self.wrapping(at, nbytes, torch.uint8)()
+
+    def fill(self, at: int, nbytes: int, byte: int) -> None:
+        if self._addresses is not None:
+            self.tensor(at, nbytes).fill_(byte)
+
+    def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
+        for offset in range(0, nbytes, self._unit_bytes):  # memory of the host is pinned unit by unit
+            source = other.tensor(from_ + offset, self._unit_bytes)
+            self.tensor(at + offset, self._unit_bytes).copy_(source, non_blocking=True)
+
+    def copy_to(self, other: Space, to: int, at: int, nbytes: int) -> None:
+        """Copies bytes into another space. A work of a lane."""
+        for offset in range(0, nbytes, self._unit_bytes):
+            target = other.tensor(to + offset, self._unit_bytes)
+            target.copy_(self.tensor(at + offset, self._unit_bytes), non_blocking=True)
+
+    def prepare(self, at: int, nbytes: int) -> None:
+        addresses, mapped = self._open(), list[int]()
+        pieces = self._pieces(at, nbytes)
+        try:
+            for piece in pieces:
+                if not self._prepared[piece]:
+                    addresses.map(piece, self._piece_bytes)
+                    mapped.append(piece)
+        except BaseException:
+            for piece in mapped:
+                addresses.unmap(piece)
+            raise
+        self._prepared.update(pieces)
+
+    def discard(self, at: int, nbytes: int) -> bool:
+        if os.getpid() == self._owner and self._addresses is not None:
+            for unit in range(at, at + nbytes, self._unit_bytes):
+                pieces = self._pieces(unit, self._unit_bytes)
+                self._prepared.subtract(pieces)
+                for piece in pieces:
+                    if not self._prepared[piece]:
+                        self._addresses.unmap(piece)
+        return True
+
+    def absent_bytes(self, at: int, nbytes: int) -> int:  # noqa: ARG002
+        return 0
+
+    def close(self) -> None:
+        addresses, self._addresses = self._addresses, None
+        # Else somebody still has a tensor over it, which stays what it is.
+        if addresses is not None and os.getpid() == self._owner and not addresses.mapped_bytes:
+            addresses.close()
+
+    def _pieces(self, at: int, nbytes: int) -> range:
+        first = at // self._piece_bytes * self._piece_bytes
+        return range(first, at + nbytes, self._piece_bytes)
+
+    def _open(self) -> DeviceAddresses:
+        if self._addresses is None:
+            raise StateError(f"the {self.name} arena is closed")
+        if os.getpid() != self._owner:
+            raise StateError(
+                f"the {self.name} arena belongs to process {self._owner}, and this one was forked from it, where CUDA cannot be used: "
+                "use the model in the process that manages it, or start workers with the spawn method"
+            )
+        return self._addresses

@@ -1,0 +1,157 @@
+"""Virtual memory of a CUDA device: addresses that are reserved once, and memory that is mapped at them and taken away again.
+
+The driver's own functions (CUDA driver API, "Virtual Memory Management"), which torch does not expose, by ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, Final
+
+from patrickstar.errors import DeviceError
+from patrickstar.units import format_bytes
+
+__all__ = ["DeviceAddresses", "granule_bytes"]
+
+_SUCCESS: Final = 0
+_OUT_OF_MEMORY: Final = 2
+_PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_AND_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_MINIMUM: Final = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_LIBRARY: Final = "libcuda.so.1"
+
+_Address = ctypes.c_ulonglong
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("remote", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", _AllocationFlags),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise DeviceError(f"the driver's library {_LIBRARY} cannot be loaded: {error}") from None
+
+
+def _call(name: str, *arguments: Any) -> int:
+    try:
+        function = getattr(_driver(), name)
+    except AttributeError:
+        raise DeviceError(f"the driver is too old: it has no {name}; CUDA 11.4 or later is needed") from None
+    return int(function(*arguments))
+
+
+def _expect(result: int, what: str) -> None:
+    if result != _SUCCESS:
+        text = ctypes.c_char_p()
+        _call("cuGetErrorString", result, ctypes.byref(text))
+        raise DeviceError(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {result})")
+
+
+def _properties(device: int) -> _AllocationProperties:
+    return _AllocationProperties(type=_PINNED, location=_Location(_ON_DEVICE, device))
+
+
+@cache
+def granule_bytes(device: int) -> int:
+    """Bytes that can be mapped at a time."""
+    nbytes = ctypes.c_size_t()
+    properties = _properties(device)
+    result = _call("cuMemGetAllocationGranularity", ctypes.byref(nbytes), ctypes.byref(properties), _MINIMUM)
+    _expect(result, "the device does not say how much memory it maps at a time")
+    return nbytes.value
+
+
+class DeviceAddresses:
+    """A range of addresses of a device, at which memory is mapped piece by piece.
+
+    Attributes:
+        start: the first address. nbytes: of the range, whole granules.
+    """
+
+    def __init__(self, nbytes: int, *, device: int) -> None:
+        granule = granule_bytes(device)
+        self.nbytes = -(-nbytes // granule) * granule
+        self._device = device
+        self._pieces: dict[int, int] = {}
+        start = _Address()
+        result = _call(
+            "cuMemAddressReserve", ctypes.byref(start), ctypes.c_size_t(self.nbytes), ctypes.c_size_t(0), _Address(0),
+            ctypes.c_ulonglong(0),
+        )  # fmt: skip
+        _expect(result, f"no addresses of the device are left for {format_bytes(self.nbytes)}")
+        self.start = start.value
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes that have memory."""
+        return sum(self._pieces.values())
+
+    def map(self, at: int, nbytes: int) -> None:
+        """Gives memory to a piece that has none: whole granules, contents undefined.
+
+        Raises:
+            DeviceError: the device has no more.
+        """
+        handle, properties = _Address(), _properties(self._device)
+        size = ctypes.c_size_t(nbytes)
+        result = _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), ctypes.c_ulonglong(0))
+        if result == _OUT_OF_MEMORY:
+            raise DeviceError(f"the device has no {format_bytes(nbytes)} left: does another process use it?")
+        _expect(result, f"{format_bytes(nbytes)} of the device cannot be taken")
+        address = _Address(self.start + at)
+        try:
+            mapped = _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
+            _expect(mapped, "memory of the device cannot be mapped")
+        finally:
+            _call("cuMemRelease", handle)  # the mapping keeps it
+        self._pieces[at] = nbytes
+        access = _Access(properties.location, _READ_AND_WRITE)
+        _expect(
+            _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1)),
+            "memory of the device cannot be used",
+        )
+
+    def unmap(self, at: int) -> None:
+        """Takes the memory of a piece away, which nothing on the device uses any more."""
+        result = _call("cuMemUnmap", _Address(self.start + at), ctypes.c_size_t(self._pieces[at]))
+        _expect(result, "memory of the device cannot be given back")
+        del self._pieces[at]
+
+    def close(self) -> None:
+        """Gives the addresses up, and the memory at them. Nothing on the device uses them any more."""
+        for at in list(self._pieces):
+            self.unmap(at)
+        if self.nbytes:
+            _expect(
+                _call("cuMemAddressFree", _Address(self.start), ctypes.c_size_t(self.nbytes)),
+                "addresses of the device cannot be given back",
+            )
+            self.nbytes = 0

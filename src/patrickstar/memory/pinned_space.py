@@ -1,0 +1,74 @@
+"""Memory of the host that a device copies by itself: registered with the driver unit by unit, as these are first used.
+
+Of exact size: torch's allocator of pinned memory would round up to powers of two.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from patrickstar.memory.space import HostSpace
+
+__all__ = ["PinnedSpace"]
+
+_log = logging.getLogger("patrickstar")
+
+_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
+
+
+class PinnedSpace(HostSpace):
+    """Private anonymous memory of this process whose units are pinned while they are in use.
+
+    Where the system refuses to pin, a warning says so once, and memory stays pageable: every copy then goes through the driver's own buffer, and
+    the host waits for it.
+
+    Attributes:
+        pinned_bytes: what is pinned now.
+    """
+
+    def __init__(self, nbytes: int, *, unit_bytes: int, name: str) -> None:
+        super().__init__(nbytes, unit_bytes=unit_bytes, name=name)
+        self._pinned = set[int]()
+        self._refused = False
+
+    @property
+    def pinned_bytes(self) -> int:
+        return len(self._pinned) * self._unit_bytes
+
+    def prepare(self, at: int, nbytes: int) -> None:
+        super().prepare(at, nbytes)
+        if self._refused:
+            return
+        runtime = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(self._start + at, nbytes, _FOR_ALL_CONTEXTS)
+        if int(error) == int(runtime.cudaError.success):
+            self._pinned.add(at)
+            return
+        self._refused = True
+        _log.warning(
+            "the system pins no more than %d bytes of the host's memory (error %d of cudaHostRegister): the rest stays pageable, and copies of it "
+            "take two to three times as long and keep the host waiting. Containers and WSL bound pinned memory; so does `ulimit -l`.",
+            self.pinned_bytes,
+            int(error),
+        )
+
+    def discard(self, at: int, nbytes: int) -> bool:
+        if os.getpid() == self._owner:
+            for unit in range(at, at + nbytes, self._unit_bytes):
+                self._unpin(unit)
+        super().discard(at, nbytes)
+        return True
+
+    def close(self) -> None:
+        if os.getpid() == self._owner:
+            for unit in sorted(self._pinned):  # what is still used stays memory, and is pageable from now on
+                self._unpin(unit)
+        super().close()
+
+    def _unpin(self, at: int) -> None:
+        if at in self._pinned:
+            self._pinned.discard(at)
+            torch.cuda.cudart().cudaHostUnregister(self._start + at)

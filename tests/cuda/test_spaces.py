@@ -1,0 +1,204 @@
+"""memory/device_space.py, pinned_space.py, driver.py: slots on a device, and slots of the host that it copies by itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from patrickstar.errors import DeviceError, StateError
+from patrickstar.memory import driver
+from patrickstar.memory.arena import Arena
+from patrickstar.memory.device_space import DeviceSpace
+from patrickstar.memory.pinned_space import PinnedSpace
+from patrickstar.memory.stream_lane import StreamTicket
+from patrickstar.units import MIB
+from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import FEW_SCHEDULES
+from tests.forked import in_forked_child
+
+CUDA = torch.device("cuda", 0)
+GRANULE = 2 * MIB
+SIZES = [4096, MIB, GRANULE, 3 * MIB, 2 * GRANULE]
+
+
+def on_device(slot_bytes: int, slots: int = 12) -> Arena:
+    return Arena(slot_bytes, virtual_slots=slots, name="device", make_space=partial(DeviceSpace, device=CUDA))
+
+
+def pinned(slot_bytes: int, slots: int = 12) -> Arena:
+    return Arena(slot_bytes, virtual_slots=slots, name="host", make_space=PinnedSpace)
+
+
+@pytest.fixture(params=FEW_SCHEDULES, ids=str)
+def accelerator(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterator[Accelerator]:
+    accelerator.configure(*request.param)
+    yield accelerator
+    assert accelerator.driver_bytes() == 0
+
+
+@pytest.mark.parametrize("slot_bytes", SIZES)
+def test_bytes_go_to_the_device_and_back(slot_bytes: int, accelerator: Accelerator) -> None:
+    host, device = pinned(slot_bytes), on_device(slot_bytes)
+    there, here, back = host.take(2), device.take(2), host.take(2)
+    numbers = torch.arange(2 * slot_bytes // 4, dtype=torch.int32)
+    host.wrapping(there, 2, torch.int32)().copy_(numbers)
+    accelerator.waits()
+    device.copying(here, 2, host, there)()
+    device.wrapping(here, 2, torch.int32)().add_(1)
+    host.copying(back, 2, device, here)()
+    assert not accelerator.waits()
+    torch.accelerator.synchronize()
+    assert torch.equal(host.wrapping(back, 2, torch.int32)(), numbers + 1)
+    device.give(here, 2)
+    for first in (there, back):
+        host.give(first, 2)
+    host.close()
+    device.close()
+
+
+@pytest.mark.parametrize("slot_bytes", SIZES)
+def test_slots_have_memory_from_their_first_use_until_they_are_trimmed(
+    slot_bytes: int, accelerator: Accelerator
+) -> None:
+    arena = on_device(slot_bytes, slots=9)
+    assert accelerator.driver_bytes() == 0
+    first = arena.take(9)
+    most = accelerator.driver_bytes()
+    assert most == -(-9 * slot_bytes // GRANULE) * GRANULE if slot_bytes % GRANULE else most == 9 * slot_bytes
+    arena.filling(first, 9)()
+    torch.accelerator.synchronize()
+    arena.give(first, 4)
+    assert accelerator.driver_bytes() == most
+    arena.trim(5)
+    kept = accelerator.driver_bytes()
+    assert 5 * slot_bytes <= kept < 5 * slot_bytes + 2 * GRANULE
+    again = arena.take(4)
+    assert accelerator.driver_bytes() == most
+    assert arena.wrapping(again, 4, torch.uint8)().fill_(3).sum().item() == 12 * slot_bytes
+    arena.give(first, 9)
+    torch.accelerator.synchronize()
+    arena.close()
+
+
+def test_slots_are_filled_and_poisoned_on_the_device(accelerator: Accelerator) -> None:
+    arena = on_device(GRANULE)
+    first = arena.take(2)
+    floats = arena.wrapping(first, 2, torch.float32)()
+    arena.filling(first, 2)()
+    assert not floats.any().item()
+    arena.filling(first, 2, poison=True)()
+    assert floats.isnan().all().item()
+    arena.give(first, 2)
+    arena.close()
+
+
+def test_each_wrapping_has_a_storage_of_its_own(accelerator: Accelerator) -> None:
+    arena = on_device(4096)
+    wrap = arena.wrapping(arena.take(), 1, torch.bfloat16)
+    first, second = wrap(), wrap()
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+    assert (first.data_ptr(), first.numel(), first.dtype, first.device) == (
+        second.data_ptr(),
+        2048,
+        torch.bfloat16,
+        CUDA,
+    )
+    arena.give(0)
+    arena.close()
+
+
+def test_a_device_that_is_full_is_an_error_that_changes_nothing(accelerator: Accelerator) -> None:
+    accelerator.configure(capacity=torch.cuda.memory_reserved() + 5 * GRANULE)
+    arena = on_device(GRANULE)
+    taken = arena.take(2)
+    with pytest.raises(DeviceError, match=r"the device has no 2\.00 MiB left: does another process use it"):
+        arena.take(4)
+    assert (arena.in_use, accelerator.driver_bytes()) == (2, 5 * GRANULE)
+    again = arena.take(3, max_committed_slots=5)  # of what had come before the error, or in its place
+    arena.give(again, 3)
+    arena.give(taken, 2)
+    arena.close()
+
+
+def test_trimming_waits_for_what_is_under_way(accelerator: Accelerator) -> None:
+    arena = on_device(GRANULE)
+    first = arena.take()
+    arena.filling(first, 1)()
+    arena.give(first, fence=StreamTicket(torch.accelerator.current_stream()))
+    arena.trim(0)
+    arena.close()
+
+
+def test_memory_of_the_host_is_pinned_while_it_is_used_and_no_more_than_that(accelerator: Accelerator) -> None:
+    before = accelerator.pinned_bytes()
+    arena = pinned(5 * 4096)
+    assert accelerator.pinned_bytes() == before
+    first = arena.take(3)
+    assert accelerator.pinned_bytes() - before == 3 * arena.slot_bytes
+    assert arena.wrapping(first, 1, torch.uint8)().is_pinned()
+    arena.give(first, 2)
+    arena.trim(1)
+    assert accelerator.pinned_bytes() - before == arena.slot_bytes
+    arena.take(2)
+    assert accelerator.pinned_bytes() - before == 3 * arena.slot_bytes
+    arena.close()
+    assert accelerator.pinned_bytes() == before
+
+
+def test_where_pinning_is_refused_memory_is_pageable_and_a_warning_says_what_that_costs(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator.configure(refuses_registration=True)
+    host, device = pinned(4096), on_device(4096)
+    with caplog.at_level(logging.WARNING, logger="patrickstar"):
+        there, here = host.take(3), device.take(3)
+    (record,) = caplog.records
+    assert "pins no more than 0 bytes" in record.getMessage()
+    assert "two to three times as long" in record.getMessage()
+    host.wrapping(there, 3, torch.uint8)().fill_(7)
+    device.copying(here, 3, host, there)()
+    assert device.wrapping(here, 3, torch.uint8)().sum().item() == 7 * 3 * 4096
+    device.give(here, 3)
+    host.close()
+    device.close()
+
+
+def test_a_forked_child_may_not_use_the_device(accelerator: Accelerator) -> None:
+    arena = on_device(4096)
+    first = arena.take()
+
+    def use() -> str:
+        with pytest.raises(StateError, match="CUDA cannot be used") as refusal:
+            arena.take()
+        arena.close()
+        return str(refusal.value)
+
+    assert "spawn" in in_forked_child(use)
+    arena.give(first)
+    arena.close()
+    with pytest.raises(StateError, match="closed"):
+        arena.take()
+
+
+def test_a_driver_that_is_not_there_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        pass
+
+    monkeypatch.setattr(driver, "_driver", Old)
+    with pytest.raises(DeviceError, match=r"too old: it has no cuMemAddressReserve; CUDA 11\.4"):
+        driver.DeviceAddresses(GRANULE, device=0)
+    monkeypatch.undo()
+
+
+def test_addresses_are_given_back(accelerator: Accelerator) -> None:
+    addresses = driver.DeviceAddresses(3 * GRANULE + 1, device=0)
+    assert addresses.nbytes == 4 * GRANULE
+    addresses.map(GRANULE, 2 * GRANULE)
+    assert addresses.mapped_bytes == 2 * GRANULE == accelerator.driver_bytes()
+    addresses.close()
+    addresses.close()
+    assert accelerator.driver_bytes() == 0
