@@ -154,6 +154,19 @@ def test_after_drain_nothing_is_under_way(lane: StreamLane, threads: ThreadLane,
     source.record_stream(lane.stream)
 
 
+def test_a_work_has_not_ended_before_the_device_has_done_it(accelerator: Accelerator) -> None:
+    accelerator.configure(0.0)
+    lane, tensor = StreamLane("test", CUDA), torch.zeros(8, device=CUDA)
+    torch.accelerator.synchronize()
+    for _ in range(9):
+        ticket = lane.issue(lambda: tensor.add_(1))
+    assert not ticket.done
+    ticket.wait()
+    assert ticket.done
+    lane.close()
+    tensor.record_stream(lane.stream)
+
+
 def test_a_lane_that_is_closed_does_nothing_any_more(accelerator: Accelerator) -> None:
     lane = StreamLane("test", CUDA)
     lane.close()

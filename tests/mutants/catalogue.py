@@ -14,6 +14,7 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
 from tests.mutants.sixteen_bits import SIXTEEN_BITS
+from tests.mutants.streams import STREAMS
 from tests.mutants.tables import TABLES
 from tests.mutants.tiles import TILES
 from tests.mutants.training import TRAINING
@@ -39,4 +40,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *FORECASTS,
     *ENGINE,
     *HOMES,
+    *STREAMS,
 )

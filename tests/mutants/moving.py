@@ -35,7 +35,7 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-wait-is-dropped",
         file="memory/store.py",
-        old="            self._tickets[ref, tier].wait()\n        except DeviceError",
+        old="            self._tickets[ref, tier].wait_until_settled()\n        except DeviceError",
         new="            pass\n        except DeviceError",
         tests=(f"{LANES}[as late as their wait-cpu+disk]",),
     ),
@@ -169,9 +169,9 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="one-write-back-to-the-disk-is-skipped",
         file="memory/store.py",
-        old="return lane.issue(self._pool().writing(ref, from_), self._under_way(ref, src), nbytes=nbytes)",
+        old="return lane.issue(self._pool().writing(ref, from_), self._before_reading(ref, src), nbytes=nbytes)",
         new=f"return lane.issue((lambda: None) if {ONCE.format(link='H>K')} else self._pool().writing(ref, from_), "
-        "self._under_way(ref, src), nbytes=nbytes)",
+        "self._before_reading(ref, src), nbytes=nbytes)",
         tests=(f"{TRAINING_ON}[cpu+disk-next-use-deferred]",),
     ),
     Mutant(

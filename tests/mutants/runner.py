@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.mutants import only_the_copy
 from tests.mutants.mutant import ROOT, SOURCE, Mutant, MutantError
 
-__all__ = ["Run", "Verdict", "copy_of_the_library", "judge", "run_mutant", "run_tests"]
+__all__ = ["Run", "Verdict", "apart", "copy_of_the_library", "judge", "run_mutant", "run_tests"]
 
 # A test that fails may leave something behind that its fixtures find: the failure comes first.
 _FAILED, _ERROR = (
@@ -91,6 +91,12 @@ def run_mutant(mutant: Mutant, unspoiled: Path, *, limit_s: float) -> Verdict:
         return judge(run_tests(mutant.tests, copy, limit_s=limit_s))
 
 
+def apart(tests: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The tests without those that need a device, and those: which has to be loaded before torch."""
+    with_device = [test for test in tests if test.startswith("tests/cuda/")]
+    return [test for test in tests if test not in with_device], with_device
+
+
 def run_tests(tests: Sequence[str], copy: Path, *, limit_s: float | None = None) -> Run:
     """Runs tests against the package in `copy`, up to the first that fails."""
     path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
@@ -104,7 +110,9 @@ def run_tests(tests: Sequence[str], copy: Path, *, limit_s: float | None = None)
         "COLUMNS": "400",  # reasons are not cut
     }
     plugin = only_the_copy.__name__
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", plugin, "--tb=short", *tests]
+    device = ["-p", "tests.accelerator.plugin"] if apart(tests)[1] else []
+    options = ["-x", "-q", "-p", "no:cacheprovider", *device, "-p", plugin, "--tb=short"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     began = time.perf_counter()
     process = subprocess.Popen(
         command,

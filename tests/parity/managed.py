@@ -17,7 +17,7 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
 from tests.parity.lanes import choice_of, depth_of, lanes_for
 from tests.parity.matrix import Row
-from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate
+from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate, on
 from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
 
 __all__ = ["Limits", "Outcome", "train"]
@@ -46,10 +46,12 @@ def train(
     steps: int = STEPS,
     prefetch: int | str | None = "of the row",
     choice: UpdateChoice | None = None,
+    device: str = "cpu",
 ) -> Outcome:
     """One run of a row within the given bytes by tier; a tier that is not named has room for everything.
 
-    `prefetch`: another depth than the row's. `choice`: of updates, another than the row's.
+    `prefetch`: another depth than the row's. `choice`: of updates, another than the row's. `device`: what takes the place of the device that is
+    emulated, with lanes of its own.
 
     Raises:
         patrickstar.BudgetError: it does not fit, found out at whatever point.
@@ -60,13 +62,13 @@ def train(
     base = [dict(group) for group in groups]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in groups for parameter in group["params"]]
-    batches = case.batches(seed=0, count=steps * row.accumulation)
+    batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * row.accumulation)]
     plain = getattr(torch.optim, case.algorithm)(groups, lr=1.0)  # each group has its own rate
     by_call = row.clipping and row.accumulation > 1
     session = manage_inside(
         model,
         plain,
-        make_lane=lanes_for(row),
+        make_lane=lanes_for(row) if device == "cpu" else None,
         choice=choice or choice_of(row),
         precision=row.precision.partition("-")[0],
         step=row.step,
@@ -74,7 +76,7 @@ def train(
         options=options_of(
             row, eviction=row.eviction, prefetch=depth_of(row) if prefetch == "of the row" else prefetch, poison=True
         ),
-        **machine(row, limits, directory),
+        **(machine(row, limits, directory) | ({} if device == "cpu" else {"device": device})),
     )
     record = Record()
     try:
@@ -87,7 +89,7 @@ def train(
                 torch.manual_seed(micro_seed(step, micro))
                 loss = case.loss_of(model, batches[(step - 1) * row.accumulation + micro])
                 session.scaler.scale(loss / row.accumulation).backward()
-                record.losses.append(loss.detach().clone())
+                record.losses.append(loss.detach().cpu().clone())
                 del loss  # its graph holds what the next forward needs room for
             session.scaler.unscale_(optimizer)
             if row.step == "deferred":
@@ -103,7 +105,7 @@ def train(
         stats = session.stats()
         weights = session.state_dict()
         record.weights = {name: weights[name].clone() for name in names.values()}
-        record.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        record.buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
         read_moments(session, record, order=order, directory=directory)
     finally:
         with warnings.catch_warnings():

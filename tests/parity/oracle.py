@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,21 +121,40 @@ def train(
     steps: int = STEPS,
     precision: str = "fp32",
     tile_rows: int | None = None,
+    device: str = "cpu",
 ) -> Record:
-    """A run in plain PyTorch, as a record. `tile_rows`: how many rows of a weight are multiplied with at a time."""
-    model = case.build(checkpointing)
+    """A run in plain PyTorch, as a record on the CPU. `tile_rows`: how many rows of a weight are multiplied with at a time.
+
+    `device`: where forward and backward run; updates are computed on the CPU wherever that is.
+    """
+    model = case.build(checkpointing).to(device)
+    run = partial(
+        train_model,
+        case,
+        model,
+        accumulation=accumulation,
+        clipping=clipping,
+        steps=steps,
+        precision=precision,
+        device=device,
+    )
     if tile_rows is None:
-        return train_model(case, model, accumulation=accumulation, clipping=clipping, steps=steps, precision=precision)
+        return run()
     with tiled_products(model, tile_rows) as tiled:
-        record = train_model(
-            case, model, accumulation=accumulation, clipping=clipping, steps=steps, precision=precision
-        )
+        record = run()
     assert tiled.count, f"{case.name}: no weight has more than {tile_rows} rows"
     return record
 
 
 def train_model(
-    case: Case, model: nn.Module, *, accumulation: int, clipping: bool, steps: int, precision: str
+    case: Case,
+    model: nn.Module,
+    *,
+    accumulation: int,
+    clipping: bool,
+    steps: int,
+    precision: str,
+    device: str = "cpu",
 ) -> Record:
     """The same of a model that has been built."""
     groups = case.groups(model)
@@ -145,7 +165,7 @@ def train_model(
     scaling = LossScale() if types is not None and types.scales else None
     masters = make_masters(parameters, types, kept=kept)
     narrow_buffers_and_inputs(model, None if types is None else types.compute)
-    batches = case.batches(seed=0, count=steps * accumulation)
+    batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * accumulation)]
     moments: dict[str, Moments] = {}
     record = Record()
     for step in range(1, steps + 1):
@@ -157,12 +177,13 @@ def train_model(
             torch.manual_seed(micro_seed(step, micro))
             loss = case.loss_of(model, batches[(step - 1) * accumulation + micro])
             (loss / accumulation * (1.0 if scaling is None else torch.tensor(scaling.scale))).backward()
-            record.losses.append(loss.detach().clone())
+            record.losses.append(loss.detach().cpu().clone())
             if types is not None:
                 # One backward's gradients are kept in 16 bits, several add up in fp32.
                 add_up(gradients, parameters, kept=types.kept if accumulation == 1 else None, whole=kept)
         if types is None:
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
         skips = scaling is not None and unscale(gradients, scaling, record)
         record.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         if clipping:
@@ -176,7 +197,7 @@ def train_model(
             parameter.grad = None
         evaluate(case, model, batches[0], step, record)
     record.weights = {name: master.detach().clone() for name, master in masters.items()}
-    record.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    record.buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
     record.exp_avg = {name: torch.from_numpy(kept.exp_avg) for name, kept in moments.items()}
     record.exp_avg_sq = {name: torch.from_numpy(kept.exp_avg_sq) for name, kept in moments.items()}
     record.updates = {name: kept.updates for name, kept in moments.items()}
@@ -190,8 +211,17 @@ def evaluate(case: Case, model: nn.Module, batch: dict[str, Any], step: int, rec
         return
     model.eval()
     with mode():
-        record.evaluations.append((case.look or case.loss_of)(model, batch).clone())
+        record.evaluations.append((case.look or case.loss_of)(model, batch).cpu().clone())
     model.train()
+
+
+def on(device: str, value: Any) -> Any:
+    """A batch whose tensors are on a device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {name: on(device, item) for name, item in value.items()}
+    return type(value)(on(device, item) for item in value) if isinstance(value, list | tuple) else value
 
 
 # 16-bit types: an fp32 master beside each parameter, gradients widened after every backward
@@ -200,16 +230,18 @@ def evaluate(case: Case, model: nn.Module, batch: dict[str, Any], step: int, rec
 def make_masters(parameters: dict[str, nn.Parameter], types: Types | None, *, kept: Collection[str]) -> Tensors:
     """The tensors that are updated: the parameters themselves in fp32, else copies of them from before narrowing."""
     if types is None:
-        return {name: parameter.detach() for name, parameter in parameters.items()}
+        return {name: parameter.detach().cpu() for name, parameter in parameters.items()}
     masters = {
-        name: parameter.detach() if name in kept else parameter.detach().clone()
+        name: parameter.detach() if name in kept and parameter.is_cpu else parameter.detach().cpu().clone()
         for name, parameter in parameters.items()
     }
     for name, parameter in parameters.items():
         if name not in kept:
             if not parameter.requires_grad:  # of what is frozen the rounded weight is all there is
                 masters[name].copy_(narrow(masters[name], types.kept))
-            narrowed = torch.empty_strided(parameter.shape, parameter.stride(), dtype=types.compute)
+            narrowed = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=types.compute, device=parameter.device
+            )
             parameter.data = narrowed.copy_(narrow(masters[name], types.kept))
     return masters
 
@@ -366,6 +398,8 @@ def update_all(
                 update(masters[name], gradients[name], moments, name, group, algorithm=algorithm)
                 if types is not None and name not in kept:
                     parameter.data.copy_(narrow(masters[name], types.kept))
+                elif not parameter.is_cpu:
+                    parameter.data.copy_(masters[name])
 
 
 def update(

@@ -287,7 +287,7 @@ def test_a_failure_late_in_manage_leaves_everything_as_it_was(monkeypatch: pytes
     optimizer.step()
 
 
-@pytest.mark.parametrize("late", ["WholeCalls", "cast_buffers", "Session", "ManagedOptimizer"])
+@pytest.mark.parametrize("late", ["WholeCalls", "fit_buffers", "Session", "ManagedOptimizer"])
 def test_a_failure_at_the_end_of_manage_leaves_everything_as_it_was(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 

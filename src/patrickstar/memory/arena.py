@@ -12,7 +12,7 @@ Callers take turns: an arena has no lock of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -164,15 +164,18 @@ class Arena:
         """
         return self._space.wrapping(*self._place(first, n), dtype)
 
-    def close(self) -> None:
-        """Lets go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena."""
+    def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
+        """Lets go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena.
+
+        `kept`: the storages over slots that somebody still has.
+        """
         try:
             self._space.expect_open()
         except StateError:  # closed before, or another process's
             pass
         else:
             self.trim(0)
-        self._space.close()
+        self._space.close(kept)
 
     def _place(self, first: int, n: int) -> tuple[int, int]:
         """Offset and bytes of `n` slots."""

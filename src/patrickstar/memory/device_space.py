@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,11 +101,16 @@ class DeviceSpace:
     def absent_bytes(self, at: int, nbytes: int) -> int:  # noqa: ARG002
         return 0
 
-    def close(self) -> None:
+    def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
         addresses, self._addresses = self._addresses, None
-        # Else somebody still has a tensor over it, which stays what it is.
-        if addresses is not None and os.getpid() == self._owner and not addresses.mapped_bytes:
+        if addresses is None or os.getpid() != self._owner:
+            return
+        if not kept:
             addresses.close()
+            return
+        left = _Countdown(len(kept), partial(_close_later, addresses, self._device))
+        for storage in kept:
+            weakref.finalize(storage, left.one_less).atexit = False
 
     def _pieces(self, at: int, nbytes: int) -> range:
         first = at // self._piece_bytes * self._piece_bytes
@@ -118,3 +125,22 @@ class DeviceSpace:
                 "use the model in the process that manages it, or start workers with the spawn method"
             )
         return self._addresses
+
+
+class _Countdown:
+    """Calls when it has been told so many times."""
+
+    def __init__(self, left: int, call: Callable[[], None]) -> None:
+        self._left = left
+        self._call = call
+
+    def one_less(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._call()
+
+
+def _close_later(addresses: DeviceAddresses, device: torch.device) -> None:
+    """Gives the memory up with the last tensor over it, when nothing that was queued uses that."""
+    torch.accelerator.synchronize(device)
+    addresses.close()

@@ -34,6 +34,9 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Returns when the work has ended, or raises what it raised."""
 
+    def wait_until_settled(self) -> None:
+        """Returns when the work has ended, or is queued on a device; raises what it raised, as far as that is known."""
+
     def wait_on_device(self) -> None:
         """Has all that this thread queues on its stream of the device from now on come after the work. Other works are waited for.
 
@@ -73,6 +76,9 @@ class CompletedTicket:
     def wait(self) -> None:
         if self.error is not None:
             raise self.error
+
+    def wait_until_settled(self) -> None:
+        self.wait()
 
     def wait_on_device(self) -> None:
         self.wait()

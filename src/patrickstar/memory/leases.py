@@ -117,7 +117,9 @@ class Leases:
         if storage is None or dtype is None:
             return None
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(
+                storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)
+            )
 
     def forget(self, name: str) -> None:
         """Forgets the copy of this parameter: what is asked for next is a new one."""
@@ -173,6 +175,13 @@ class Leases:
         """Keys of all that is leased now."""
         self.settle()
         return self._count.keys()
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The storages over slots that somebody has now."""
+        self.settle()
+        keys = [key for key, ref in self._unit_of.items() if isinstance(ref, PlaneRef)]
+        living = (self._deaths[key]() for key in keys)
+        return [storage for storage in living if storage is not None]
 
     def held(self) -> Collection[PlaneRef]:
         """The units that may not move now."""

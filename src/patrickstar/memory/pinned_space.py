@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
+from collections.abc import Collection
 
 import torch
 
@@ -31,8 +33,10 @@ class PinnedSpace(HostSpace):
 
     def __init__(self, nbytes: int, *, unit_bytes: int, name: str) -> None:
         super().__init__(nbytes, unit_bytes=unit_bytes, name=name)
-        self._pinned = set[int]()
+        self._pinned = set[int]()  # addresses
         self._refused = False
+        # Before the memory goes, also where nobody closes the session.
+        weakref.finalize(self, _unpin, self._pinned, os.getpid()).atexit = False
 
     @property
     def pinned_bytes(self) -> int:
@@ -45,7 +49,7 @@ class PinnedSpace(HostSpace):
         runtime = torch.cuda.cudart()
         error = runtime.cudaHostRegister(self._start + at, nbytes, _FOR_ALL_CONTEXTS)
         if int(error) == int(runtime.cudaError.success):
-            self._pinned.add(at)
+            self._pinned.add(self._start + at)
             return
         self._refused = True
         _log.warning(
@@ -57,18 +61,19 @@ class PinnedSpace(HostSpace):
 
     def discard(self, at: int, nbytes: int) -> bool:
         if os.getpid() == self._owner:
-            for unit in range(at, at + nbytes, self._unit_bytes):
-                self._unpin(unit)
+            units = {self._start + unit for unit in range(at, at + nbytes, self._unit_bytes)}
+            _unpin(units & self._pinned, self._owner)
+            self._pinned -= units
         super().discard(at, nbytes)
         return True
 
-    def close(self) -> None:
-        if os.getpid() == self._owner:
-            for unit in sorted(self._pinned):  # what is still used stays memory, and is pageable from now on
-                self._unpin(unit)
-        super().close()
+    def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
+        _unpin(self._pinned, self._owner)  # what is still used stays memory, and is pageable from now on
+        self._pinned.clear()
+        super().close(kept)
 
-    def _unpin(self, at: int) -> None:
-        if at in self._pinned:
-            self._pinned.discard(at)
-            torch.cuda.cudart().cudaHostUnregister(self._start + at)
+
+def _unpin(addresses: set[int], owner: int) -> None:
+    if os.getpid() == owner:
+        for address in sorted(addresses):
+            torch.cuda.cudart().cudaHostUnregister(address)

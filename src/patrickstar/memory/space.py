@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
@@ -57,8 +57,8 @@ class Space(Protocol):
     def absent_bytes(self, at: int, nbytes: int) -> int:
         """Bytes of a range of whole pages that have none yet."""
 
-    def close(self) -> None:
-        """Lets go of the memory: it goes with the last tensor or buffer over it."""
+    def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
+        """Lets go of the memory: it goes with the last tensor or buffer over it. `kept`: those that a tensor is still over."""
 
 
 class HostSpace:
@@ -113,7 +113,7 @@ class HostSpace:
     def absent_bytes(self, at: int, nbytes: int) -> int:
         return absent_bytes(self._start + at, nbytes)
 
-    def close(self) -> None:
+    def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:  # noqa: ARG002
         self._memory = None
 
     def expect_open(self) -> None:

@@ -5,7 +5,7 @@ On a tier a unit's bytes are in slots of that tier's arena, or in an extent of t
 
     Create   slots are taken, and filled with zeros before their first use
     Copy     slots are taken where the copy arrives; the bytes follow, perhaps over several moments; a ticket is kept
-    Wait     the ticket's wait: from now on the copy holds the bytes
+    Wait     the ticket's wait: from now on the copy holds the bytes, or will when the device has got so far (`readiness.py`)
     Drop     the slots are given back, poisoned where asked for, with a fence until that is over
     Update   the work of a chunk's update begins, on the lane for that, once its gradient has come; a ticket is kept until its wait
 
@@ -25,12 +25,14 @@ from torch.profiler import record_function
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
+from patrickstar.core.trace import Touch
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Ticket, Work
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.links import Links
+from patrickstar.memory.readiness import Readiness
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Update, UpdateWait, Wait
 from patrickstar.plan.residency import InvariantError, Residency
@@ -47,7 +49,8 @@ class ChunkStore:
         arenas: an arena for each memory tier in use; disk: the disk tier, or None. links: the lanes between them.
         dtype: torch type of a unit's elements. chunks: number of chunks of a unit's run.
         ledger: is told of every slot taken and given back, and of every byte that crosses a link; what rests below the compute tier is in it.
-        poison: whether slots given back are filled with NaN.
+        device: whose streams the lanes of links and of the compute tier are; None: there are none. poison: whether slots given back are
+            filled with NaN.
 
     Attributes:
         leases: on slots of the compute tier, and on what is held in the stead of one.
@@ -68,6 +71,7 @@ class ChunkStore:
         dtype: Callable[[PlaneRef], torch.dtype],
         chunks: Callable[[PlaneRef], int],
         ledger: Ledger,
+        device: torch.device | None = None,
         poison: bool = False,
     ) -> None:
         self.state = state
@@ -79,6 +83,7 @@ class ChunkStore:
         self._ledger = ledger
         self._compute = state.compute
         self._poison = poison
+        self._readiness = Readiness(device)
         self._process = os.getpid()
 
         self.leases = Leases(self.tensor)
@@ -120,7 +125,16 @@ class ChunkStore:
 
     def operand(self, ref: PlaneRef, tier: Tier) -> Tensor:
         """A tensor as `tensor` gives it, for the work of an update that is about to be issued: its bytes may still change until that begins."""
-        return self._place(ref, tier)()
+        return self._wrapped(ref, tier)()
+
+    def compute(self, touches: Collection[Touch]) -> None:
+        """Has the device's stream of this thread, which is about to use these units of its tier, come after what is under way on them."""
+        if self._readiness.is_needed:
+            here = [touch for touch in touches if touch.tier is None or touch.tier is self._compute]
+            self._readiness.compute(
+                [(touch.ref, self._compute) for touch in here],
+                writes=[(touch.ref, self._compute) for touch in here if touch.writes],
+            )
 
     def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
         if self._is_arriving(ref, tier):
@@ -131,6 +145,11 @@ class ChunkStore:
         return self.state.in_flight.get(ref, (None, None))[1] is tier
 
     def _place(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
+        if tier is not self._compute and self._readiness.is_needed:
+            self._readiness.wait((ref, tier))
+        return self._wrapped(ref, tier)
+
+    def _wrapped(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
         first = self._at[tier].get(ref)
         if first is None:
             raise InvariantError(1, f"{ref} is used on the {tier.label}, without slots")
@@ -228,7 +247,15 @@ class ChunkStore:
             residency.apply(self.state, action)
             # Other updates of its run need not be over: each has a part of the weight for itself.
             before = [self._tickets[ref, action.tier] for ref in residency.arriving_for(self.state, action.chunk)]
-            self._updates[action.chunk] = self._links.lane(action.tier, None).issue(work, before)
+            units = residency.units_of_update(self.state, action.chunk)
+            for ref in units:
+                before += self._readiness.before_writing((ref, action.tier))
+            if action.tier is self._compute:
+                before += self._readiness.computed()
+            ticket = self._links.lane(action.tier, None).issue(work, before)
+            self._updates[action.chunk] = ticket
+            for ref in units:
+                self._readiness.written((ref, action.tier), ticket)
             return
         self._move(action)
         self._apply(action)
@@ -249,7 +276,7 @@ class ChunkStore:
         if ticket is None:  # an interruption came before there was one, but perhaps not before the work had begun
             self._links.drain()
         else:
-            ticket.wait()
+            ticket.wait_until_settled()
 
     def _landed(self, ref: PlaneRef, tier: Tier) -> None:
         self._tickets.pop((ref, tier), None)
@@ -276,7 +303,7 @@ class ChunkStore:
 
     def _wait(self, ref: PlaneRef, tier: Tier) -> None:
         try:
-            self._tickets[ref, tier].wait()
+            self._tickets[ref, tier].wait_until_settled()
         except DeviceError as error:
             src = self.state.in_flight[ref][0].label
             raise DeviceError(
@@ -384,9 +411,11 @@ class ChunkStore:
     def close(self) -> None:
         """Gives everything back, when nothing is under way any more. Whatever still refers to a slot keeps the slot's memory."""
         self._links.close()
+        for ticket in self._readiness.computed():
+            ticket.wait()
         self._wrap.clear()
-        for arena in self._arenas.values():
-            arena.close()
+        for tier, arena in self._arenas.items():
+            arena.close(self.leases.storages() if tier is self._compute else ())
         if self._disk is not None:
             self._disk.close()
 
@@ -414,16 +443,36 @@ class ChunkStore:
     def _give_slots(self, ref: PlaneRef, tier: Tier, first: int, slots: int) -> None:
         """Gives slots back to their arena, behind what is still under way on them."""
         fence, arena = self._filling.pop((ref, tier), None), self._arenas[tier]
-        if self._poison:
+        if self._poison or self._readiness.is_needed:
             before = [] if fence is None else [fence]
-            fence = self._links.lane(tier, tier).issue(arena.filling(first, slots, poison=True), before)
+            before += self._readiness.before_writing((ref, tier))
+            if tier is self._compute:
+                before += self._readiness.computed()
+            self._readiness.forget((ref, tier))
+            if self._poison or before:
+                work = arena.filling(first, slots, poison=True) if self._poison else _nothing
+                fence = self._links.lane(tier, tier).issue(work, before)
         arena.give(first, slots, fence=fence)
 
     def _fill(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         """Has a unit's slots filled with zeros."""
         arena, first = self._arenas[tier], self._at[tier][ref]
-        before = [*arena.fences(first, slots), *self._under_way(ref, tier)]
-        self._filling[ref, tier] = self._links.lane(tier, tier).issue(arena.filling(first, slots), before)
+        before = [*arena.fences(first, slots), *self._before_writing(ref, tier)]
+        ticket = self._links.lane(tier, tier).issue(arena.filling(first, slots), before)
+        if tier is self._compute and self._readiness.is_needed:
+            self._readiness.written((ref, tier), ticket)
+        else:
+            self._filling[ref, tier] = ticket
+
+    def _before_reading(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
+        """All that must be over before a work reads a unit's slots."""
+        computed = self._readiness.computed() if tier is self._compute else []
+        return [*self._under_way(ref, tier), *self._readiness.before_reading((ref, tier)), *computed]
+
+    def _before_writing(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
+        """All that must be over before a work writes a unit's slots, but for the fences of slots that have just been taken."""
+        computed = self._readiness.computed() if tier is self._compute else []
+        return [*self._under_way(ref, tier), *self._readiness.before_writing((ref, tier)), *computed]
 
     def _under_way(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
         """The filling and the updates that must be over before a unit's slots are read or written."""
@@ -439,43 +488,51 @@ class ChunkStore:
         if taken:
             self._take(ref, dst, slots)
         try:
-            ticket = self._issue(ref, src, dst)
+            ticket = self._issue(ref, src, dst, taken=taken)
         except BaseException:
             if taken:  # the transfer has not been issued: the state knows nothing of it, and neither may the slots
                 self._give(ref, dst, slots)
             raise
         self._tickets[ref, dst] = ticket
+        self._readiness.read((ref, src), ticket)
+        self._readiness.written((ref, dst), ticket)
         if dst is self._compute and self.committed_slots > committed_slots:
             self._fresh[ref] = self.committed_slots - committed_slots
         self._ledger.move(src, dst, nbytes)
 
-    def _issue(self, ref: PlaneRef, src: Tier, dst: Tier) -> Ticket:
-        """Issues a transfer, after what it has to come after."""
+    def _issue(self, ref: PlaneRef, src: Tier, dst: Tier, *, taken: bool) -> Ticket:
+        """Issues a transfer, after what it has to come after. `taken`: whether its slots have just been taken."""
         slots, nbytes, lane = self.state.slots[ref], self.state.unit_bytes(ref), self._links.lane(src, dst)
         if dst is Tier.DISK:
             from_ = self._arenas[src].buffer(self._at[src][ref], slots)
-            return lane.issue(self._pool().writing(ref, from_), self._under_way(ref, src), nbytes=nbytes)
+            return lane.issue(self._pool().writing(ref, from_), self._before_reading(ref, src), nbytes=nbytes)
         first = self._at[dst][ref]
-        before = [*self._arenas[dst].fences(first, slots), *self._under_way(ref, dst)]
+        before = self._arenas[dst].fences(first, slots)
+        before += self._under_way(ref, dst) if taken else self._before_writing(ref, dst)
         if src is Tier.DISK:
             return lane.issue(self._pool().reading(ref, self._arenas[dst].buffer(first, slots)), before, nbytes=nbytes)
         if len(self.state.in_update.get(ref, ())) > 1:
             return self._issue_by_chunk(ref, src, dst, before)
         work = self._arenas[dst].copying(first, slots, self._arenas[src], self._at[src][ref])
-        return lane.issue(work, [*before, *self._under_way(ref, src)], nbytes=nbytes)
+        return lane.issue(work, [*before, *self._before_reading(ref, src)], nbytes=nbytes)
 
     def _issue_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
         """Issues the transfer of a run as one of each chunk, so that none waits for updates of others."""
         lane, chunks = self._links.lane(src, dst), self._chunks(ref)
         slots, parts = self.state.slots[ref] // chunks, list[Ticket]()
         filling = self._filling.get((ref, src))
+        computed = self._readiness.computed() if src is self._compute else []
         for number in range(chunks):
             first, source_first = self._at[dst][ref] + number * slots, self._at[src][ref] + number * slots
             work = self._arenas[dst].copying(first, slots, self._arenas[src], source_first)
             after = [ticket for ticket in (filling, self._updates.get(ref.chunk + number)) if ticket is not None]
-            parts.append(lane.issue(work, [*before, *after], nbytes=slots * self.state.slot_bytes))
-        return lane.issue(lambda: None, parts)
+            parts.append(lane.issue(work, [*before, *computed, *after], nbytes=slots * self.state.slot_bytes))
+        return lane.issue(_nothing, parts)
 
     def _pool(self) -> DiskPool:
         assert self._disk is not None, "a plan moves units to a disk tier that does not exist"
         return self._disk
+
+
+def _nothing() -> None:
+    """The work of a ticket for what comes before it."""

@@ -55,6 +55,11 @@ class StreamTicket:
         assert self._end is not None
         self._end.wait()
 
+    def wait_until_settled(self) -> None:
+        self._settled()
+        if self._end is not None:
+            self._end.wait()
+
     def wait_on_device(self) -> None:
         event = self._settled()
         if self._end is not None:

@@ -27,6 +27,9 @@ class _Ticket:
     def wait(self) -> None:
         self._end.result()
 
+    def wait_until_settled(self) -> None:
+        self.wait()
+
     def wait_on_device(self) -> None:
         self.wait()
 

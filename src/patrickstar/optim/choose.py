@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
 import torch
 
 from patrickstar.errors import ConfigError, nearest
-from patrickstar.optim.fma import Emulated
+from patrickstar.optim.fma import Emulated, fusing_operations
 from patrickstar.optim.fused import VECTOR_NUMEL, Fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.reference import Reference
 
-__all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "keeps_the_definition"]
+__all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "choose_kernels", "keeps_the_definition"]
 
 ENVIRONMENT_VARIABLE = "PATRICKSTAR_ISA"
 NATIVE = ("scalar", "avx2", "avx512", "neon")
@@ -52,6 +53,14 @@ def choose_kernel(requested: str | None = None) -> Kernel:
         torch.backends.cpu.get_cpu_capability(),
     )
     return Reference()
+
+
+def choose_kernels(device: torch.device) -> Mapping[str, Kernel]:
+    """Kernels by type of device, for a session that computes there: the host's, and that of a device in torch's operations."""
+    kernels = {"cpu": choose_kernel()}
+    if device.type != "cpu":
+        kernels[device.type] = Reference(operations=fusing_operations(device))
+    return kernels
 
 
 @torch.no_grad()

@@ -82,16 +82,17 @@ def exact_fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torc
     return total.float()
 
 
-def fusing_operations() -> Operations:
-    """torch's operations where they are fused on this machine, else the emulation. Takes well under a millisecond."""
-    return Native() if _agrees_with_emulation(Native()) else Emulated()
+def fusing_operations(device: torch.device | str = "cpu") -> Operations:
+    """torch's operations where they are fused on this device, else the emulation. Takes well under a millisecond on the CPU."""
+    return Native() if _agrees_with_emulation(Native(), device) else Emulated()
 
 
-def _agrees_with_emulation(operations: Operations) -> bool:
+def _agrees_with_emulation(operations: Operations, device: torch.device | str) -> bool:
     # Of 4,096 random elements about 470 (lerp), 80 (add) and 11 (addcmul) show an unfused operation. The odd length
     # shows one that is fused in its vector part only.
     generator = torch.Generator(device="cpu").manual_seed(0)
-    grad, weight, exp_avg, exp_avg_sq = torch.randn(4, 4095, generator=generator, device="cpu", dtype=torch.float32)
+    sample = torch.randn(4, 4095, generator=generator, device="cpu", dtype=torch.float32)
+    grad, weight, exp_avg, exp_avg_sq = sample.to(device)
     seen = []
     for candidate in (operations, Emulated()):
         average, square = exp_avg.clone(), exp_avg_sq.abs()

@@ -50,7 +50,7 @@ class Kernel(Protocol):
         """Updates weight, exp_avg and exp_avg_sq in place; the gradient stays as it is.
 
         Args:
-            weight, grad, exp_avg, exp_avg_sq: flat, contiguous, fp32, on the CPU, of equal length, at any address.
+            weight, grad, exp_avg, exp_avg_sq: flat, contiguous, fp32, on one device, of equal length, at any address.
             step: the number of this update for these elements, counting from 1.
         """
         ...
@@ -63,6 +63,6 @@ def check_planes(*planes: torch.Tensor, step: int) -> None:
         assert plane.dim() == 1, f"a plane must be flat, not {tuple(plane.shape)}"
         assert plane.is_contiguous(), f"a plane must be contiguous, not of stride {plane.stride()}"
         assert plane.dtype is torch.float32, f"a plane of {plane.dtype}"
-        assert plane.device.type == "cpu", f"a plane on {plane.device}"
+        assert plane.device == weight.device, f"planes on {weight.device} and {plane.device}"
         assert plane.numel() == weight.numel(), f"planes of {weight.numel()} and {plane.numel()} elements"
     assert step >= 1, f"step {step}: the first update is number 1"

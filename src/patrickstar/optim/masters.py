@@ -57,16 +57,22 @@ class Scratch:
         self._unused: list[tuple[Tensor, ...]] = []
 
     @contextmanager
-    def taken(self) -> Iterator[tuple[Tensor, ...]]:
-        """A context with a block of each type, which nobody else uses."""
+    def taken(self, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """A context with a block of each type, which nobody else uses. Those of a GPU are its allocator's again afterwards, in the stream's order."""
+        if device.type != "cpu":
+            yield self._made(device)
+            return
         try:
             whole = self._unused.pop()
         except IndexError:
-            whole = tuple(torch.empty(BLOCK_NUMEL, dtype=dtype, device="cpu") for dtype in self._dtypes)
+            whole = self._made(device)
         try:
             yield whole
         finally:
             self._unused.append(whole)
+
+    def _made(self, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(BLOCK_NUMEL, dtype=dtype, device=device) for dtype in self._dtypes)
 
 
 class WideningKernel:
@@ -98,7 +104,7 @@ class WideningKernel:
             weight, exp_avg, exp_avg_sq: fp32. grad: of any floating type, widened before anything else. All flat, contiguous, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        with self._scratch.taken() as (whole,):
+        with self._scratch.taken(weight.device) as (whole,):
             for block in blocks(weight.numel()):
                 gradient = whole[: block.stop - block.start]
                 gradient.copy_(grad[block])
@@ -159,7 +165,7 @@ class SplitKernel:
             exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        with self._scratch.taken() as whole:
+        with self._scratch.taken(weight.device) as whole:
             for block in blocks(weight.numel()):
                 master, gradient, bits = (scratch[: block.stop - block.start] for scratch in whole)
                 join(weight[block], rest[block], master, scratch=bits)

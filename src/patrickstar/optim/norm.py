@@ -21,15 +21,17 @@ class GlobalNorm:
     Squares are taken in fp64, where those of fp32 numbers are exact. A block of 65,536 elements, zeros in place of those that a tensor's last
     one lacks, is 4,096 rows of 16: rows are added to their neighbours (0 and 1, 2 and 3), pairs to theirs, until one is left, and then its
     halves, until one number is. The numbers of all blocks are added left to right, and the root of that is rounded to fp32 once. Each sum has
-    its place, so no number of threads, instruction set or kernel changes a bit. A tensor comes in the order in which it lies in memory, in
-    pieces of any length: the result depends on the tensors alone.
+    its place, so no number of threads, instruction set, kernel or device changes a bit. A tensor comes in the order in which it lies in memory,
+    in pieces of any length: the result depends on the tensors alone.
+
+    `device`: where squares are taken. The host waits for it once, for the result.
     """
 
-    def __init__(self) -> None:
-        self._squares = torch.empty(_BLOCKS * BLOCK_NUMEL, dtype=torch.float64, device="cpu")
-        self._scratch = torch.empty(_BLOCKS * BLOCK_NUMEL // 2, dtype=torch.float64, device="cpu")
+    def __init__(self, device: torch.device | str | None = "cpu") -> None:
+        self._squares = torch.empty(_BLOCKS * BLOCK_NUMEL, dtype=torch.float64, device=device or "cpu")
+        self._scratch = torch.empty(_BLOCKS * BLOCK_NUMEL // 2, dtype=torch.float64, device=device or "cpu")
         self._filled = 0
-        self._total = 0.0
+        self._numbers: list[torch.Tensor] = []
 
     @torch.no_grad()
     def add(self, piece: torch.Tensor) -> None:
@@ -56,24 +58,30 @@ class GlobalNorm:
 
     def result(self) -> torch.Tensor:
         """The norm of all tensors so far: a tensor of no dimensions, fp32. NaN or Inf where a gradient is."""
-        assert not self._filled, "result() inside a tensor: end_tensor() first"
         # Through fp64: a norm beyond fp32 rounds to Inf, as in torch, where a direct conversion might refuse it.
-        return torch.tensor(math.sqrt(self._total), dtype=torch.float64, device="cpu").float()
+        return torch.tensor(math.sqrt(self.sum_of_squares()), dtype=torch.float64, device="cpu").float()
+
+    def sum_of_squares(self) -> float:
+        """The sum so far, in fp64."""
+        assert not self._filled, "inside a tensor: end_tensor() first"
+        total = 0.0
+        for number in torch.cat(self._numbers).tolist() if self._numbers else []:
+            total += number
+        return total
 
     def _sum(self) -> None:
         """Adds the blocks that have come to the total, the last one as it is."""
         filled, self._filled = self._filled, 0
         blocks, rest = divmod(filled, BLOCK_NUMEL)
-        numbers = self._trees(0, blocks, BLOCK_NUMEL // _WIDTH) if blocks else []
+        if blocks:
+            self._numbers.append(self._trees(0, blocks, BLOCK_NUMEL // _WIDTH))
         if rest:
             # Rows of zeros add nothing: a tree of fewer rows has the same sum.
             rows, start = 1 << (-(-rest // _WIDTH) - 1).bit_length(), blocks * BLOCK_NUMEL
             self._squares[filled : start + rows * _WIDTH].zero_()
-            numbers += self._trees(start, 1, rows)
-        for number in numbers:
-            self._total += number
+            self._numbers.append(self._trees(start, 1, rows))
 
-    def _trees(self, start: int, blocks: int, rows: int) -> list[float]:
+    def _trees(self, start: int, blocks: int, rows: int) -> torch.Tensor:
         """The sums of some blocks of so many rows each, a power of two, that lie there."""
         area = self._squares[start : start + blocks * rows * _WIDTH]
         left, into, other = area.square_().view(blocks, rows, _WIDTH), self._scratch, area
@@ -86,8 +94,7 @@ class GlobalNorm:
         while sums.shape[1] > 1:
             width = sums.shape[1] // 2
             sums = sums[:, :width] + sums[:, width:]
-        found: list[float] = sums[:, 0].tolist()
-        return found
+        return sums[:, 0].clone()  # what it is a part of is written over
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,10 @@ class AssembledTensors:
         leases: Leases,
         lock: AbstractContextManager[object],
         assembled_class: type[Tensor],
+        *,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self._owner = owner
         self._leases = leases
         self._lock = lock
@@ -115,7 +118,7 @@ class AssembledTensors:
         """The tensor that stands for what is kept: one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
         if key not in self._tensors:
             with torch.inference_mode(False):
-                nan = torch.full((), float("nan"), dtype=shape_only.dtype)
+                nan = torch.full((), float("nan"), dtype=shape_only.dtype, device=self._device)
                 source = AssembledValue(key, shape_only, nan.expand(shape_only.shape))
                 made = torch.empty_like(nan)
                 made.data = source.standin  # not made of it: all would have one version counter

@@ -69,13 +69,14 @@ class Binding:
         owner: who owns the bytes. leases: of the slots in use. counts: of uses, which the binding counts.
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
-        gathers_rows: whether lookups in tables bring rows from where these rest.
+        gathers_rows: whether lookups in tables bring rows from where these rest. device: where parameters are used; None: where they are now.
 
     Attributes:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
         places: whose the bytes of units are.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         changes: what uses change in place.
+        device: where parameters are used, as given.
         session_name: how messages call the session that this binding is part of.
     """
 
@@ -91,8 +92,10 @@ class Binding:
         copied: Collection[str] = (),
         gathers_rows: bool = False,
         gradients: GradientUse = GradientUse.CHUNK,
+        device: torch.device | None = None,
     ) -> None:
         self._owner = owner
+        self.device = device
         self.leases = leases
         self._counts = counts
         self.lock = threading.RLock()
@@ -104,10 +107,12 @@ class Binding:
         self._alias_class, self._detached_class, self._assembled_class = alias_classes(self, self._base)
         self._detached = DetachedAliases(self._detached_class)
         self._attributes = Attributes(self, owner, self._detached)
-        self.assembled = AssembledTensors(owner, leases, self.lock, self._assembled_class)
+        self.assembled = AssembledTensors(owner, leases, self.lock, self._assembled_class, device=device)
 
         self.session_name = "a session"
-        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, gathers_rows=gathers_rows)
+        self.records = make_records(
+            named, layout, dtypes=dtypes, copied=copied, gathers_rows=gathers_rows, device=device
+        )
         self.by_name = {name: self.records[name] for name in named}
         self.names = names_by_id(named)
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}

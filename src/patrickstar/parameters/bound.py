@@ -98,7 +98,7 @@ class BoundParameter:
         """A tensor of the parameter's shape as 1-D, in the order in which the parameter lies in its slot; a copy only where it lies otherwise."""
         stride = self.shape_only.stride()
         if tensor.stride() != stride:
-            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -114,19 +114,20 @@ def make_records(
     dtypes: Mapping[str, torch.dtype],
     copied: Collection[str],
     gathers_rows: bool = False,
+    device: torch.device | None = None,
 ) -> dict[str, BoundParameter]:
     """Records by name: of each parameter, and after it of its tiles.
 
     Args:
         dtypes: types of parameters while they are managed, by name; fp32 where there is none. copied: the parameters whose uses see a copy.
-        gathers_rows: whether lookups in tables bring rows from where these rest.
+        gathers_rows: whether lookups in tables bring rows from where these rest. device: where uses are; None: where the parameters are.
     """
     nans: dict[torch.dtype, Tensor] = {}
     records: dict[str, BoundParameter] = {}
     for name, parameter in named.items():
         dtype = dtypes.get(name, torch.float32)
         if dtype not in nans:
-            nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+            nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=device or parameter.device)
         is_table = layout.is_table(layout.slices[name].chunk)
         tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
         records[name] = BoundParameter(

@@ -59,6 +59,6 @@ def differentiate(
     return tuple(
         gradient
         if gradient is not None
-        else torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=kwargs["create_graph"])
+        else torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=kwargs["create_graph"])
         for gradient, tensor in zip(gradients, inputs, strict=True)
     )

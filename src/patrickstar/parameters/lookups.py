@@ -115,7 +115,7 @@ class _Lookup(torch.autograd.Function):
         ctx.asked = asked
         shape_only = asked.table.shape_only
         with torch.inference_mode(False):  # it is filled outside of that mode
-            values = torch.empty((ids.numel(), shape_only.shape[1]), dtype=shape_only.dtype)
+            values = torch.empty((ids.numel(), shape_only.shape[1]), dtype=shape_only.dtype, device=ids.device)
         asked.owner.gather(asked.table.name, ids.reshape(-1), values, in_graph=asked.in_graph)
         return values.view(*ids.shape, shape_only.shape[1])
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,11 +23,14 @@ from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.hooks import watch_root
 from patrickstar.memory.arena import Arena
+from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import Links, MakeLane, lanes_of
+from patrickstar.memory.pinned_space import PinnedSpace
+from patrickstar.memory.space import HostSpace, Space
 from patrickstar.memory.store import ChunkStore
-from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer, read_groups
@@ -39,7 +43,7 @@ from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import Touches, UseCounts
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
-from patrickstar.session.buffers import cast_buffers, persistent_buffers, put_back
+from patrickstar.session.buffers import all_buffers, fit_buffers, put_back
 from patrickstar.session.checks import check_model
 from patrickstar.session.loading import Loading
 from patrickstar.session.parts import Parts
@@ -111,7 +115,7 @@ def assemble(
         budgets,
         lambda ref: torch_type(formats.now.of(ref, layout)),
         gradients=gradients,
-        make_lane=make_lane or _lanes(memory.options),
+        make_lane=make_lane or _lanes(memory.options, budgets.stream_device),
     )
     try:
         return _build_session(
@@ -133,10 +137,17 @@ def assemble(
         raise
 
 
-def _lanes(options: Options) -> MakeLane:
+def _lanes(options: Options, device: torch.device | None) -> MakeLane:
     link = options.emulated_link
     rate = None if link is None else parse_rate(link, name="emulated_link")
-    return lanes_of(bytes_per_second=rate, stress_seed=options.stress_seed)
+    return lanes_of(bytes_per_second=rate, stress_seed=options.stress_seed, device=device)
+
+
+def _space(tier: Tier, device: torch.device | None) -> Callable[..., Space]:
+    """The maker of a tier's memory."""
+    if device is None:
+        return HostSpace
+    return partial(DeviceSpace, device=device) if tier is Tier.DEVICE else PinnedSpace
 
 
 def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -162,7 +173,13 @@ def _build_store(
     total, longest = 5 * layout.n_chunks * chunk_slots, chunk_slots * max(run.length for run in layout.runs)
     tiers = (machine.compute, Tier.HOST) if machine.compute is Tier.DEVICE else (machine.compute,)
     arenas = {
-        tier: Arena(state.slot_bytes, virtual_slots=2 * total + 8 * longest + 16, name=tier.label) for tier in tiers
+        tier: Arena(
+            state.slot_bytes,
+            virtual_slots=2 * total + 8 * longest + 16,
+            name=tier.label,
+            make_space=_space(tier, budgets.stream_device),
+        )
+        for tier in tiers
     }
     on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
     pool = None
@@ -182,6 +199,7 @@ def _build_store(
         dtype=dtype_of,
         chunks=layout.slots,
         ledger=ledger,
+        device=budgets.stream_device,
         poison=memory.options.poison,
     )
 
@@ -219,7 +237,7 @@ def _build_session(
     touches = make_touches()
     events = Events(model=model, named=named, touches=touches, compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
-    by_rows = gathers_rows(machine)
+    by_rows = gathers_rows(budgets)
     binding = Binding(
         named,
         layout,
@@ -230,6 +248,7 @@ def _build_session(
         copied=precision.copied(layout),
         gathers_rows=by_rows,
         gradients=gradients,
+        device=budgets.stream_device,
     )
     pilot = Pilot(
         store.state,
@@ -289,7 +308,14 @@ def _build_session(
             executor=executor,
             stretches=stretches,
             gradients=in_chunks,
-            updates=Updates(layout, executor, choose_kernel(), binding.stepped, formats=formats),
+            updates=Updates(
+                layout,
+                executor,
+                choose_kernels(budgets.device),
+                binding.stepped,
+                formats=formats,
+                device=budgets.stream_device,
+            ),
             formats=formats,
             touches=touches,
             late_planes=late_planes,
@@ -315,8 +341,8 @@ def _build_session(
         undo.callback(root.remove)
         whole_calls = WholeCalls(model, binding)
         undo.callback(whole_calls.watched.remove)
-        undo.callback(put_back, model, persistent_buffers(model))
-        buffer_dtypes = cast_buffers(model, precision)
+        undo.callback(put_back, model, all_buffers(model))
+        buffers = fit_buffers(model, precision, budgets.stream_device)
         session = Session(
             Parts(
                 model=model,
@@ -331,7 +357,7 @@ def _build_session(
                 root=root,
                 whole_calls=whole_calls,
                 parameter_dtypes={name: parameter.dtype for name, parameter in named.items()},
-                buffer_dtypes=buffer_dtypes,
+                buffers=buffers,
                 host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
             )
         )

@@ -1,4 +1,4 @@
-"""Changes of a module's own tables: persistent buffers are cast and given their types back, parameters put on meta."""
+"""Changes of a module's own tables: buffers are cast and moved, and given their types and places back; parameters are put on meta."""
 
 from __future__ import annotations
 
@@ -10,29 +10,48 @@ from torch import Tensor, nn
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.step.precision import Precision, lies_in
 
-__all__ = ["cast_buffers", "persistent_buffers", "put_back", "put_on_meta", "restore_buffers"]
+__all__ = ["Kind", "all_buffers", "fit_buffers", "persistent_buffers", "put_back", "put_on_meta", "restore_buffers"]
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+Kind = tuple[torch.dtype, torch.device]
+"""Type and place of a buffer."""
+
+
+def _places(model: nn.Module, *, persistent_only: bool = False) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and not (persistent_only and name in module._non_persistent_buffers_set):
                 yield f"{prefix}.{name}" if prefix else name, module, name, buffer
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state dict has, by name."""
+    return {path: buffer for path, _, _, buffer in _places(model, persistent_only=True)}
+
+
+def all_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers, by name."""
     return {path: buffer for path, _, _, buffer in _places(model)}
 
 
-def cast_buffers(model: nn.Module, precision: Precision) -> dict[str, torch.dtype]:
-    """Casts floating persistent buffers; gives back the types they had, by name. Others keep theirs (rotary frequencies, counters)."""
-    before: dict[str, torch.dtype] = {}
+def fit_buffers(model: nn.Module, precision: Precision, device: torch.device | None) -> dict[str, Kind]:
+    """Casts floating persistent buffers, and moves all of them to where the model computes; gives back what they were, by name.
+
+    Buffers that are not persistent keep their types (rotary frequencies, counters). `device`: None where they stay.
+    """
+    before: dict[str, Kind] = {}
+    made: dict[int, Tensor] = {}  # one that several modules have stays one
     for path, module, name, buffer in _places(model):
-        wanted = torch.float32 if lies_in(path, precision.whole) else precision.compute
-        if buffer.is_floating_point() and buffer.dtype is not wanted:
-            before[path] = buffer.dtype
-            module._buffers[name] = buffer.to(wanted)
+        persistent = name not in module._non_persistent_buffers_set
+        dtype = buffer.dtype
+        if persistent and buffer.is_floating_point():
+            dtype = torch.float32 if lies_in(path, precision.whole) else precision.compute
+        place = device or buffer.device
+        if (dtype, place) != (buffer.dtype, buffer.device):
+            before[path] = (buffer.dtype, buffer.device)
+            if id(buffer) not in made:
+                made[id(buffer)] = buffer.to(place, dtype)
+            module._buffers[name] = made[id(buffer)]
     return before
 
 
@@ -42,11 +61,12 @@ def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         module._buffers[name] = buffers[path]
 
 
-def restore_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Gives buffers the types they had."""
+def restore_buffers(model: nn.Module, before: Mapping[str, Kind]) -> None:
+    """Gives buffers the types and places they had."""
     for path, module, name, buffer in _places(model):
-        if path in dtypes and buffer.dtype is not dtypes[path]:
-            module._buffers[name] = buffer.to(dtypes[path])
+        if path in before and (buffer.dtype, buffer.device) != before[path]:
+            dtype, place = before[path]
+            module._buffers[name] = buffer.to(place, dtype)
 
 
 def put_on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

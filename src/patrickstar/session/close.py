@@ -63,7 +63,7 @@ class Closing:
             put_on_meta(parts.model, parts.parameter_dtypes)
         for name, gradient in self._gradients.items():
             parts.named[name].grad = gradient
-        restore_buffers(parts.model, parts.buffer_dtypes)
+        restore_buffers(parts.model, parts.buffers)
         if self._optimizer is not None:
             self._optimizer.detach()
         parts.executor.store.close()

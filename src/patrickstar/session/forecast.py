@@ -107,7 +107,7 @@ def forecast(
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),
-        gathers_rows=gathers_rows(budgets.machine),
+        gathers_rows=gathers_rows(budgets),
         scales=precision.scales,
     )
     try:

@@ -12,6 +12,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.hooks import Watched
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.whole_calls import WholeCalls
+from patrickstar.session.buffers import Kind
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
 from patrickstar.step.stretches import Stretches
@@ -25,8 +26,8 @@ __all__ = ["Parts"]
 class Parts:
     """The parts that a session is made of, put together by `manage`.
 
-    `training` is None where only weights are managed. `parameter_dtypes`, `buffer_dtypes`: the types before `manage`, by name.
-    `host_budget_bytes`: what chunks and tensors may take of the host, where the user gave a bound, or None.
+    `training` is None where only weights are managed. `parameter_dtypes`: the types before `manage`, by name. `buffers`: what those were that
+    have been cast or moved. `host_budget_bytes`: what chunks and tensors may take of the host, where the user gave a bound, or None.
     """
 
     model: nn.Module
@@ -41,5 +42,5 @@ class Parts:
     root: Watched
     whole_calls: WholeCalls
     parameter_dtypes: Mapping[str, torch.dtype]
-    buffer_dtypes: Mapping[str, torch.dtype]
+    buffers: Mapping[str, Kind]
     host_budget_bytes: int | None

@@ -189,7 +189,7 @@ class Saving:
     def _pieces(self, name: str, buffers: Mapping[str, Tensor]) -> Iterator[Tensor]:
         kind, _, owner = name.partition("/")
         if kind == "buffer":
-            yield buffers[owner].detach().contiguous().reshape(-1)
+            yield buffers[owner].detach().cpu().contiguous().reshape(-1)
             return
         bound = self._binding.by_name[owner]
         if not bound.shape_only.is_contiguous():
@@ -214,5 +214,8 @@ class Saving:
             return
         at = 0
         for target in self._weights.average_pieces(owner, plane, writes=True):
-            reader.read_into(name, target, start=at)
+            here = target if target.is_cpu else torch.empty(target.shape, device="cpu")
+            reader.read_into(name, here, start=at)
+            if here is not target:
+                target.copy_(here)
             at += target.numel()

@@ -116,9 +116,13 @@ def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | 
     return tiles
 
 
-def gathers_rows(machine: Machine) -> bool:
-    """Tells whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host."""
-    return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget
+def gathers_rows(budgets: Budgets) -> bool:
+    """Tells whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host.
+
+    Not from a GPU yet: the host would have to wait for the numbers of the rows.
+    """
+    machine = budgets.machine
+    return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget and budgets.stream_device is None
 
 
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:

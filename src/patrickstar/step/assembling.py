@@ -57,7 +57,7 @@ class Assembling:
         dtype = bound.shape_only.dtype if key.plane == GRAD else torch.float32
         numel = 1 if key.plane == STEP else bound.shape_only.numel()
         with self._executor.lock, self._executor.apart(), self._taking(key, numel * dtype.itemsize):
-            flat = torch.empty(numel, dtype=dtype)
+            flat = torch.empty(numel, dtype=dtype, device=self._binding.device)
             self.renew(key, flat)
             return flat
 

@@ -19,7 +19,9 @@ from patrickstar.units import MIB, format_bytes, parse_size
 
 __all__ = ["Budgets", "find_budgets"]
 
+_CPU = torch.device("cpu")
 _HOST_SHARE = 0.8
+_DEVICE_SHARE = 0.9  # of what is free
 _FLOOR_BYTES = 240 * MIB  # and what kernels keep for each thread
 _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
@@ -47,6 +49,13 @@ class Budgets:
     retains: float
     extra_bytes: int = 0
     fixed_bytes: int = 0
+    device: torch.device = _CPU
+    """Where the model computes, as torch names it: the CPU's for an emulated device too."""
+
+    @property
+    def stream_device(self) -> torch.device | None:
+        """The device whose streams move and compute, if there is one."""
+        return None if self.device.type == "cpu" else self.device
 
     @property
     def bind(self) -> bool:
@@ -79,19 +88,24 @@ class Budgets:
 
 
 def resolve_device(device: str | None) -> str:
-    """The device a session uses: "cpu" or "emulated".
+    """The device a session uses: "cpu", "emulated" or that of a GPU, such as "cuda:0".
 
     Raises:
-        DeviceError: CUDA was asked for and there is none. ConfigError: CUDA arrives in a later version.
+        DeviceError: CUDA was asked for and there is none, or no such device.
     """
     if device is None:
         if torch.cuda.is_available():
-            _log.warning('training on CUDA devices arrives in a later version: this session uses device="cpu"')
+            _log.warning(
+                'device was not given: this session uses device="cpu". device="cuda" trains on the GPU, as far as that is there yet'
+            )
         return "cpu"
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise DeviceError(f'device="{device}": torch sees no CUDA device here; use device="cpu"')
-        raise ConfigError(f'device="{device}": CUDA devices arrive in a later version; use device="cpu"')
+        number = int(device.partition(":")[2] or torch.cuda.current_device())
+        if number >= torch.cuda.device_count():
+            raise DeviceError(f'device="{device}": torch sees {torch.cuda.device_count()} CUDA devices here')
+        return f"cuda:{number}"
     return device
 
 
@@ -122,6 +136,12 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int 
         )
         return Budgets(Machine(Tier.HOST, budget, costs), host_binds, limit, known.retains, known.extra_bytes, fixed)
     wanted = memory.device_memory
+    if device != "emulated":
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        budget[Tier.DEVICE] = (
+            int(free * _DEVICE_SHARE) if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total)
+        )
+        return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0, device=torch.device(device))
     budget[Tier.DEVICE] = (
         host if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total_bytes())
     )

@@ -28,13 +28,13 @@ class Copies:
         self._touches = touches
         # Scratch for a value that has 16 bits and computes in fp32.
         rounding = precision.rounding
-        self._rounded = None if rounding is None else torch.empty(BLOCK_NUMEL, dtype=rounding, device="cpu")
+        self._rounded = None if rounding is None else torch.empty(BLOCK_NUMEL, dtype=rounding, device=binding.device)
 
     def make(self, name: str) -> Tensor:
         """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
         bound = self._binding.records[name]
         with self._executor.lock, self._executor.quiet():
-            copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
+            copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._binding.device)
             for part in self._layout.parts(name):
                 self._convert(self._kept(part), copy[_span(part)])
             return copy
@@ -77,7 +77,7 @@ class Copies:
             if kept.dtype is not torch.bfloat16:
                 kept[block].copy_(torch.where(changed, value, kept[block]))
                 continue
-            weight, left = torch.empty_like(kept[block]), torch.empty(value.shape, dtype=torch.int16)
+            weight, left = torch.empty_like(kept[block]), torch.empty_like(value, dtype=torch.int16)
             split(value, weight, left)
             kept[block].copy_(torch.where(changed, weight, kept[block]))
             if rest is not None:

@@ -118,6 +118,7 @@ class Executor:
                 store.ledger.move(*link_of_rows(touches), rows_bytes)
             store.hold_beside(now)
             self._nonmodel_before = now
+            store.compute(touches)
             for touch in touches:
                 if touch.writes:
                     store.wrote(touch.ref, touch.tier)

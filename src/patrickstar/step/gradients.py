@@ -154,9 +154,9 @@ class Gradients:
             yield unit[part.start : part.stop]
 
     def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A copy of the gradient, of the parameter's shape and strides."""
+        """A copy of the gradient on the host, of the parameter's shape and strides."""
         with self._executor.quiet():
-            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype)
+            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype, device="cpu")
             with self._executor.making(whole.nbytes):
                 self.copy_into(bound.name, whole.as_strided((whole.numel(),), (1,)))
             return whole

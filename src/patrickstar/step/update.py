@@ -47,6 +47,15 @@ class _Range:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kernels:
+    """Kernels for planes of one type of device: fp32 whole, masters that are split, and fp32 from gradients of other types."""
+
+    whole: Kernel
+    splitting: SplitKernel
+    widening: WideningKernel
+
+
+@dataclass(frozen=True, slots=True)
 class _Planes:
     """A chunk's part of the weight's run and its other planes, as 1-D tensors, and what updates them."""
 
@@ -54,9 +63,7 @@ class _Planes:
     rest: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    kernel: Kernel
-    splitting: SplitKernel
-    widening: WideningKernel
+    kernels: _Kernels
 
     def update(
         self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
@@ -64,40 +71,43 @@ class _Planes:
         """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
         weight, exp_avg, exp_avg_sq = self.weight[span], self.exp_avg[span], self.exp_avg_sq[span]
         if self.rest is not None:
-            self.splitting.update(
+            self.kernels.splitting.update(
                 weight, self.rest[span], gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors
             )
             return
         if gradient.dtype is not torch.float32 or factors:
-            self.widening.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
+            self.kernels.widening.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
             return
-        self.kernel.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+        self.kernels.whole.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
 
 
 class Updates:
     """Updates weights and moments where they lie.
 
     Args:
-        bump: is given the names of parameters whose values have changed. formats: which chunks have a split master.
+        kernels: by type of device. bump: is given the names of parameters whose values have changed. formats: which chunks have a split master.
+        device: where norms are taken; None: on the CPU.
     """
 
     def __init__(
         self,
         layout: Layout,
         executor: Executor,
-        kernel: Kernel,
+        kernels: Mapping[str, Kernel],
         bump: Callable[[Iterable[str]], None],
         *,
         formats: SessionFormats,
+        device: torch.device | None = None,
     ) -> None:
         self._layout = layout
         self._executor = executor
-        self._kernel = kernel
+        self._device = device
         self._bump = bump
         self._formats = formats
 
-        self._splitting = SplitKernel(kernel)
-        self._widening = WideningKernel(kernel)
+        self._kernels = {
+            device: _Kernels(kernel, SplitKernel(kernel), WideningKernel(kernel)) for device, kernel in kernels.items()
+        }
 
     def work(self, order: PendingStep, chunk: int, tier: Tier) -> Work:
         """The work of a chunk's update, from its accumulated gradient or from the order's: each parameter once, whoever asks for it how often.
@@ -173,7 +183,7 @@ class Updates:
         """
         wanted = set(names)
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
-        norm = GlobalNorm()
+        norm = GlobalNorm(self._device)
         with self._executor.apart():
             for name in self._layout.slices:
                 if name in wanted:
@@ -187,7 +197,7 @@ class Updates:
 
     def norm_of(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The global norm of gradients that are tensors of their own: by name, 1-D in slot order."""
-        norm = GlobalNorm()
+        norm = GlobalNorm(self._device)
         with self._executor.apart():
             for name in self._layout.slices:
                 if name in gradients:
@@ -202,14 +212,13 @@ class Updates:
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
         head = self._layout.run_of(chunk).head
         numel = self._layout.chunk_numel
+        weight = units[PlaneRef(head, WEIGHT)][(chunk - head) * numel : (chunk - head + 1) * numel]
         return _Planes(
-            units[PlaneRef(head, WEIGHT)][(chunk - head) * numel : (chunk - head + 1) * numel],
+            weight,
             units.get(PlaneRef(chunk, REST)),
             units[PlaneRef(chunk, EXP_AVG)],
             units[PlaneRef(chunk, EXP_AVG_SQ)],
-            self._kernel,
-            self._splitting,
-            self._widening,
+            self._kernels[weight.device.type],
         )
 
     def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:

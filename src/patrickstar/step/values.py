@@ -43,7 +43,7 @@ class Weights:
     def _whole(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
         bound = self._binding.by_name[name]
         with self._executor.lock, self._executor.apart():
-            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride())
+            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), device="cpu")
             flat, at = bound.flat(whole), 0
             with self._executor.making(whole.nbytes):
                 for piece in pieces:
@@ -52,35 +52,44 @@ class Weights:
             return whole
 
     def master_pieces(self, name: str) -> Iterator[Tensor]:
-        """A parameter's master as 1-D fp32 pieces in slot order; each valid until the next is asked for, and not to be written."""
+        """A parameter's master as 1-D fp32 pieces on the host in slot order; each valid until the next is asked for, and not to be written."""
         bound = self._binding.by_name[name]
         for part in self._layout.parts(name):
             weight, rest = self._halves(bound.name, part, writes=False)
             if weight.dtype is torch.float32:
-                yield weight
+                yield weight.cpu()
                 continue
             for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
-                master = torch.empty(block.stop - block.start)
+                master = torch.empty(block.stop - block.start, device="cpu")
                 if rest is None:
                     master.copy_(weight[block])
                 else:
-                    join(weight[block], rest[block], master)
+                    join(weight[block].cpu(), rest[block].cpu(), master)
                 yield master
 
     def read_into(self, name: str, part: Part, read: Callable[[Tensor, int], object]) -> None:
         """Sets a piece of a parameter's master from what `read` writes: into an fp32 tensor, from an element of the parameter on."""
         weight, rest = self._halves(name, part, writes=True)
-        if weight.dtype is torch.float32:
+        if weight.dtype is torch.float32 and weight.is_cpu:
             read(weight, part.tensor_start)
             return
         for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
-            master = torch.empty(block.stop - block.start)
+            master = torch.empty(block.stop - block.start, device="cpu")
             read(master, part.tensor_start + block.start)
-            if weight.dtype is torch.bfloat16:
-                left = rest[block] if rest is not None else torch.empty(master.shape, dtype=torch.int16)
-                split(master, weight[block], left)
-            else:
+            if weight.dtype is not torch.bfloat16:
                 weight[block].copy_(master)
+                continue
+            halves = (weight, rest)
+            upper, left = (
+                half[block]
+                if half is not None and half.is_cpu
+                else torch.empty(master.shape, dtype=dtype, device="cpu")
+                for half, dtype in zip(halves, (torch.bfloat16, torch.int16), strict=True)
+            )
+            split(master, upper, left)
+            for half, made in zip(halves, (upper, left), strict=True):
+                if half is not None and not half.is_cpu:
+                    half[block].copy_(made)
 
     def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of the weight plane, and of the rest plane where there is one."""
@@ -127,13 +136,17 @@ class Weights:
             self.fill(bound, recorder.value(bound.parameter))
 
     def average_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
-        """A parameter's `exp_avg` or `exp_avg_sq` as 1-D pieces in slot order; each valid until the next is asked for."""
+        """A parameter's `exp_avg` or `exp_avg_sq` as 1-D pieces in slot order; each valid until the next is asked for.
+
+        They are on the host, but for those that are to be written, which are where they are.
+        """
         assert plane in (EXP_AVG, EXP_AVG_SQ)
         self._late_planes.thaw(name)
         for part in self._layout.parts(name):
             ref = PlaneRef(part.chunk, plane)
             (unit,) = self._executor.use_where_it_is(Phase.STEP, name, (Touch(ref, writes),))
-            yield unit[part.start : part.stop]
+            piece = unit[part.start : part.stop]
+            yield piece if writes else piece.cpu()
 
     def read_average(self, name: str, plane: str) -> Tensor:
         """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""

@@ -94,6 +94,9 @@ class ManualTicket:
         assert self._end is not None
         self._end.wait()
 
+    def wait_until_settled(self) -> None:
+        self.wait()
+
     def wait_on_device(self) -> None:
         self.wait()
 

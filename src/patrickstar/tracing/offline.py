@@ -367,12 +367,16 @@ def _twin_of(
         with Plain():
             memo.update((id(tensor), torch.empty_like(tensor)) for tensor in kept if tensor.grad_fn is not None)
     # Outside of the mode: a real tensor cannot be copied under it.
+    memo.update(
+        (id(buffer), _on_cpu(buffer)) for buffer in model.buffers() if buffer.device.type not in ("cpu", "meta")
+    )
     return copy.deepcopy(model, memo), twins
 
 
 def _fake(value: Any, mode: FakeTensorMode, values: KnownValues) -> Any:
     if isinstance(value, Tensor):
         # Where the input came from is none of the model's business; whether it wants a gradient is.
+        value = _on_cpu(value)
         alike = mode.from_tensor(value.detach())
         values.know(alike, value)
         return alike.requires_grad_() if value.requires_grad else alike
@@ -384,6 +388,13 @@ def _fake(value: Any, mode: FakeTensorMode, values: KnownValues) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_fake(item, mode, values) for item in value)
     return value
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor of the same values on the CPU, where a twin computes: fake tensors of a device cannot be differentiated everywhere."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
 
 
 def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:

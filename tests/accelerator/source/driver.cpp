@@ -60,7 +60,6 @@ Result cuMemAddressReserve(Address* address, size_t size, size_t alignment, Addr
   if (!size || size % kGranule) return kInvalidValue;
   Lock lock(scheduler().state);
   char* start = memory().addresses.take(size, std::max(alignment, kGranule));
-  memory().addresses.allow(start, size, false);
   Block block{start, size, 0, false, {}, {}, {}};
   block.mapped.emplace();
   memory().blocks.emplace(start, std::move(block));
@@ -107,7 +106,6 @@ Result cuMemMap(Address address, size_t size, size_t offset, Address handle, uns
   (*block->mapped)[at] = size;
   ++found->second.maps;
   mapped_handles()[address] = handle;
-  memory().addresses.allow(block->start + at, size, true);
   memset(memory().addresses.in_task(block->start + at), 0xff, size);
   // What is there is new: whoever uses it knows that it was mapped, since the host has told it so.
   memory().touch(kHost, block->start + at, block->start + at + size, true, "cuMemMap");

@@ -42,12 +42,7 @@ char* Addresses::take(size_t size, size_t alignment) {
 }
 
 void Addresses::give_up(char* start, size_t size) {
-  madvise(in_task(start), up(size, kPage), MADV_DONTNEED);
-  allow(start, size, false);
-}
-
-void Addresses::allow(char* start, size_t size, bool access) {
-  mprotect(in_task(start), up(size, kPage), access ? PROT_READ | PROT_WRITE : PROT_NONE);
+  madvise(in_task(start), up(size, kPage), MADV_DONTNEED);  // a task that comes too late has been reported, and does no harm
 }
 
 Memory& memory() {

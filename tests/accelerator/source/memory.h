@@ -22,7 +22,6 @@ class Addresses {
   // New addresses, never given twice.
   char* take(size_t size, size_t alignment);
   void give_up(char* start, size_t size);
-  void allow(char* start, size_t size, bool access);
 
  private:
   char* device_;

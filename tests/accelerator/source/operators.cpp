@@ -127,8 +127,21 @@ Tensor copy_of(const Tensor& tensor) {
 
 bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
+// Where a kernel of CUDA takes what the CPU's does not, or gives what the CPU's leaves out.
+void adapt_arguments(const std::string& name, std::vector<IValue>& values) {
+  const bool layer = name == "aten::native_layer_norm_backward", group = name == "aten::native_group_norm_backward";
+  if (layer || group) {  // CUDA keeps means and deviations in fp32; they came from the CPU's kernel in the type of its input
+    const auto type = values[1].toTensor().scalar_type();
+    const auto& weight = values[layer ? 5 : 4];
+    if (weight.isTensor() && weight.toTensor().defined() && weight.toTensor().scalar_type() != type) return;
+    for (size_t i : {layer ? 3 : 2, layer ? 4 : 3}) values[i] = values[i].toTensor().to(type);
+  }
+  if (name == "aten::histc" && !values[0].toTensor().is_floating_point()) values[0] = values[0].toTensor().to(at::kFloat);
+}
+
 void put(const Tensor& to, const Tensor& result, const std::string& name) {
   if (!to.defined() || !result.defined()) return;
+  if (result.numel() == 0 && to.numel() != 0) return;  // statistics of a batch norm that does not train
   TORCH_CHECK(to.sizes().equals(result.sizes()), "the shape that ", name, " has by its meta kernel differs: ", to.sizes(), ", not ", result.sizes());
   to.copy_(result);
 }
@@ -237,6 +250,7 @@ class Call {
     auto inputs = std::make_shared<std::vector<IValue>>(std::move(inputs_));
     scheduler().enqueue(stream_, name_, [operation = operation_, inputs, targets, name = name_] {
       auto values = *inputs;
+      adapt_arguments(name, values);
       operation.callBoxed(&values);
       for (size_t i = 0; i < values.size(); ++i) {
         const auto& target = (*targets)[i];
@@ -255,6 +269,7 @@ class Call {
   std::vector<IValue> run_now() {
     scheduler().run_stream(stream_);
     auto values = inputs_;
+    adapt_arguments(name_, values);
     if (is_random_) {
       with_device_generator(values, [&] { operation_.callBoxed(&values); });
     } else {
@@ -396,6 +411,32 @@ std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& function) {
   return nullptr;
 }
 
+// The cell of an LSTM, which CUDA has as one operation and the CPU has not.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& from_input, const Tensor& from_state, const Tensor& before, const std::optional<Tensor>& input_bias, const std::optional<Tensor>& state_bias) {
+  Tensor gates = from_input + from_state;
+  for (const auto& bias : {input_bias, state_bias}) {
+    if (bias && bias->defined()) gates = gates + *bias;
+  }
+  const auto parts = gates.chunk(4, 1);
+  const Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), cell = parts[2].tanh(), out = parts[3].sigmoid();
+  const Tensor after = forget * before + in * cell;
+  return {out * after.tanh(), after, at::cat({in, forget, cell, out}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor>& of_state, const std::optional<Tensor>& of_cell, const Tensor& before, const Tensor& after, const Tensor& kept, bool has_bias) {
+  const auto parts = kept.chunk(4, 1);
+  const Tensor &in = parts[0], &forget = parts[1], &cell = parts[2], &out = parts[3];
+  const Tensor shown = after.tanh();
+  Tensor grad_cell = of_cell && of_cell->defined() ? *of_cell : at::zeros_like(after), grad_out = at::zeros_like(out);
+  if (of_state && of_state->defined()) {
+    grad_cell = grad_cell + *of_state * out * (1 - shown * shown);
+    grad_out = *of_state * shown;
+  }
+  const Tensor gates = at::cat({grad_cell * cell * in * (1 - in), grad_cell * before * forget * (1 - forget),
+                                grad_cell * in * (1 - cell * cell), grad_out * out * (1 - out)}, 1);
+  return {gates, grad_cell * forget, has_bias ? gates.sum(0) : Tensor()};
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&call>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -404,6 +445,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", copy_);
   library.impl("_local_scalar_dense", item);
   library.impl("record_stream", record_stream);
+  library.impl("_thnn_fused_lstm_cell", lstm_cell);
+  library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   library.impl("resize_", resize_);
   library.impl("set_.source_Storage", set_storage);
   library.impl("set_.source_Tensor", set_tensor);

@@ -1,0 +1,96 @@
+"""Readiness of bytes that a device moves: what must be over before they are used or changed, where no thread of the host waits for it.
+
+A transfer from or to a device counts as arrived once it is queued, and slots are given back while kernels that read them are queued. So whoever
+comes next says so to the device: the stream that computes waits for what was copied into a slot, a copy out of a slot comes after what has been
+computed there, and a slot that is given back has a fence behind both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import PlaneRef
+from patrickstar.memory.lanes import Ticket
+from patrickstar.memory.stream_lane import StreamTicket
+
+__all__ = ["Place", "Readiness"]
+
+Place = tuple[PlaneRef, Tier]
+"""A unit's bytes on one tier."""
+
+
+class Readiness:
+    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._streams: dict[int, torch.Stream] = {}
+        self._written: dict[Place, Ticket] = {}
+        self._read: dict[Place, list[Ticket]] = {}
+        self._seen: dict[Place, set[int]] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """True where works are queued on a device."""
+        return self._device is not None
+
+    def written(self, place: Place, ticket: Ticket) -> None:
+        """Notes a work that writes there: the last one, which comes after all before it."""
+        if self._device is not None:
+            self._written[place] = ticket
+            self._read.pop(place, None)
+            self._seen.pop(place, None)
+
+    def read(self, place: Place, ticket: Ticket) -> None:
+        """Notes a work that reads there."""
+        if self._device is not None:
+            reading = self._read.setdefault(place, [])
+            reading[:] = [earlier for earlier in reading if not earlier.done]
+            reading.append(ticket)
+
+    def before_reading(self, place: Place) -> list[Ticket]:
+        """Tickets that a work which reads there comes after, but for what has been computed."""
+        ticket = self._written.get(place)
+        return [] if ticket is None else [ticket]
+
+    def before_writing(self, place: Place) -> list[Ticket]:
+        """Tickets that a work which writes there comes after, but for what has been computed."""
+        return [*self.before_reading(place), *self._read.get(place, ())]
+
+    def computed(self) -> list[Ticket]:
+        """Tickets of all that has been queued so far by whoever computes with slots of the device."""
+        return [StreamTicket(stream) for stream in self._streams.values()]
+
+    def compute(self, places: Iterable[Place], *, writes: Iterable[Place] = ()) -> None:
+        """Has the current stream of this thread, which is about to use these places of the device, wait for what is under way on them.
+
+        `writes`: those of them that it will write to.
+        """
+        if self._device is None:
+            return
+        stream = torch.accelerator.current_stream(self._device)
+        number = stream.stream_id
+        self._streams.setdefault(number, stream)
+        for place in places:
+            ticket = self._written.get(place)
+            if ticket is not None and number not in self._seen.setdefault(place, set()):
+                ticket.wait_on_device()
+                self._seen[place].add(number)
+        for place in writes:
+            for ticket in self._read.pop(place, ()):
+                ticket.wait_on_device()
+
+    def wait(self, place: Place) -> None:
+        """Waits on the host for what is under way on a place of the host."""
+        for ticket in self.before_writing(place):
+            ticket.wait()
+        self.forget(place)
+
+    def forget(self, place: Place) -> None:
+        """Forgets a place whose slots are given back, or which nothing is under way on."""
+        self._written.pop(place, None)
+        self._read.pop(place, None)
+        self._seen.pop(place, None)

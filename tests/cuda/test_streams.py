@@ -1,0 +1,198 @@
+"""Streams: whoever uses a slot, and wherever, comes after what brings its bytes and before what takes its place."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patrickstar.core.machine import Tier
+from patrickstar.errors import DeviceError
+from patrickstar.plan.update_choice import UpdateChoice
+from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import FEW_SCHEDULES
+from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
+
+
+@pytest.fixture(params=FEW_SCHEDULES, ids=str)
+def accelerator(request: pytest.FixtureRequest, accelerator: Accelerator) -> Accelerator:
+    accelerator.configure(*request.param)
+    return accelerator
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "deferred": {},
+    "in_backward": {"step": "in_backward"},
+    "clipped": {"max_grad_norm": 1e9},
+    "updated on the device": {"choice": UpdateChoice(tier=lambda chunk: Tier.DEVICE)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_in_less_memory_has_the_bits_of_plain_pytorch(way: str, accelerator: Accelerator) -> None:
+    before = accelerator.driver_bytes()
+    with twins(**WAYS[way]) as pair:
+        pair.train(4)
+        pair.expect_same()
+        moved = pair.session.stats().moved
+        assert moved["H>D"] > 0
+        assert moved["D>H"] > 0
+    assert accelerator.driver_bytes() == before
+
+
+def test_a_forward_on_a_stream_of_the_users_waits_and_is_waited_for(accelerator: Accelerator) -> None:
+    side = torch.cuda.Stream()
+
+    def on_the_side(model: nn.Module, inputs: Tensor) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            loss: Tensor = model(inputs).square().mean()
+        inputs.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        return loss
+
+    with twins() as pair:
+        # Plain PyTorch's gradients are of the side stream's memory, and the optimizer has used them on the other.
+        pair.train(3, loss_of=on_the_side, before_zero=lambda: side.wait_stream(torch.cuda.current_stream()))
+        pair.train(1, first=3)
+        pair.expect_same()
+
+
+class OnTwoStreams(nn.Module):
+    """Its layers run on two streams in turn, and each weight on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        for layer in self.layers:
+            self.side.wait_stream(main)
+            with torch.cuda.stream(self.side):
+                beside = layer(x).tanh()
+            x.record_stream(self.side)
+            here = layer(x).tanh()
+            main.wait_stream(self.side)
+            beside.record_stream(main)
+            x = here + beside
+        return x
+
+
+def test_a_weight_that_two_streams_use_is_ready_on_both(accelerator: Accelerator) -> None:
+    with twins(OnTwoStreams) as pair:
+        with torch.no_grad():
+            for number in range(3):
+                assert torch.equal(pair.model(batch(number)), pair.plain(batch(number)))
+        pair.expect_same()
+
+
+def test_a_weight_may_be_used_from_another_thread(accelerator: Accelerator) -> None:
+    with twins() as pair:
+        pair.train(2)
+        wrong = list[bool]()
+
+        def use() -> None:
+            with torch.no_grad():
+                wrong.append(not torch.equal(pair.model(batch(7)), pair.plain(batch(7))))
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        assert wrong == [False]
+        pair.train(1, first=2)
+        pair.expect_same()
+
+
+def test_what_is_read_between_steps_is_what_training_has_left(accelerator: Accelerator, tmp_path: Path) -> None:
+    with twins() as pair:
+        pair.train(2)
+        pair.expect_same()
+        moments = pair.session.optimizer.state_dict()["state"]
+        for number, kept in enumerate(pair.plain_optimizer.state_dict()["state"].values()):
+            assert torch.equal(moments[number]["exp_avg"].cpu(), kept["exp_avg"].cpu())
+        pair.session.save_checkpoint(tmp_path)
+        pair.train(1, first=2)
+        kept = [parameter.detach().clone() for parameter in pair.plain.parameters()]
+        pair.session.load_checkpoint(tmp_path)
+        for inputs in (batch(2),):
+            pair.model(inputs).square().mean().backward()
+            pair.session.optimizer.step()
+            pair.session.optimizer.zero_grad()
+        state = pair.session.state_dict()
+        for (name, _), before in zip(pair.plain.named_parameters(), kept, strict=True):
+            assert torch.equal(state[name].cpu(), before.cpu())
+
+
+def test_gradients_are_read_and_changed_on_the_device(accelerator: Accelerator) -> None:
+    with twins() as pair:
+        for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.session.optimizer)):
+            model(batch()).square().mean().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                assert parameter.grad.device.type == "cuda"
+                parameter.grad.mul_(0.5)
+            optimizer.step()
+        pair.expect_same()
+
+
+def test_a_failure_of_the_device_is_told_and_closing_does_not_hang(accelerator: Accelerator) -> None:
+    with pytest.raises((DeviceError, RuntimeError), match="illegal memory access"), twins() as pair:
+        pair.train(1)
+        accelerator.fail("copy_", after=3)
+        pair.train(3, first=1)
+        torch.cuda.synchronize()
+    accelerator.finish()
+
+
+def test_where_no_memory_can_be_pinned_the_bits_are_the_same(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator.configure(0.3, 3, refuses_registration=True)
+    with twins() as pair:
+        pair.train(3)
+        pair.expect_same()
+    assert any("pins no more than" in record.getMessage() for record in caplog.records)
+
+
+def test_two_sessions_share_a_device(accelerator: Accelerator) -> None:
+    with twins() as first, twins() as second:
+        for number in range(3):
+            first.train(1, first=number)
+            second.train(1, first=number)
+        first.expect_same()
+        second.expect_same()
+
+
+def test_pinned_memory_is_of_the_size_that_was_asked_for(accelerator: Accelerator) -> None:
+    gc.collect()
+    before = accelerator.pinned_bytes()
+    with twins() as pair:
+        pair.train(2)
+        host = pair.session.stats().peak["host"]
+        assert 0 < accelerator.pinned_bytes() - before <= 1.02 * host
+    assert accelerator.pinned_bytes() == before
+
+
+def test_a_session_that_is_closed_waits_for_what_uses_its_slots(accelerator: Accelerator) -> None:
+    with twins() as pair:
+        pair.train(1)
+        with torch.no_grad():
+            pair.model(batch())
+        pair.session.close(keep_weights=False)
+    assert not accelerator.races()
+
+
+def test_weights_stay_the_models_after_close(accelerator: Accelerator) -> None:
+    with twins(mlp, device_memory=TIGHT) as pair:
+        pair.train(2)
+    for ours, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        assert ours.device.type == "cpu"
+        assert torch.equal(ours.detach(), plain.detach().cpu())

@@ -1,0 +1,82 @@
+"""A model trained twice on the device: in plain PyTorch, and managed with less memory than it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import patrickstar
+from patrickstar.testing.inside import manage_inside
+
+__all__ = ["CHUNK", "TIGHT", "WIDTH", "Twins", "batch", "mlp", "twins"]
+
+WIDTH = 64
+CHUNK = WIDTH * WIDTH  # elements: a weight is one chunk
+TIGHT = 12 * 4 * CHUNK  # bytes: three chunks with all that belongs to them, of five
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+def batch(number: int = 0) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).cuda()
+
+
+def square(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss: Tensor = model(inputs).square().mean()
+    return loss
+
+
+@dataclass
+class Twins:
+    """Both models. `session`: of the managed one."""
+
+    plain: nn.Module
+    plain_optimizer: torch.optim.Optimizer
+    model: nn.Module
+    session: Any
+
+    def train(
+        self, steps: int = 1, *, first: int = 0, loss_of: Loss = square, before_zero: Callable[[], object] = int
+    ) -> None:
+        """Trains both for some steps, one after the other. `before_zero`: called before gradients are let go."""
+        for model, optimizer in ((self.plain, self.plain_optimizer), (self.model, self.session.optimizer)):
+            for number in range(first, first + steps):
+                loss_of(model, batch(number)).backward()
+                optimizer.step()
+                before_zero()
+                optimizer.zero_grad()
+
+    def expect_same(self) -> None:
+        """Fails where a weight has other bits."""
+        state = self.session.state_dict()
+        for name, parameter in self.plain.named_parameters():
+            assert torch.equal(state[name].cpu(), parameter.detach().cpu()), f"{name} differs"
+
+
+@contextmanager
+def twins(build: Callable[[], nn.Module] = mlp, *, device_memory: int = TIGHT, **arguments: Any) -> Iterator[Twins]:
+    """A pair of models, of which the second is managed for so long."""
+    plain, model = build().cuda(), build()
+    keywords = {"lr": 1e-2, "weight_decay": 0.1}
+    with manage_inside(
+        model,
+        torch.optim.AdamW(model.parameters(), **keywords),
+        device="cuda",
+        device_memory=device_memory,
+        **{
+            "precision": "fp32",
+            "options": patrickstar.Options(chunk_size=CHUNK, poison=True),
+            **arguments,
+        },
+    ) as session:
+        yield Twins(plain, torch.optim.AdamW(plain.parameters(), fused=True, **keywords), model, session)

@@ -1,0 +1,181 @@
+"""Faults in what orders the streams of a device: each wait, fence and event left out in turn."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["STREAMS"]
+
+HERE = "tests/cuda/test_streams.py"
+TRAINING = tuple(
+    f"{HERE}::test_training_in_less_memory_has_the_bits_of_plain_pytorch[{schedule}-{way}]"
+    for schedule in ("(0.0, 0)", "(0.3, 1)", "(1.0, 0)")
+    for way in ("deferred", "in_backward", "clipped", "updated on the device")
+)
+SIDE = tuple(
+    f"{HERE}::test_{test}[{schedule}]"
+    for test in (
+        "a_weight_that_two_streams_use_is_ready_on_both",
+        "a_forward_on_a_stream_of_the_users_waits_and_is_waited_for",
+    )
+    for schedule in ("(0.0, 0)", "(0.3, 1)", "(1.0, 0)")
+)
+LANE = "tests/cuda/test_stream_lane.py"
+STORE = "tests/cuda/test_store.py"
+COPIED = "            before += self._readiness.before_writing((ref, tier))\n"
+COMPUTED = "            if tier is self._compute:\n                before += self._readiness.computed()\n"
+FENCE = f"{COPIED}{COMPUTED}            self._readiness.forget"
+
+STREAMS: tuple[Mutant, ...] = (
+    Mutant(
+        name="a-kernel-does-not-wait-for-its-weight",
+        file="memory/readiness.py",
+        old="                ticket.wait_on_device()\n                self._seen[place].add(number)\n",
+        new="                self._seen[place].add(number)\n",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="a-stream-takes-what-another-has-waited-for",
+        file="memory/readiness.py",
+        old="            if ticket is not None and number not in self._seen.setdefault(place, set()):",
+        new="            if ticket is not None and not self._seen.setdefault(place, set()):",
+        tests=SIDE,
+    ),
+    Mutant(
+        name="a-slot-is-given-back-before-its-kernels-are-done",
+        file="memory/store.py",
+        old=FENCE,
+        new=FENCE.replace(COMPUTED, ""),
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="a-slot-is-given-back-before-its-copies-are-done",
+        file="memory/store.py",
+        old=FENCE,
+        new=FENCE.replace(COPIED, ""),
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="a-copy-out-does-not-wait-for-what-is-computed",
+        file="memory/store.py",
+        old="        return [*self._under_way(ref, tier), *self._readiness.before_reading((ref, tier)), *computed]",
+        new="        return [*self._under_way(ref, tier), *self._readiness.before_reading((ref, tier))]",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="a-copy-does-not-wait-for-what-brought-its-source",
+        file="memory/store.py",
+        old="        return [*self._under_way(ref, tier), *self._readiness.before_reading((ref, tier)), *computed]",
+        new="        return [*self._under_way(ref, tier), *computed]",
+        tests=(f"{STORE}::test_a_copy_comes_after_the_one_that_brought_its_source[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="an-update-does-not-wait-for-the-gradient",
+        file="memory/store.py",
+        old="            if action.tier is self._compute:\n                before += self._readiness.computed()\n            ticket",
+        new="            ticket",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="an-update-does-not-wait-for-what-brought-its-units",
+        file="memory/store.py",
+        old="                before += self._readiness.before_writing((ref, action.tier))\n",
+        new="                pass\n",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="nobody-waits-for-an-update-on-the-device",
+        file="memory/store.py",
+        old="            for ref in units:\n                self._readiness.written((ref, action.tier), ticket)\n",
+        new="",
+        tests=(f"{STORE}::test_a_unit_that_is_updated_is_used_after_that[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="only-the-first-stream-that-computes-is-waited-for",
+        file="memory/readiness.py",
+        old="        self._streams.setdefault(number, stream)\n",
+        new="        self._streams or self._streams.setdefault(number, stream)\n",
+        tests=SIDE,
+    ),
+    Mutant(
+        name="the-host-does-not-wait-for-what-it-reads",
+        file="memory/readiness.py",
+        old="        for ticket in self.before_writing(place):\n            ticket.wait()\n",
+        new="",
+        tests=(f"{HERE}::test_what_is_read_between_steps_is_what_training_has_left[(0.0, 0)]", *TRAINING),
+    ),
+    Mutant(
+        name="a-copy-that-reads-is-forgotten",
+        file="memory/readiness.py",
+        old="            reading.append(ticket)\n",
+        new="",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="a-kernel-writes-while-a-copy-reads",
+        file="memory/readiness.py",
+        old="            for ticket in self._read.pop(place, ()):\n                ticket.wait_on_device()\n",
+        new="            pass\n",
+        tests=("tests/cuda/test_readiness.py::test_a_kernel_that_writes_waits_for_copies_that_read[(0.0, 0)-True]",),
+    ),
+    Mutant(
+        name="a-filling-is-not-waited-for",
+        file="memory/store.py",
+        old="            self._readiness.written((ref, tier), ticket)\n        else:",
+        new="            pass\n        else:",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="works-of-streams-wait-for-nothing",
+        file="memory/stream_lane.py",
+        old="                    earlier.wait_on_device()\n",
+        new="                    earlier.wait_until_settled()\n",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="a-ticket-has-ended-when-it-is-queued",
+        file="memory/stream_lane.py",
+        old="        if self._end is None and self._event is not None and self._event.query():",
+        new="        if self._end is None and self._event is not None:",
+        tests=(f"{LANE}::test_a_work_has_not_ended_before_the_device_has_done_it[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="memory-is-taken-away-while-it-is-used",
+        file="memory/arena.py",
+        old="                    self._fences[slot].wait()  # a late write would bring pages back\n",
+        new="",
+        tests=("tests/cuda/test_spaces.py::test_trimming_waits_for_what_is_under_way[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="a-session-ends-before-what-computes-with-its-slots",
+        file="memory/store.py",
+        old="        for ticket in self._readiness.computed():\n            ticket.wait()\n",
+        new="",
+        tests=(f"{HERE}::test_a_session_that_is_closed_waits_for_what_uses_its_slots[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="pieces-of-memory-go-with-the-first-slot-in-them",
+        file="memory/device_space.py",
+        old="                    if not self._prepared[piece]:\n                        self._addresses.unmap(piece)",
+        new="                    if True:\n                        self._addresses.unmap(piece)",
+        tests=(
+            "tests/cuda/test_spaces.py::test_slots_have_memory_from_their_first_use_until_they_are_trimmed[(0.0, 0)-1048576]",
+        ),
+    ),
+    Mutant(
+        name="all-units-are-copied-as-one",
+        file="memory/device_space.py",
+        old="        for offset in range(0, nbytes, self._unit_bytes):  # memory of the host is pinned unit by unit\n",
+        new="        self._unit_bytes = nbytes\n        for offset in range(0, nbytes, self._unit_bytes):\n",
+        tests=("tests/cuda/test_spaces.py::test_bytes_go_to_the_device_and_back[(0.0, 0)-4096]",),
+    ),
+    Mutant(
+        name="memory-stays-pinned-when-it-is-given-back",
+        file="memory/pinned_space.py",
+        old="            _unpin(units & self._pinned, self._owner)\n",
+        new="",
+        tests=(
+            "tests/cuda/test_spaces.py::test_memory_of_the_host_is_pinned_while_it_is_used_and_no_more_than_that[(0.0, 0)]",
+        ),
+    ),
+)
