@@ -217,7 +217,7 @@ def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
     pair = make_pair()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    kernel = pair.session._parts.training._updates._kernel
+    kernel = pair.session._parts.training._updates._kernels["cpu"].whole
     update, calls = kernel.update, [0]
 
     def interrupted(*args: Any, **keywords: Any) -> None:

@@ -105,6 +105,12 @@ class InterruptedTicket:
     def done(self) -> bool:
         return self.ticket.done
 
+    def wait_until_settled(self) -> None:
+        self.wait()
+
+    def wait_on_device(self) -> None:
+        self.wait()
+
     def wait(self) -> None:
         if threading.current_thread() is threading.main_thread():
             Interrupted.waits += 1

@@ -259,7 +259,7 @@ class Slow:
 
     def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
-        kernel = pair.session._parts.training._updates._kernel
+        kernel = pair.session._parts.training._updates._kernels["cpu"].whole
         update = type(kernel).update
 
         def slow(kernel: Any, *args: Any, **keywords: Any) -> None:

@@ -673,7 +673,7 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
     pair.session.save_checkpoint(tmp_path / "saved")
     before = everything(pair.session)
     begun, may_end, waits = threading.Event(), threading.Event(), [0]
-    kernel = type(pair.session._parts.training._updates._kernel)
+    kernel = type(pair.session._parts.training._updates._kernels["cpu"].whole)
     store = type(store_of(pair.session))
     real_update, real_wait = kernel.update, store._wait_for_update
 
@@ -715,7 +715,7 @@ def test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said(
     pair = whole()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    kernel, calls = type(pair.session._parts.training._updates._kernel), [0]
+    kernel, calls = type(pair.session._parts.training._updates._kernels["cpu"].whole), [0]
     real = kernel.update
 
     def fails(kernel: Any, *args: Any, **keywords: Any) -> None:

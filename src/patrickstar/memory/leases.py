@@ -66,7 +66,7 @@ class Leases:
         self._unit_of: dict[int, Key] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._held: set[PlaneRef] = set()
-        self._copies: dict[Key, tuple[weakref.ref[torch.UntypedStorage], torch.dtype]] = {}
+        self._copies: dict[Key, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, torch.device]] = {}
         self._assembled: dict[Key, int] = {}
         self._count: dict[Key, int] = {}
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
@@ -92,7 +92,8 @@ class Leases:
             tensor = self._living_copy(key)
         if tensor is None:
             tensor = self._note(key, make(key))
-            self._copies[key] = weakref.ref(tensor.untyped_storage()), tensor.dtype
+            # Not the storage's device: that of a fake tensor is on meta.
+            self._copies[key] = weakref.ref(tensor.untyped_storage()), tensor.dtype, tensor.device
             if isinstance(key, AssembledKey):
                 self._assembled[key] = tensor.nbytes
         return tensor
@@ -112,12 +113,12 @@ class Leases:
 
     def _living_copy(self, ref: CopyKey) -> torch.Tensor | None:
         """The copy that something still has a view of: there is never a second one."""
-        kept, dtype = self._copies.get(ref, (None, None))
+        kept, dtype, device = self._copies.get(ref, (None, None, None))
         storage = kept() if kept is not None else None
         if storage is None or dtype is None:
             return None
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype, device=storage.device).set_(
+            return torch.empty(0, dtype=dtype, device=device).set_(
                 storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)
             )
 

@@ -24,6 +24,7 @@ from patrickstar.parameters.lookups import RowGradients
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.overflow import Overflow
 
 __all__ = ["Gradients", "InPlane"]
 
@@ -49,7 +50,7 @@ class Gradients:
             these tiles. whole: parameters whose gradient is of a backward that has ended.
         factors: what a gradient in the plane is still to be multiplied with, oldest first (0-dim fp32), by name: done when the gradient is next used,
             in fp32 whatever the plane is of.
-        overflowed: the parameters whose gradients have arrived with an Inf or NaN, first come first, where `finds_overflow`.
+        overflow: the parameters whose gradients have arrived with an Inf or NaN, where `finds_overflow`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Gradients:
         self.incomplete: dict[str, set[str]] = {}
         self.whole: set[str] = set()
         self.factors: dict[str, tuple[Tensor, ...]] = {}
-        self.overflowed: dict[str, None] = {}
+        self.overflow = Overflow()
 
     def add(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, of a parameter or of a tile, chunk by chunk."""
@@ -124,9 +125,7 @@ class Gradients:
     def _look_for_overflow(self, name: str, target: Tensor) -> None:
         if self._finds_overflow:  # here, where it is in the caches
             with self._executor.apart():
-                is_finite = _is_finite(target)
-            if not is_finite:
-                self.overflowed.setdefault(name)
+                self.overflow.look(name, target)
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""
@@ -181,7 +180,7 @@ class Gradients:
         name = bound.name
         self.make_fit(bound, torch.float32 if name in self.factors else flat.dtype)
         self._apply_factors(name)
-        self.overflowed.pop(name, None)
+        self.overflow.forget(name)
         with self._executor.quiet():
             for part, touches in gradient_parts(self._layout, name, writes=True):
                 (unit,) = self._executor.use(Phase.STEP, name, touches)
@@ -231,7 +230,7 @@ class Gradients:
                         flat[piece.start : piece.stop].zero_()
         for name in names:
             self.factors.pop(name, None)
-            self.overflowed.pop(name, None)
+            self.overflow.forget(name)
             if name in self.names:
                 self._views.changed(AssembledKey(name, GRAD))
 
@@ -254,7 +253,7 @@ class Gradients:
         self.incomplete.pop(name, None)
         self.whole.discard(name)
         self.factors.pop(name, None)
-        self.overflowed.pop(name, None)
+        self.overflow.forget(name)
         self._views.dropped(
             AssembledKey(name, GRAD), "it was let go (zero_grad(), p.grad = None, a checkpoint that was loaded)"
         )
@@ -292,11 +291,3 @@ def _take_changes(written: Tensor, kept: Tensor) -> None:
         block = slice(start, start + BLOCK_NUMEL)
         changed = kept[block].to(written.dtype).view(torch.int16) != written[block].view(torch.int16)
         kept[block].copy_(torch.where(changed, written[block].to(torch.float32), kept[block]))
-
-
-def _is_finite(piece: Tensor) -> bool:
-    """Tells whether a piece has neither Inf nor NaN: both show in the extremes."""
-    if not piece.numel():
-        return True
-    least, most = torch.aminmax(piece)
-    return bool(torch.isfinite(least)) and bool(torch.isfinite(most))

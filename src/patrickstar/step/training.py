@@ -362,8 +362,9 @@ class Training:
     def first_overflow(self) -> str | None:
         """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite."""
         self._executor.settle()
-        for name in self._gradients.overflowed:
-            return name
+        overflowed = self._gradients.overflow.names()
+        if overflowed:
+            return overflowed[0]
         for name, own in self._binding.gradients.owned():
             if not bool(torch.isfinite(own).all()):
                 return name
