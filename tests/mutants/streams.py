@@ -170,6 +170,13 @@ STREAMS: tuple[Mutant, ...] = (
         tests=("tests/cuda/test_spaces.py::test_bytes_go_to_the_device_and_back[(0.0, 0)-4096]",),
     ),
     Mutant(
+        name="a-flag-on-the-device-is-read-at-once",
+        file="step/overflow.py",
+        old="if not is_finite.is_cpu:",
+        new="if not is_finite.is_cpu and bool(is_finite):",
+        tests=("tests/cuda/test_overflow.py::test_the_host_waits_once_for_all_gradients[(0.0, 0)]",),
+    ),
+    Mutant(
         name="memory-stays-pinned-when-it-is-given-back",
         file="memory/pinned_space.py",
         old="            _unpin(units & self._pinned, self._owner)\n",

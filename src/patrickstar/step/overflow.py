@@ -32,7 +32,7 @@ class Overflow:
         self._unread = [(other, flag) for other, flag in self._unread if other != name]
 
     def names(self) -> list[str]:
-        """Those that have overflowed. Waits for a device once, where there is one."""
+        """The names of those that have overflowed. Waits for a device once, where there is one."""
         if self._unread:
             unread, self._unread = self._unread, []
             for (name, _), is_finite in zip(unread, torch.stack([flag for _, flag in unread]).tolist(), strict=True):
