@@ -9,6 +9,8 @@ import ctypes
 from functools import cache
 from typing import Any, Final
 
+import torch
+
 from patrickstar.errors import DeviceError
 from patrickstar.units import format_bytes
 
@@ -117,14 +119,23 @@ class DeviceAddresses:
     def map(self, at: int, nbytes: int) -> None:
         """Gives memory to a piece that has none: whole granules, contents undefined.
 
+        Where the device has no more, torch's allocator gives up what it keeps and nobody uses, for which the host waits.
+
         Raises:
             DeviceError: the device has no more.
         """
         handle, properties = _Address(), _properties(self._device)
         size = ctypes.c_size_t(nbytes)
-        result = _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), ctypes.c_ulonglong(0))
+
+        def create() -> int:
+            return _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), ctypes.c_ulonglong(0))
+
+        result = create()
         if result == _OUT_OF_MEMORY:
-            raise DeviceError(f"the device has no {format_bytes(nbytes)} left: does another process use it?")
+            torch.accelerator.empty_cache()
+            result = create()
+        if result == _OUT_OF_MEMORY:
+            raise DeviceError(self._no_memory(nbytes))
         _expect(result, f"{format_bytes(nbytes)} of the device cannot be taken")
         address = _Address(self.start + at)
         try:
@@ -137,6 +148,16 @@ class DeviceAddresses:
         _expect(
             _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1)),
             "memory of the device cannot be used",
+        )
+
+    def _no_memory(self, nbytes: int) -> str:
+        free, total = torch.accelerator.get_memory_info(self._device)
+        allocated = torch.accelerator.memory_allocated(self._device)
+        mine = self.mapped_bytes
+        return (
+            f"the device has no memory left for a slot of {format_bytes(nbytes)}: of {format_bytes(total)} {format_bytes(free)} are free, "
+            f"this session's slots have {format_bytes(mine)}, torch's allocator has {format_bytes(allocated)} in use, and others "
+            f"{format_bytes(max(0, total - free - mine - allocated))}. Give a smaller device_memory, or end what else uses the device"
         )
 
     def unmap(self, at: int) -> None:

@@ -107,6 +107,12 @@ def pinned_at(moment: Moment) -> list[PlaneRef]:
     return [*pinned, *(ref for ref in moment.held if ref not in pinned)] if moment.held else pinned
 
 
+def slots_needed(trace: Trace, *, start: Residency) -> list[int]:
+    """Slots that each moment must hold at once, where all that is at home on the compute tier has contents. `start`: as for `worst_moment`."""
+    at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
+    return list(_slots_needed(trace, slots=start.slots, at_home=at_home, resident=set(at_home), frees=()))
+
+
 def _slots_needed(
     trace: Trace,
     *,

@@ -53,6 +53,7 @@ from patrickstar.session.start import gathers_rows, gradient_use, layout_of, res
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.copies import Copies
+from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor, MeterBound
 from patrickstar.step.freed_blocks import FreedBlocks
@@ -291,7 +292,8 @@ def _build_session(
         taken_bytes=binding.taken_bytes,
         metering=Metering(executor),
         late_planes=late_planes,
-        always_meter=compute is Tier.DEVICE,
+        always_meter=compute is Tier.DEVICE and budgets.stream_device is None,
+        device_peak=None if budgets.stream_device is None else DevicePeak(budgets.stream_device),
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
         choice=choice if gradients is GradientUse.CHUNK else replace(choice, apart=True),
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),

@@ -21,6 +21,7 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.fit import Need, expect_room, worst_moment
+from patrickstar.plan.kept_bytes import with_kept_bytes
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
@@ -30,6 +31,7 @@ from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.step.budgets import Budgets
+from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.executor import Executor
 from patrickstar.step.freed_blocks import FreedBlocks
 from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
@@ -38,6 +40,7 @@ from patrickstar.step.metering import Metering
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
+from patrickstar.units import format_bytes
 
 __all__ = ["Stretches", "with_retention"]
 
@@ -57,6 +60,7 @@ class Stretches:
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. late_planes: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
+        device_peak: what the allocator of a device has given out, where there is one that keeps it.
         choice: when updates are done. whole_chunks: whether a backward updates chunks whole where there is room.
         may_weave: whether nobody holds what an update would have to renew.
 
@@ -78,6 +82,7 @@ class Stretches:
         metering: Metering,
         late_planes: LatePlanes,
         always_meter: bool,
+        device_peak: DevicePeak | None,
         choice: UpdateChoice,
         whole_chunks: bool,
         may_weave: Callable[[], bool],
@@ -93,6 +98,7 @@ class Stretches:
         self._metering = metering
         self._late_planes = late_planes
         self._always_meter = always_meter
+        self._device_peak = device_peak
         self._choice = choice
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
@@ -102,6 +108,7 @@ class Stretches:
         self._whole: OrderedDict[Hashable, tuple[WholeChunks | None, Trace]] = OrderedDict()
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
         self._follower: dict[StretchKind, Trace] = {}
         self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
@@ -127,6 +134,8 @@ class Stretches:
             BudgetError: the forward does not fit. Nothing has changed then.
         """
         self.end()
+        if self._device_peak is not None:
+            self._device_peak.begin()
         known = self._explore(model, named, args, kwargs)
         expected = known.expected
         recorded = torch.is_grad_enabled()
@@ -210,6 +219,7 @@ class Stretches:
         need = max(self._need(trace).nbytes, self._need(pending.trace).nbytes)
         machine = self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
         capacity = machine.budget[machine.compute]
+        trace = self._with_kept_bytes(trace)
         key = id(trace), id(pending.trace), capacity
         if key not in self._woven:
             state = self._executor.store.state
@@ -228,7 +238,7 @@ class Stretches:
             return None
         if expected is not known or known.by_chance or expected.measure_next or expected.departures:
             return None
-        machine = self._machine_for(trace)
+        machine, trace = self._machine_for(trace), self._with_kept_bytes(trace)
         capacity = machine.budget[machine.compute]
         key = id(trace), capacity
         if key not in self._whole:
@@ -332,7 +342,9 @@ class Stretches:
     def begin_norm(self, trace: Trace) -> Trace:
         """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""
         self.end()
-        here = trace if self._choice.apart else self._where_it_is(trace)
+        # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
+        on_device = self._budgets.stream_device is not None
+        here = trace if self._choice.apart or on_device else self._where_it_is(trace)
         self._begin(self._stretch(StretchKind.NORM, here, following=self._next_of(StretchKind.NORM)))
         return here
 
@@ -370,7 +382,7 @@ class Stretches:
     def _stretch(
         self, kind: StretchKind, trace: Trace, *, following: StretchKind, frees: tuple[tuple[int, PlaneRef], ...] = ()
     ) -> Stretch:
-        state = self._executor.store.state
+        state, trace = self._executor.store.state, self._with_kept_bytes(trace)
         after = self._follower.get(following)
         contents = (
             frozenset(state.newest.items()),
@@ -414,6 +426,7 @@ class Stretches:
         self._woven.clear()
         self._norms.clear()
         self._whole.clear()
+        self._kept.clear()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 
@@ -433,6 +446,7 @@ class Stretches:
             elif not self._recorded:
                 known.learn(stretch, None)
         self._metering.stop()
+        self._learn_peak()
         if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
             if stretch.kind is StretchKind.EVALUATION or (
                 stretch.kind is StretchKind.TRAINING and not stretch.gave_gradients
@@ -470,6 +484,18 @@ class Stretches:
             return
         self._largest_bytes = max(self._largest_bytes, recorded.peak)
         known.learn(stretch, recorded)
+
+    def _learn_peak(self) -> None:
+        """Plans with what a device's allocator has given out, from now on, where that is more than was foreseen."""
+        risen = 0 if self._device_peak is None else self._device_peak.risen()
+        if risen <= self._largest_bytes:
+            return
+        _log.info(
+            "activations and workspaces took %s of the device, where %s were foreseen: plans are made anew, with more room for them",
+            format_bytes(risen),
+            format_bytes(self._largest_bytes),
+        )
+        self._largest_bytes = risen
 
     def differentiates(self) -> None:
         """Notes that the backward under way makes a graph: the step differentiates a gradient."""
@@ -521,6 +547,21 @@ class Stretches:
 
     def _machine_for(self, trace: Trace) -> Machine:
         return self._budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
+
+    def _with_kept_bytes(self, trace: Trace) -> Trace:
+        """The trace with what an allocator of a device keeps at every moment."""
+        if self._device_peak is None:
+            return trace
+        budget = self._budget_bytes()
+        key = id(trace), self._largest_bytes, budget
+        if key not in self._kept:
+            start = self._executor.store.state
+            kept = with_kept_bytes(trace, kept_bytes=self._largest_bytes, budget_bytes=budget, start=start)
+            self._kept[key] = kept, trace
+            if len(self._kept) > _KEPT_PLANS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key][0]
 
     def _need(self, trace: Trace) -> Need:
         return worst_moment(trace, start=self._executor.store.state)

@@ -1,0 +1,179 @@
+"""Waits of the host for the device: none of ours in a step but for a number that the host needs; and memory, which nobody has to wait for either."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar.core.machine import Tier
+from patrickstar.errors import DeviceError
+from patrickstar.plan.update_choice import UpdateChoice
+from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import FEW_SCHEDULES
+from tests.cuda.twins import TIGHT, WIDTH, batch, twins
+
+LANES = "patrickstar "  # what the names of their threads begin with
+
+
+def waits_by_whom(accelerator: Accelerator) -> tuple[int, int]:
+    """Waits since the last call: of threads of lanes, and of all others."""
+    lanes = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(LANES)}
+    counts = Counter[bool]()
+    for thread, kinds in accelerator.waits().items():
+        counts[thread in lanes] += kinds.total()
+    return counts[True], counts[False]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "deferred": {},
+    "deferred, updated on the device": {"choice": UpdateChoice(tier=lambda chunk: Tier.DEVICE)},
+    "in_backward": {"step": "in_backward"},
+}
+WARM_UP = 4  # steps, after which units lie where they lie after every step, and the allocator has what kernels take
+
+
+@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
+@pytest.mark.parametrize("share", [100, 60])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_never_waits_for_the_device(
+    way: str, share: int, schedule: tuple[float, int], accelerator: Accelerator
+) -> None:
+    accelerator.configure(*schedule)
+    with twins(device_memory=TIGHT * share // 100, **WAYS[way]) as pair:
+        for number in range(WARM_UP + 3):
+            inputs = batch(number)
+            waits_by_whom(accelerator)
+            pair.model(inputs).square().mean().backward()
+            pair.session.optimizer.step()
+            pair.session.optimizer.zero_grad()
+            lanes, ours = waits_by_whom(accelerator)
+            assert ours == 0 or number < WARM_UP
+            # Where the host updates, its lane waits for the gradients.
+            assert lanes == 0 or way == "deferred"
+        assert pair.session.stats().reason == ""
+
+
+@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_that_needs_a_number_waits_for_that_alone(
+    precision: str, schedule: tuple[float, int], accelerator: Accelerator
+) -> None:
+    """A norm, or whether gradients have overflowed; both together is two."""
+    accelerator.configure(*schedule)
+    wide = 256  # so that the slots of a few weights are more than what a norm takes beside them
+    with twins(
+        lambda: nn.Sequential(*[nn.Linear(wide, wide) for _ in range(16)]),
+        device_memory=8 << 20,
+        precision=precision,
+        max_grad_norm=None if precision == "fp16" else 0.01,
+        options=patrickstar.Options(chunk_size=wide * wide, poison=True),
+    ) as pair:
+        session = pair.session
+        for number in range(WARM_UP + 3):
+            inputs = torch.randn(8, wide, generator=torch.Generator().manual_seed(number)).cuda()
+            waits_by_whom(accelerator)
+            session.scaler.scale(pair.model(inputs).float().square().mean()).backward()
+            session.scaler.step(session.optimizer)
+            session.scaler.update()
+            session.optimizer.zero_grad()
+            _, ours = waits_by_whom(accelerator)
+            assert ours == 1 or number < WARM_UP
+        assert session.stats().moved["D>H"] > 0
+
+
+def most_bytes(accelerator: Accelerator) -> int:
+    return accelerator.driver_bytes() + torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+
+
+def test_slots_and_activations_stay_within_the_budget(accelerator: Accelerator) -> None:
+    accelerator.configure(0.3, 1)
+    before = most_bytes(accelerator)
+    with twins() as pair:
+        seen = list[int]()
+
+        def look(*_: object) -> None:
+            seen.append(most_bytes(accelerator) - before)
+
+        def look_now_and_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
+            look()
+            output.register_hook(look)
+
+        for layer in pair.model:
+            layer.register_forward_hook(look_now_and_backward)
+        for number in range(5):
+            pair.model(batch(number)).square().mean().backward()
+            pair.session.optimizer.step()
+            pair.session.optimizer.zero_grad()
+        granules = 2 << 20  # what the driver maps at a time, of slots that are smaller
+        assert max(seen) <= TIGHT + granules
+        assert pair.session.stats().peak["device"] <= TIGHT
+
+
+HUNGER = 1 << 17
+
+
+class Hungry(torch.autograd.Function):
+    """Takes memory in its kernel that no trace shows, and gives it back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            torch.empty(HUNGER, dtype=torch.uint8, device=x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+
+def test_more_than_was_foreseen_is_said_and_planned_with(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator.configure(0.3, 1)
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Hungry.apply(super().forward(x))
+
+    def hungry_mlp() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Layer(WIDTH, WIDTH) for _ in range(5)])
+
+    with twins(hungry_mlp, device_memory=2 * TIGHT) as pair, caplog.at_level(logging.INFO, logger="patrickstar"):
+        torch.accelerator.reset_peak_memory_stats()
+        pair.model(batch(0)).square().mean().backward()
+        pair.session.optimizer.zero_grad()
+        pair.train(3, first=1)
+        said = [record.message for record in caplog.records if "of the device, where" in record.message]
+        assert len(said) == 1
+        assert pair.session.stats().planned_steps == 3
+        assert min(moment.nonmodel_bytes for moment in pair.session.trace.moments) > HUNGER
+        pair.expect_same()
+
+
+def test_memory_that_torch_keeps_and_does_not_use_is_taken_back(accelerator: Accelerator) -> None:
+    torch.accelerator.empty_cache()
+    accelerator.configure(0.3, 1, capacity=most_bytes(accelerator) + (16 << 20))
+    torch.empty(15 << 20, dtype=torch.uint8, device="cuda")  # kept by the allocator
+    with twins() as pair:
+        pair.train(2)
+        pair.expect_same()
+
+
+def test_memory_that_somebody_has_is_named(accelerator: Accelerator) -> None:
+    torch.accelerator.empty_cache()
+    accelerator.configure(0.3, 1, capacity=most_bytes(accelerator) + (16 << 20))
+    mine = torch.empty(15 << 20, dtype=torch.uint8, device="cuda")
+    with (
+        pytest.raises(DeviceError, match=r"of .* MiB .* are free, .*torch's allocator has 15\.\d+ MiB in use"),
+        twins() as pair,
+    ):
+        pair.train(1)
+    del mine
