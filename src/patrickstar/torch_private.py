@@ -14,6 +14,7 @@ __all__ = [
     "Undispatched",
     "Unseen",
     "at_end_of_backward",
+    "attach_out_of_memory_observer",
     "backward_id",
     "backward_makes_graph",
     "computes_bf16",
@@ -53,6 +54,15 @@ backward_id = torch._C._current_graph_task_id
 
 is_profiled = torch._C._autograd._profiler_enabled
 """Tells whether a profiler is on."""
+
+
+def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
+    """Has something called, from now on for ever, before torch's allocator of a CUDA device raises that there is no memory.
+
+    It is given the number of the device, the bytes asked for, those of the device, and those that are free. What it raises is raised instead.
+    """
+    attach: Any = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # of a build with CUDA
+    attach(observer)
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:

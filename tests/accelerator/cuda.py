@@ -208,6 +208,7 @@ def _fill_in() -> None:
     cuda.initial_seed = lambda: generator.initial_seed()
     cuda.default_generators = (generator,)
     torch._C._cuda_getDefaultDevice = lambda: 0  # type: ignore[attr-defined]
+    torch._C._cuda_attach_out_of_memory_observer = _module.attach_out_of_memory_observer  # type: ignore[attr-defined]
 
 
 _fill_in()

@@ -205,6 +205,29 @@ STREAMS: tuple[Mutant, ...] = (
         tests=("tests/cuda/test_waits.py::test_memory_that_torch_keeps_and_does_not_use_is_taken_back",),
     ),
     Mutant(
+        name="a-step-is-not-told-of-memory-that-is-missing",
+        file="step/out_of_memory.py",
+        old="if stretch.is_over or",
+        new="if True or",
+        tests=(
+            "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[backward]",
+        ),
+    ),
+    Mutant(
+        name="memory-that-was-missing-is-forgotten",
+        file="step/stretches.py",
+        old="        self._largest_bytes = max(self._largest_bytes, self._device_peak.short_of(nbytes))\n",
+        new="",
+        tests=("tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing",),
+    ),
+    Mutant(
+        name="whoever-has-a-session-is-told-of-missing-memory",
+        file="step/out_of_memory.py",
+        old="if stretch.is_over or stretch.kind not in {StretchKind.TRAINING, StretchKind.EVALUATION}:",
+        new="if False:",
+        tests=("tests/cuda/test_out_of_memory.py::test_memory_that_is_missing_outside_of_a_step_is_torchs_own_error",),
+    ),
+    Mutant(
         name="memory-stays-pinned-when-it-is-given-back",
         file="memory/pinned_space.py",
         old="            _unpin(units & self._pinned, self._owner)\n",

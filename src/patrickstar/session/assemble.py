@@ -27,6 +27,7 @@ from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import Links, MakeLane, lanes_of
+from patrickstar.memory.out_of_memory import tell_when_out_of_memory
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.space import HostSpace, Space
 from patrickstar.memory.store import ChunkStore
@@ -61,6 +62,7 @@ from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters_by_hand import MastersByHand
 from patrickstar.step.metering import Metering
+from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.precision import Precision, find_precision, torch_type
 from patrickstar.step.pressure import Pressure
 from patrickstar.step.stretches import Stretches
@@ -298,6 +300,10 @@ def _build_session(
         choice=choice if gradients is GradientUse.CHUNK else replace(choice, apart=True),
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
+    shortage = None
+    if budgets.stream_device is not None:
+        shortage = OutOfMemory(executor, stretches, budgets)
+        tell_when_out_of_memory(budgets.stream_device, shortage)
     weights = Weights(binding, layout, executor, late_planes)
     in_chunks = Gradients(
         layout, executor, store.dtype, late_planes, views=binding.assembled, finds_overflow=precision.scales
@@ -361,6 +367,7 @@ def _build_session(
                 parameter_dtypes={name: parameter.dtype for name, parameter in named.items()},
                 buffers=buffers,
                 host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
+                shortage=shortage,
             )
         )
         if original is not None:

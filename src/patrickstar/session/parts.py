@@ -15,6 +15,7 @@ from patrickstar.parameters.whole_calls import WholeCalls
 from patrickstar.session.buffers import Kind
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
+from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights
@@ -28,6 +29,7 @@ class Parts:
 
     `training` is None where only weights are managed. `parameter_dtypes`: the types before `manage`, by name. `buffers`: what those were that
     have been cast or moved. `host_budget_bytes`: what chunks and tensors may take of the host, where the user gave a bound, or None.
+    `shortage`: is told where a device has no memory left.
     """
 
     model: nn.Module
@@ -44,3 +46,4 @@ class Parts:
     parameter_dtypes: Mapping[str, torch.dtype]
     buffers: Mapping[str, Kind]
     host_budget_bytes: int | None
+    shortage: OutOfMemory | None

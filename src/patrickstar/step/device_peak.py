@@ -24,6 +24,10 @@ class DevicePeak:
             stats = torch.accelerator.memory_stats(self._device)
             self._base, self._seen = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
 
+    def short_of(self, nbytes: int) -> int:
+        """The peak in bytes above what there was at first, if so many more than now were there."""
+        return torch.accelerator.memory_allocated(self._device) + nbytes - (self._base or 0)
+
     def risen(self) -> int:
         """The peak in bytes above what there was at first, where it has risen since this was last asked for; 0 where it has not."""
         if self._base is None:

@@ -497,6 +497,12 @@ class Stretches:
         )
         self._largest_bytes = risen
 
+    def leave_room(self, nbytes: int) -> int:
+        """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that activations then have."""
+        assert self._device_peak is not None, "only a device's allocator runs out of memory"
+        self._largest_bytes = max(self._largest_bytes, self._device_peak.short_of(nbytes))
+        return self._largest_bytes
+
     def differentiates(self) -> None:
         """Notes that the backward under way makes a graph: the step differentiates a gradient."""
         self._executor.pilot.stretch.differentiates = True

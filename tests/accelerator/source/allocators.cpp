@@ -43,6 +43,7 @@ class Caching final : public c10::DeviceAllocator {
       give_back();
       start = taken(stream, size);
     }
+    if (!start) tell_observers(size);
     Lock lock(scheduler().state);
     if (!start) {
       ++stats_.num_ooms;
@@ -95,6 +96,14 @@ class Caching final : public c10::DeviceAllocator {
     Lock lock(scheduler().state);
     return {memory().capacity - reserved() - memory().driver_bytes, memory().capacity};
   }
+
+  // Without the lock: observers ask for numbers.
+  void tell_observers(size_t size) {
+    const auto [free, total] = getMemoryInfo(0);
+    for (auto& observer : observers_) observer(0, int64_t(size), int64_t(total), int64_t(free));
+  }
+
+  void observe(Observer observer) { observers_.push_back(std::move(observer)); }
 
   size_t reserved() const { return size_t(stats_.reserved_bytes[0].current); }
 
@@ -189,6 +198,7 @@ class Caching final : public c10::DeviceAllocator {
   std::map<int, std::multimap<size_t, char*>> free_;  // by stream
   std::vector<std::pair<char*, std::vector<MarkRef>>> used_elsewhere_;
   std::map<char*, size_t> requested_;
+  std::vector<Observer> observers_;
   c10::CachingDeviceAllocator::DeviceStats stats_;
 };
 
@@ -263,6 +273,10 @@ class Pinned final : public at::HostAllocator {
 c10::DeviceAllocator& device_allocator() {
   static auto* instance = new Caching;
   return *instance;
+}
+
+void observe_out_of_memory(Observer observer) {
+  static_cast<Caching&>(device_allocator()).observe(std::move(observer));
 }
 
 at::HostAllocator& host_allocator() {

@@ -60,6 +60,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     for (auto& [start, block] : memory().blocks) size += block.pinned ? block.size : 0;
     return size;
   });
+  module.def("attach_out_of_memory_observer", [](py::object observer) {
+    // Never let go of, as torch's are not.
+    observe_out_of_memory([call = observer.release()](int64_t device, int64_t size, int64_t total, int64_t free) {
+      py::gil_scoped_acquire gil;
+      if (!PyObject_CallFunction(call.ptr(), "LLLL", device, size, total, free)) throw py::error_already_set();
+    });
+  });
   module.def("generator", [] { return default_generator(); });
   module.def("resize_storage", [](const at::Tensor& tensor, size_t size) { resize_storage(tensor.storage(), size); });
   module.def("observe_host", [] { return observe_host(); });

@@ -1,0 +1,38 @@
+"""Out of memory on a device: who is told before torch raises, and may raise something that says more."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from patrickstar.torch_private import attach_out_of_memory_observer
+
+__all__ = ["Listener", "tell_when_out_of_memory"]
+
+
+class Listener(Protocol):
+    """Whoever wants to know."""
+
+    def out_of_memory(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
+        """Is told that the device has no memory for so many bytes, in the thread that asks for them. What this raises is raised there."""
+
+
+def tell_when_out_of_memory(device: torch.device, listener: Listener) -> None:
+    """Tells a listener, for as long as it lives, of tensors that a device has no memory for."""
+    _listeners().setdefault(device.index or 0, weakref.WeakSet()).add(listener)
+
+
+@cache
+def _listeners() -> dict[int, weakref.WeakSet[Listener]]:
+    """Listeners by number of the device. torch takes observers and never lets go of one: there is one of ours in a process, from the first session on."""
+    found: dict[int, weakref.WeakSet[Listener]] = {}
+
+    def tell(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        for listener in list(found.get(device, ())):
+            listener.out_of_memory(asked_bytes, free_bytes, total_bytes)
+
+    attach_out_of_memory_observer(tell)
+    return found
