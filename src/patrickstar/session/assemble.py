@@ -27,8 +27,8 @@ from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import Links, MakeLane, lanes_of
-from patrickstar.memory.out_of_memory import tell_when_out_of_memory
 from patrickstar.memory.pinned_space import PinnedSpace
+from patrickstar.memory.shortages import tell_when_out_of_memory
 from patrickstar.memory.space import HostSpace, Space
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.choose import choose_kernels

@@ -1,4 +1,4 @@
-"""Out of memory on a device: who is told before torch raises, and may raise something that says more."""
+"""Shortages of memory on a device: who is told before torch raises, and may raise something that says more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Listener", "tell_when_out_of_memory"]
 
 
 class Listener(Protocol):
-    """Whoever wants to know."""
+    """Listener to shortages."""
 
     def out_of_memory(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
         """Is told that the device has no memory for so many bytes, in the thread that asks for them. What this raises is raised there."""
