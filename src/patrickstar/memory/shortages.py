@@ -27,7 +27,7 @@ def tell_when_out_of_memory(device: torch.device, listener: Listener) -> None:
 
 @cache
 def _listeners() -> dict[int, weakref.WeakSet[Listener]]:
-    """Listeners by number of the device. torch takes observers and never lets go of one: there is one of ours in a process, from the first session on."""
+    """Listeners by number of the device. torch takes observers and never lets go of one: one of ours is in a process, from the first session on."""
     found: dict[int, weakref.WeakSet[Listener]] = {}
 
     def tell(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
