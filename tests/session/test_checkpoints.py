@@ -376,6 +376,17 @@ def test_a_checkpoint_with_other_groups_is_refused_before_anything_has_changed(s
         expect_bits(before, values(model))
 
 
+def test_a_checkpoint_without_a_random_state_is_refused_before_anything_has_changed(
+    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    pair.train(2)
+    monkeypatch.setattr("patrickstar.checkpoint.rng.capture", lambda device=None: {"torch": torch.get_rng_state()})
+    pair.session.save_checkpoint(tmp_path / "run")
+    pair.train(1, first=2)
+    expect_refused(pair, tmp_path / "run")
+
+
 def test_groups_of_the_same_number_and_other_parameters_are_refused(tmp_path: Path) -> None:
     """Hyper-parameters would go to parameters that they were not meant for."""
 

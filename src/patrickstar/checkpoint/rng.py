@@ -1,7 +1,8 @@
-"""The random number generators of a process, as a tree that `extra.py` encodes: torch on the CPU, Python, NumPy."""
+"""The random number generators of a process, as a tree that `extra.py` encodes: torch on the CPU and on one device, Python, NumPy."""
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from typing import Any
@@ -12,11 +13,13 @@ from patrickstar.errors import CheckpointError
 
 __all__ = ["capture", "check", "restore"]
 
+_log = logging.getLogger("patrickstar")
+
 _NUMPY_KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
-def capture() -> dict[str, Any]:
-    """The state of the global generators now; drawing nothing. NumPy's only where NumPy is imported."""
+def capture(device: torch.device | None = None) -> dict[str, Any]:
+    """The state of the global generators now; drawing nothing. NumPy's only where NumPy is imported. `device`: whose generator is one of them."""
     version, words, gauss = random.getstate()
     tree: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -25,23 +28,27 @@ def capture() -> dict[str, Any]:
     }
     if (numpy := sys.modules.get("numpy")) is not None:
         tree["numpy"] = numpy.random.get_state(legacy=False)
+    if device is not None:
+        tree["device"] = torch.get_device_module(device).get_rng_state(device)
     return tree
 
 
-def check(tree: object) -> None:
+def check(tree: object, device: torch.device | None = None) -> None:
     """Return if `restore` will take this tree; changes no generator.
 
     Raises:
         CheckpointError: it is not what `capture` gives.
     """
-    if not isinstance(tree, dict) or not {"torch", "python"} <= tree.keys() <= {"torch", "python", "numpy"}:
-        raise CheckpointError("rng: expected the states of torch, python and numpy")
+    if not isinstance(tree, dict) or not {"torch", "python"} <= tree.keys() <= {"torch", "python", "numpy", "device"}:
+        raise CheckpointError("rng: expected the states of torch, python, numpy and a device")
     try:
         # Each is tried on a generator of its own.
         torch.Generator().set_state(tree["torch"])
         random.Random().setstate(_python_state(tree))  # noqa: S311 - what is restored is what the user drew from
         gauss = tree["python"]["gauss"]
         _require(gauss is None or isinstance(gauss, float), "python: gauss is no number")
+        if "device" in tree and device is not None:
+            torch.Generator(device).set_state(tree["device"])
         if "numpy" in tree:
             import numpy as np  # noqa: PLC0415 - only for those who had it when they saved
 
@@ -54,13 +61,15 @@ def check(tree: object) -> None:
         raise CheckpointError(f"rng: not the state of a random number generator: {problem}") from problem
 
 
-def restore(tree: object) -> None:
+def restore(tree: object, device: torch.device | None = None) -> None:
     """Set the global generators to what `capture` found. A generator that the tree does not have keeps its state.
+
+    The state of a device's generator goes to that of `device`; without one it is left, which a warning says.
 
     Raises:
         CheckpointError: it is no such tree; no generator was changed.
     """
-    check(tree)
+    check(tree, device)
     assert isinstance(tree, dict)
     torch.set_rng_state(tree["torch"])
     random.setstate(_python_state(tree))
@@ -68,6 +77,13 @@ def restore(tree: object) -> None:
         import numpy as np  # noqa: PLC0415 - see check
 
         np.random.set_state(tree["numpy"])  # noqa: NPY002 - the global one is meant
+
+    if "device" in tree and device is not None:
+        torch.get_device_module(device).set_rng_state(tree["device"], device)
+    elif "device" in tree:
+        _log.warning(
+            "the checkpoint has the state of a device's random numbers, and this session computes on none: from here on others are drawn"
+        )
 
 
 def _python_state(tree: dict[str, Any]) -> tuple[Any, ...]:

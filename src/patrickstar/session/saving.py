@@ -76,7 +76,7 @@ class Saving:
         groups = self._groups()
         state: dict[str, Any] = {
             "steps": dict(self._steps),
-            "rng": rng.capture(),
+            "rng": rng.capture(self._binding.device),
             "groups": groups,
             "group_parameters": self._group_parameters(),
             "scaler": self._scaler().state_dict(),
@@ -123,7 +123,7 @@ class Saving:
                 restore_groups(live, {"param_groups": state["groups"]})
             if self._scaler().is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
                 self._scaler().load_state_dict(state["scaler"])
-            rng.restore(state["rng"])
+            rng.restore(state["rng"], self._binding.device)
             return reader.step, extra
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -167,6 +167,7 @@ class Saving:
                     f"{where}: {name} is {entry.dtype}, expected {expected}: a checkpoint of another precision"
                 )
         self._check_groups(where, state["groups"], state["group_parameters"])
+        rng.check(state["rng"], self._binding.device)
         return steps
 
     def _check_groups(self, where: Path, groups: list[object] | None, parameters: list[list[str]]) -> None:
