@@ -34,6 +34,14 @@ def no_race_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def driver_of_the_device() -> None:
+    """The library finds the driver's functions where the device has them."""
+    from patrickstar.memory import driver  # which imports torch
+
+    driver._driver = lambda: cuda.DRIVER
+
+
+@pytest.fixture(autouse=True, scope="session")
 def operations_on_pinned_memory_are_seen() -> Iterator[None]:
     with cuda.ACCELERATOR.watching_the_host():
         yield

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from patrickstar.errors import BudgetError
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 HUNGER = 64 << 20
 

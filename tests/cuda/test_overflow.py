@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from patrickstar.step.overflow import Overflow
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import FEW_SCHEDULES
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 
 @pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)

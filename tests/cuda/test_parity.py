@@ -10,11 +10,11 @@ from __future__ import annotations
 import zlib
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import patrickstar
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES
 from tests.parity import managed, oracle
 from tests.parity.compare import differences
@@ -22,6 +22,9 @@ from tests.parity.limits import limits_of
 from tests.parity.matrix import PAIRS, WIDE, Row
 from tests.parity.oracle import Record
 from tests.parity.zoo import CASES
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 ROWS = [row for row in (*PAIRS, *WIDE) if row.tier.startswith("emulated")]
 ONE_OF_EACH_MODEL = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from patrickstar.checkpoint import rng
 from patrickstar.errors import CheckpointError
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.twins import WIDTH, Twins, batch, twins
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 DEVICE = torch.device("cuda", 0)
 

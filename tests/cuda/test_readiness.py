@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.memory.readiness import Readiness
 from patrickstar.memory.stream_lane import StreamLane
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import FEW_SCHEDULES
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 CUDA = torch.device("cuda", 0)
 PLACE = (PlaneRef(0, WEIGHT), Tier.DEVICE)

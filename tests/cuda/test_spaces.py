@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.stream_lane import StreamTicket
 from patrickstar.units import MIB
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.forked import in_forked_child
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 CUDA = torch.device("cuda", 0)
 GRANULE = 2 * MIB

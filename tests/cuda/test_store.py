@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Copy, Create, Drop, Update, UpdateWait, Wait
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 CUDA = torch.device("cuda", 0)
 D, H = Tier.DEVICE, Tier.HOST

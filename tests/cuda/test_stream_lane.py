@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import CompletedTicket, Ticket
 from patrickstar.memory.stream_lane import StreamLane, StreamTicket
 from patrickstar.memory.thread_lane import ThreadLane
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import FEW_SCHEDULES
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 CUDA = torch.device("cuda", 0)
 

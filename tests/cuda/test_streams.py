@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError
 from patrickstar.plan.update_choice import UpdateChoice
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 
 @pytest.fixture(params=FEW_SCHEDULES, ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,9 +15,11 @@ import patrickstar
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError
 from patrickstar.plan.update_choice import UpdateChoice
-from tests.accelerator.cuda import Accelerator
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.cuda.twins import TIGHT, WIDTH, batch, twins
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
 
 LANES = "patrickstar "  # what the names of their threads begin with
 

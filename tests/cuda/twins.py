@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
+from patrickstar.optim.fma import Emulated
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.reference import Reference
 from patrickstar.testing.inside import manage_inside
 
 __all__ = ["CHUNK", "TIGHT", "WIDTH", "Twins", "batch", "mlp", "twins"]
@@ -63,6 +66,24 @@ class Twins:
             assert torch.equal(state[name].cpu(), parameter.detach().cpu()), f"{name} differs"
 
 
+class Defined(torch.optim.AdamW):
+    """AdamW by its definition, on any device: torch's own rounds as each device has it."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            hyper = Hyper.from_group(group)
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                state["step"] += 1
+                planes = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                flat = (plane.view(-1) for plane in planes)
+                Reference(operations=Emulated()).update(*flat, step=state["step"], hyper=hyper)
+
+
 @contextmanager
 def twins(build: Callable[[], nn.Module] = mlp, *, device_memory: int = TIGHT, **arguments: Any) -> Iterator[Twins]:
     """A pair of models, of which the second is managed for so long."""
@@ -79,4 +100,4 @@ def twins(build: Callable[[], nn.Module] = mlp, *, device_memory: int = TIGHT, *
             **arguments,
         },
     ) as session:
-        yield Twins(plain, torch.optim.AdamW(plain.parameters(), fused=True, **keywords), model, session)
+        yield Twins(plain, Defined(plain.parameters(), **keywords), model, session)

@@ -1,0 +1,1 @@
+"""Tests on a GPU that this machine has: `python -m tests.gpu`."""

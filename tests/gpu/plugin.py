@@ -1,0 +1,140 @@
+"""The pytest plugin that gives every test of a process the GPU, behind the interface of the test device as far as a GPU has that.
+
+What can only be asked of the test device (its schedule, its faults, its capacity, counts of waits) is left to it: such tests are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from patrickstar.memory import driver
+
+__all__ = ["GPU", "accelerator", "nothing_is_left_to_chance"]
+
+
+class GPU:
+    """The GPU, with what tests ask of `tests.accelerator.cuda.Accelerator`."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, int] = {}  # by address
+        self.registered: dict[int, int] = {}
+        self.refuses_registration = False
+
+    def configure(
+        self, share: float = 0.0, seed: int = 0, *, capacity: int | None = None, refuses_registration: bool = False
+    ) -> None:
+        if capacity is not None:
+            pytest.skip("a GPU's capacity is what it is")
+        self.refuses_registration = refuses_registration
+        self.finish()
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+    def fail(self, operation: str, after: int = 0) -> NoReturn:
+        pytest.skip("a GPU does not fail on request")
+
+    def waits(self) -> NoReturn:
+        pytest.skip("a GPU does not count who waits for it")
+
+    def eager_operations(self) -> Counter[str]:
+        return Counter()
+
+    def pending(self) -> NoReturn:
+        pytest.skip("a GPU does not say what is queued")
+
+    def run_one(self) -> NoReturn:
+        pytest.skip("a GPU runs what is queued when it likes")
+
+    def races(self) -> list[str]:
+        return []
+
+    def driver_bytes(self) -> int:
+        return sum(self.mapped.values())
+
+    def pinned_bytes(self) -> int:
+        return sum(self.registered.values())
+
+    def touch_host(self, *_: object) -> None: ...
+
+    @contextlib.contextmanager
+    def watching_the_host(self) -> Iterator[None]:
+        yield
+
+
+class _Driver:
+    """The driver's library, whose mappings are noted."""
+
+    def __init__(self, library: Any, gpu: GPU) -> None:
+        self._library, self._gpu = library, gpu
+
+    def __getattr__(self, name: str) -> Any:
+        function, mapped = getattr(self._library, name), self._gpu.mapped
+
+        def noted(*arguments: Any) -> int:
+            result = int(function(*arguments))
+            if result == 0 and name == "cuMemMap":
+                mapped[arguments[0].value] = arguments[1].value
+            elif result == 0 and name == "cuMemUnmap":
+                del mapped[arguments[0].value]
+            return result
+
+        return noted
+
+
+class _Runtime:
+    """The runtime's functions, whose registrations are noted, and refused where a test wants that."""
+
+    def __init__(self, runtime: Any, gpu: GPU) -> None:
+        self._runtime, self._gpu = runtime, gpu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:  # noqa: N802  the runtime's name
+        if self._gpu.refuses_registration:
+            return 2  # cudaErrorMemoryAllocation
+        error = self._runtime.cudaHostRegister(address, size, flags)
+        if int(error) == 0:
+            self._gpu.registered[address] = size
+        return error
+
+    def cudaHostUnregister(self, address: int) -> Any:  # noqa: N802  the runtime's name
+        self._gpu.registered.pop(address, None)
+        return self._runtime.cudaHostUnregister(address)
+
+
+_GPU = GPU()
+
+
+@pytest.fixture
+def accelerator() -> GPU:
+    return _GPU
+
+
+@pytest.fixture(autouse=True, scope="session")
+def notes_are_taken() -> Iterator[None]:
+    """What the library maps and registers is noted."""
+    with pytest.MonkeyPatch.context() as patch:
+        library, runtime = _Driver(driver._driver(), _GPU), _Runtime(torch.cuda.cudart(), _GPU)
+        patch.setattr(driver, "_driver", lambda: library)
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_chance() -> Iterator[None]:
+    """Plain PyTorch has the same bits twice: deterministic algorithms, and no TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    _GPU.configure()
+    yield
+    torch.cuda.synchronize()
+    torch.use_deterministic_algorithms(False)
