@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-__all__ = ["BLOCK_NUMEL", "GlobalNorm", "clip_factor"]
+from patrickstar.optim.masters import scaled_blocks
+
+__all__ = ["BLOCK_NUMEL", "GlobalNorm", "Norm", "clip_factor", "rounded_root", "sum_left_to_right"]
 
 BLOCK_NUMEL = 65_536
 """Elements whose squares are summed by one tree, counted from the start of each tensor."""
 
 _WIDTH = 16  # of a row of a block
 _BLOCKS = 4  # summed at once: 12 bytes of scratch an element, 3 MiB; more are not faster
+
+
+class Norm(Protocol):
+    """Squares of gradients, added up by the tree of `GlobalNorm` wherever that is fastest."""
+
+    def add(self, piece: torch.Tensor, factors: Sequence[torch.Tensor] = ()) -> None:
+        """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
+        ...
+
+    def end_tensor(self) -> None:
+        """Ends the current tensor: the next piece starts another one, with a block of its own."""
+        ...
+
+    def result(self) -> torch.Tensor:
+        """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host. NaN or Inf where a gradient is."""
+        ...
 
 
 class GlobalNorm:
@@ -34,9 +54,13 @@ class GlobalNorm:
         self._numbers: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def add(self, piece: torch.Tensor) -> None:
-        """Takes the next elements of the current tensor, as a flat piece."""
+    def add(self, piece: torch.Tensor, factors: Sequence[torch.Tensor] = ()) -> None:
+        """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
         assert piece.dim() == 1, f"a piece must be flat, not {tuple(piece.shape)}"
+        for block in scaled_blocks(piece, factors):
+            self._add(block)
+
+    def _add(self, piece: torch.Tensor) -> None:
         start = 0
         while start < piece.numel():
             taken = min(piece.numel() - start, len(self._squares) - self._filled)
@@ -58,16 +82,12 @@ class GlobalNorm:
 
     def result(self) -> torch.Tensor:
         """The norm of all tensors so far: a tensor of no dimensions, fp32. NaN or Inf where a gradient is."""
-        # Through fp64: a norm beyond fp32 rounds to Inf, as in torch, where a direct conversion might refuse it.
-        return torch.tensor(math.sqrt(self.sum_of_squares()), dtype=torch.float64, device="cpu").float()
+        return rounded_root(self.sum_of_squares())
 
     def sum_of_squares(self) -> float:
         """The sum so far, in fp64."""
         assert not self._filled, "inside a tensor: end_tensor() first"
-        total = 0.0
-        for number in torch.cat(self._numbers).tolist() if self._numbers else []:
-            total += number
-        return total
+        return sum_left_to_right(self._numbers)
 
     def _sum(self) -> None:
         """Adds the blocks that have come to the total, the last one as it is."""
@@ -95,6 +115,20 @@ class GlobalNorm:
             width = sums.shape[1] // 2
             sums = sums[:, :width] + sums[:, width:]
         return sums[:, 0].clone()  # what it is a part of is written over
+
+
+def sum_left_to_right(numbers: Sequence[torch.Tensor]) -> float:
+    """The sum of all elements of 1-D tensors in fp64, one after the other. Waits once for the device that they are on."""
+    total = 0.0
+    for number in torch.cat(list(numbers)).tolist() if numbers else []:
+        total += number
+    return total
+
+
+def rounded_root(total: float) -> torch.Tensor:
+    """The root of a sum of squares, a tensor of no dimensions, fp32."""
+    # Through fp64: a norm beyond fp32 rounds to Inf, as in torch, where a direct conversion might refuse it.
+    return torch.tensor(math.sqrt(total), dtype=torch.float64, device="cpu").float()
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:

@@ -305,8 +305,15 @@ def _build_session(
         shortage = OutOfMemory(executor, stretches, budgets)
         tell_when_out_of_memory(budgets.stream_device, shortage)
     weights = Weights(binding, layout, executor, late_planes)
+    passes = choose_kernels(budgets.device)
     in_chunks = Gradients(
-        layout, executor, store.dtype, late_planes, views=binding.assembled, finds_overflow=precision.scales
+        layout,
+        executor,
+        store.dtype,
+        late_planes,
+        views=binding.assembled,
+        passes=passes,
+        finds_overflow=precision.scales,
     )
     training = assembling = None
     if original is not None:
@@ -319,7 +326,7 @@ def _build_session(
             updates=Updates(
                 layout,
                 executor,
-                choose_kernels(budgets.device),
+                passes,
                 binding.stepped,
                 formats=formats,
                 device=budgets.stream_device,

@@ -6,7 +6,7 @@ copied, not added to zeros: -0.0 stays -0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
+from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.lookups import RowGradients
@@ -43,7 +44,7 @@ class Gradients:
     """The gradients in the plane: which parameters have one, and the bytes of each.
 
     Args:
-        views: is told of gradients that change or are let go.
+        views: is told of gradients that change or are let go. passes: by type of device.
 
     Attributes:
         names: the parameters with a gradient in the plane, by name. incomplete: parameters of whose tiles only some have one so far, with
@@ -61,6 +62,7 @@ class Gradients:
         late_planes: LatePlanes,
         *,
         views: GradientViews,
+        passes: Mapping[str, Passes],
         finds_overflow: bool = False,
     ) -> None:
         self._layout = layout
@@ -68,6 +70,7 @@ class Gradients:
         self._dtype_of = dtype_of
         self._late_planes = late_planes
         self._views = views
+        self._passes = passes
         self._finds_overflow = finds_overflow
 
         self.names: set[str] = set()
@@ -116,16 +119,17 @@ class Gradients:
         self._views.changed(AssembledKey(name, GRAD))
 
     def _put(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
-        if is_there:
-            target.add_(piece)
-        else:
-            target.copy_(piece)
-        self._look_for_overflow(name, target)
+        passes = self._passes[target.device.type]
+        if not self._finds_overflow:
+            passes.put(target, piece, adds=is_there)
+            return
+        with self._executor.apart():
+            self.overflow.note(name, passes.put_and_look(target, piece, adds=is_there))
 
     def _look_for_overflow(self, name: str, target: Tensor) -> None:
-        if self._finds_overflow:  # here, where it is in the caches
+        if self._finds_overflow:
             with self._executor.apart():
-                self.overflow.look(name, target)
+                self.overflow.note(name, self._passes[target.device.type].is_finite(target))
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""

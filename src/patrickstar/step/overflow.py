@@ -15,12 +15,8 @@ class Overflow:
         self._found: dict[str, None] = {}
         self._unread: list[tuple[str, Tensor]] = []  # flags on a device, in the order of arrival
 
-    def look(self, name: str, piece: Tensor) -> None:
-        """Looks at a piece of a parameter's gradient, 1-D: now, where it is in the caches."""
-        if not piece.numel():
-            return
-        least, most = torch.aminmax(piece)  # both show in the extremes
-        is_finite = torch.isfinite(least) & torch.isfinite(most)
+    def note(self, name: str, is_finite: Tensor) -> None:
+        """Notes what a look at a piece of a parameter's gradient has given (`Passes.is_finite`)."""
         if not is_finite.is_cpu:
             self._unread.append((name, is_finite))
         elif not bool(is_finite):

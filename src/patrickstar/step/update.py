@@ -17,9 +17,8 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, Pla
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.masters import SplitKernel, WideningKernel, scaled_blocks
-from patrickstar.optim.norm import GlobalNorm
+from patrickstar.optim.norm import Norm
+from patrickstar.optim.passes import Passes
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts, update_parts
 from patrickstar.step.executor import Executor
@@ -47,15 +46,6 @@ class _Range:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernels:
-    """Kernels for planes of one type of device: fp32 whole, masters that are split, and fp32 from gradients of other types."""
-
-    whole: Kernel
-    splitting: SplitKernel
-    widening: WideningKernel
-
-
-@dataclass(frozen=True, slots=True)
 class _Planes:
     """A chunk's part of the weight's run and its other planes, as 1-D tensors, and what updates them."""
 
@@ -63,29 +53,29 @@ class _Planes:
     rest: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    kernels: _Kernels
+    passes: Passes
 
     def update(
         self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
     ) -> None:
         """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
-        weight, exp_avg, exp_avg_sq = self.weight[span], self.exp_avg[span], self.exp_avg_sq[span]
-        if self.rest is not None:
-            self.kernels.splitting.update(
-                weight, self.rest[span], gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors
-            )
-            return
-        if gradient.dtype is not torch.float32 or factors:
-            self.kernels.widening.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
-            return
-        self.kernels.whole.update(weight, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+        self.passes.update(
+            self.weight[span],
+            None if self.rest is None else self.rest[span],
+            gradient,
+            self.exp_avg[span],
+            self.exp_avg_sq[span],
+            step=step,
+            hyper=hyper,
+            factors=factors,
+        )
 
 
 class Updates:
     """Updates weights and moments where they lie.
 
     Args:
-        kernels: by type of device. bump: is given the names of parameters whose values have changed. formats: which chunks have a split master.
+        passes: by type of device. bump: is given the names of parameters whose values have changed. formats: which chunks have a split master.
         device: where norms are taken; None: on the CPU.
     """
 
@@ -93,7 +83,7 @@ class Updates:
         self,
         layout: Layout,
         executor: Executor,
-        kernels: Mapping[str, Kernel],
+        passes: Mapping[str, Passes],
         bump: Callable[[Iterable[str]], None],
         *,
         formats: SessionFormats,
@@ -101,13 +91,10 @@ class Updates:
     ) -> None:
         self._layout = layout
         self._executor = executor
+        self._passes = passes
         self._device = device
         self._bump = bump
         self._formats = formats
-
-        self._kernels = {
-            device: _Kernels(kernel, SplitKernel(kernel), WideningKernel(kernel)) for device, kernel in kernels.items()
-        }
 
     def work(self, order: PendingStep, chunk: int, tier: Tier) -> Work:
         """The work of a chunk's update, from its accumulated gradient or from the order's: each parameter once, whoever asks for it how often.
@@ -183,27 +170,29 @@ class Updates:
         """
         wanted = set(names)
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
-        norm = GlobalNorm(self._device)
+        norm = self._norm()
         with self._executor.apart():
             for name in self._layout.slices:
                 if name in wanted:
                     for part, touches in gradient_parts(self._layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
                         (unit,) = self._executor.use(Phase.STEP, name, here)
-                        for block in scaled_blocks(unit[part.start : part.stop], factors.get(name, ())):
-                            norm.add(block)
+                        norm.add(unit[part.start : part.stop], factors.get(name, ()))
                     norm.end_tensor()
             return norm.result()
 
     def norm_of(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The global norm of gradients that are tensors of their own: by name, 1-D in slot order."""
-        norm = GlobalNorm(self._device)
+        norm = self._norm()
         with self._executor.apart():
             for name in self._layout.slices:
                 if name in gradients:
                     norm.add(gradients[name])
                     norm.end_tensor()
             return norm.result()
+
+    def _norm(self) -> Norm:
+        return self._passes["cpu" if self._device is None else self._device.type].norm(self._device)
 
     def _units(self, phase: Phase, label: str, touches: Sequence[Touch]) -> dict[PlaneRef, Tensor]:
         """The units that a moment touches, resident."""
@@ -218,7 +207,7 @@ class Updates:
             units.get(PlaneRef(chunk, REST)),
             units[PlaneRef(chunk, EXP_AVG)],
             units[PlaneRef(chunk, EXP_AVG_SQ)],
-            self._kernels[weight.device.type],
+            self._passes[weight.device.type],
         )
 
     def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:

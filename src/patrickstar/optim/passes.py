@@ -1,0 +1,136 @@
+"""Passes over planes: all that a step does to every element where it lies, by one family of kernels for each type of device.
+
+Families differ in speed, never in a bit: `TorchPasses` is the definition in torch's operations, on the host and wherever nothing faster is; `triton_passes.py`
+is for GPUs. `choose_kernels` decides which is used, once for each session; nobody else asks.
+
+NaN: what is NaN in one family is NaN in the other. Which one is defined where halves of a master are written (`masters.py`), and nowhere else: a GPU
+makes 0x7FFFFFFF of all in fp32, and processors differ too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from patrickstar.optim import masters
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.masters import SplitKernel, WideningKernel
+from patrickstar.optim.norm import GlobalNorm, Norm
+
+__all__ = ["Passes", "TorchPasses"]
+
+
+class Passes(Protocol):
+    """Passes over planes that lie on one device. None waits for it. All tensors are flat, and planes are contiguous, of any length, at any address."""
+
+    name: str
+
+    def update(
+        self,
+        weight: Tensor,
+        rest: Tensor | None,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        step: int,
+        hyper: Hyper,
+        factors: Sequence[Tensor] = (),
+    ) -> None:
+        """Updates weight, rest, exp_avg and exp_avg_sq in place, as `kernel.py` defines it; the gradient stays as it is.
+
+        Args:
+            weight, rest: fp32 and None, or the halves of a split master (`masters.py`), bf16 and int16. exp_avg, exp_avg_sq: fp32.
+            grad: fp32, bf16 or fp16, widened before anything else. All of one length and on one device.
+            step: the number of this update for these elements, counting from 1.
+            factors: what the widened gradient is multiplied with first, in order, each product rounded (0-dim fp32, on this device or on the host).
+        """
+        ...
+
+    def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
+        """Writes the source over the target, or adds it to what is there: in fp32, rounded to the target's type to nearest, ties to even."""
+        ...
+
+    def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
+        """As `put`, and gives back what `is_finite` then says of the target."""
+        ...
+
+    def is_finite(self, piece: Tensor) -> Tensor:
+        """A number of no dimensions where the piece is: 0 (or False) if there is an Inf or NaN in it, else 1."""
+        ...
+
+    def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
+        """Writes a master into its two halves (`masters.split`)."""
+        ...
+
+    def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
+        """Writes what two halves come to (`masters.join`)."""
+        ...
+
+    def norm(self, device: torch.device | None) -> Norm:
+        """An empty global norm, whose squares are taken on this device. None: on the host."""
+        ...
+
+
+class TorchPasses:
+    """Passes in torch's operations, on any device.
+
+    Args:
+        kernel: updates whole fp32 planes; the other formats block by block.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.name = kernel.name
+        self._kernel = kernel
+        self._splitting = SplitKernel(kernel)
+        self._widening = WideningKernel(kernel)
+
+    def update(
+        self,
+        weight: Tensor,
+        rest: Tensor | None,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        step: int,
+        hyper: Hyper,
+        factors: Sequence[Tensor] = (),
+    ) -> None:
+        if rest is not None:
+            self._splitting.update(
+                weight, rest, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=tuple(factors)
+            )
+        elif grad.dtype is not torch.float32 or factors:
+            self._widening.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
+        else:
+            self._kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+
+    def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
+        if adds:
+            target.add_(source)
+        else:
+            target.copy_(source)
+
+    def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
+        self.put(target, source, adds=adds)
+        return self.is_finite(target)  # now, where it is in the caches
+
+    def is_finite(self, piece: Tensor) -> Tensor:
+        if not piece.numel():
+            return torch.ones((), dtype=torch.bool, device=piece.device)
+        least, most = torch.aminmax(piece)  # both show in the extremes
+        return torch.isfinite(least) & torch.isfinite(most)
+
+    def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
+        masters.split(master, weight, rest)
+
+    def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
+        masters.join(weight, rest, master)
+
+    def norm(self, device: torch.device | None) -> Norm:
+        return GlobalNorm(device)

@@ -1,0 +1,227 @@
+"""Triton kernels of the optimizer: one pass over the planes each. The one module that imports triton, and imported only where a GPU is used.
+
+Whoever launches them passes `OPTIONS`. What fuses a multiplication with an addition is written `tl.fma`, at the places of the definition in `kernel.py`;
+all other operations round by themselves, to nearest, with subnormal numbers:
+
+- `enable_fp_fusion=False`: by default `x * y + z` is contracted, by LLVM and once more by ptxas;
+- `tl.div_rn`, `tl.sqrt_rn`: `/` and `tl.sqrt` are approximate;
+- NaN: an operation on fp32 gives the one NaN 0x7FFFFFFF on a GPU, whatever went in. Where a bit pattern is written (a split master), it is the definition's.
+
+Note [Offsets]
+--------------
+A launch covers at most `LAUNCH_NUMEL` elements: offsets in bytes stay below 2**31, in a kernel and in what a compiler makes of it. The host goes from
+one launch to the next with slices, whose offsets have 64 bits (`triton_passes.spans`).
+
+Note [Variants]
+---------------
+What Triton compiles depends on types, on which arguments are None, and on which addresses and lengths are multiples of 16. Chunks pad tensors to
+multiples of 16 elements, so that nearly all launches are of one variant, with loads of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import triton
+import triton.language as tl
+
+__all__ = ["BLOCK_NUMEL", "LAUNCH_NUMEL", "OPTIONS", "SUBTREE_LEVELS"]
+
+BLOCK_NUMEL = 1_024
+"""Elements of one program: 8 a thread, with 4 warps, so that 16 bits an element make loads of 16 bytes."""
+
+LAUNCH_NUMEL = 1 << 28
+"""Elements of one launch. See Note [Offsets]."""
+
+SUBTREE_LEVELS = 7
+"""Levels of the norm's tree that one program adds up: of 128 rows, of 16 elements each. Another one adds up the other five of a block."""
+
+OPTIONS = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
+"""Options that every launch and every compilation has."""
+
+_SIGN = tl.constexpr(-0x80000000)
+_NAN = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def scaled(values, factors, in_memory: tl.constexpr):
+    """Values in fp32, multiplied with the factors in their order: each an fp32 number, or the address of one where `in_memory` says so."""
+    values = values.to(tl.float32)
+    for index in tl.static_range(len(in_memory)):
+        if in_memory[index]:
+            values = values * tl.load(factors[index])
+        else:
+            values = values * factors[index]
+    return values
+
+
+@triton.jit
+def joined(weights, rests):
+    """Masters from their halves: the bits of the weight, shifted up, plus the rest. The inverse of `rounded_away`."""
+    bits = weights.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return (bits + rests.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded_away(masters):
+    """Halves of masters: bf16 rounded to nearest, ties away from zero, and the rest. A NaN is torch's, with its sign, and has no rest."""
+    bits = masters.to(tl.int32, bitcast=True)
+    bits = tl.where(masters != masters, (bits & _SIGN) | _NAN, bits)
+    weights = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return weights, bits.to(tl.int16)
+
+
+@triton.jit
+def rounded_to_even(values, dtype: tl.constexpr):
+    """fp32 values in another type, rounded to nearest, ties to even. bf16 in its bits, NaN as torch's with its sign: Triton's interpreter truncates."""
+    if dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        rounded = tl.where(values != values, (bits & _SIGN) | _NAN, rounded)
+        return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(dtype)
+
+
+@triton.jit
+def flag_overflow(values, mask, is_finite):
+    """Writes 0 at the address `is_finite` where one of the values is Inf or NaN. All programs write the same."""
+    overflows = mask & (tl.abs(values) < float("inf")).logical_not()
+    if tl.max(overflows.to(tl.int32), axis=0) != 0:
+        tl.store(is_finite, 0)
+
+
+@triton.jit
+def update_kernel(
+    weight,
+    rest,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    numel,
+    factors,
+    shrink,
+    l2,
+    blend,
+    keep_sq,
+    add_sq,
+    root,
+    eps,
+    move,
+    in_memory: tl.constexpr,
+    is_nearer_grad: tl.constexpr,
+    block_numel: tl.constexpr,
+):
+    """An update of AdamW or Adam: the formulas of `kernel.py`, line by line.
+
+    Where `rest` is None, weights are fp32; else they are the upper halves of the masters. `shrink` and `l2` are None without that decay. `blend` is what
+    goes into the product: from the gradient's end (Note [Lerp]) that is f(f(1 - b1) - 1).
+    """
+    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    mask = offsets < numel
+    if rest is None:
+        w = tl.load(weight + offsets, mask=mask, other=0.0)
+    else:
+        w = joined(tl.load(weight + offsets, mask=mask, other=0.0), tl.load(rest + offsets, mask=mask, other=0))
+    g = scaled(tl.load(grad + offsets, mask=mask, other=0.0), factors, in_memory)
+    m = tl.load(exp_avg + offsets, mask=mask, other=0.0)
+    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
+
+    if shrink is not None:
+        w = w * shrink
+    if l2 is not None:
+        g = tl.fma(w, l2, g)
+    if is_nearer_grad:
+        m = tl.fma(g - m, blend, g)
+    else:
+        m = tl.fma(g - m, blend, m)
+    v = tl.fma(g * add_sq, g, v * keep_sq)
+    d = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    w = w + tl.div_rn(m * move, d)
+
+    tl.store(exp_avg + offsets, m, mask=mask)
+    tl.store(exp_avg_sq + offsets, v, mask=mask)
+    if rest is None:
+        tl.store(weight + offsets, w, mask=mask)
+    else:
+        upper, left = rounded_away(w)
+        tl.store(weight + offsets, upper, mask=mask)
+        tl.store(rest + offsets, left, mask=mask)
+
+
+@triton.jit
+def put_kernel(target, source, numel, is_finite, factors, in_memory: tl.constexpr, adds: tl.constexpr, block_numel: tl.constexpr):
+    """Values times factors, added to what is there or written over it, in fp32, then rounded to the target's type, ties to even.
+
+    Where `is_finite` is no None, it tells of what the target then holds.
+    """
+    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    mask = offsets < numel
+    values = scaled(tl.load(source + offsets, mask=mask, other=0.0), factors, in_memory)
+    if adds:
+        values = tl.load(target + offsets, mask=mask, other=0.0).to(tl.float32) + values
+    kept = rounded_to_even(values, target.dtype.element_ty)
+    tl.store(target + offsets, kept, mask=mask)
+    if is_finite is not None:
+        flag_overflow(kept.to(tl.float32), mask, is_finite)
+
+
+@triton.jit
+def is_finite_kernel(piece, numel, is_finite, block_numel: tl.constexpr):
+    """Looks for Inf and NaN in a piece."""
+    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    mask = offsets < numel
+    flag_overflow(tl.load(piece + offsets, mask=mask, other=0.0).to(tl.float32), mask, is_finite)
+
+
+@triton.jit
+def join_kernel(weight, rest, master, numel, block_numel: tl.constexpr):
+    """Masters from their halves."""
+    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    mask = offsets < numel
+    upper = tl.load(weight + offsets, mask=mask, other=0.0)
+    tl.store(master + offsets, joined(upper, tl.load(rest + offsets, mask=mask, other=0)), mask=mask)
+
+
+@triton.jit
+def split_kernel(master, weight, rest, numel, block_numel: tl.constexpr):
+    """Halves of masters; where `rest` is None, the upper ones only."""
+    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    mask = offsets < numel
+    upper, left = rounded_away(tl.load(master + offsets, mask=mask, other=0.0))
+    tl.store(weight + offsets, upper, mask=mask)
+    if rest is not None:
+        tl.store(rest + offsets, left, mask=mask)
+
+
+@triton.jit
+def added_neighbours(values, levels: tl.constexpr, width: tl.constexpr):
+    """A row: the sums of each of 2**levels rows with its neighbour, of these with theirs, until one is left: [2**levels, width] -> [width]."""
+    for level in tl.static_range(levels):
+        pairs = tl.reshape(values, (1 << (levels - level - 1), 2, width))
+        even, odd = tl.split(tl.permute(pairs, (0, 2, 1)))
+        values = even + odd
+    return tl.reshape(values, (width,))
+
+
+@triton.jit
+def subtrees_kernel(piece, numel, factors, subtrees, in_memory: tl.constexpr, levels: tl.constexpr):
+    """The lower levels of the norm's tree: from 2**levels rows of 16 elements of a piece a row of sums of squares, fp64. Zeros stand beyond the end."""
+    program = tl.program_id(0)
+    offsets = (program << levels) * 16 + tl.arange(0, 1 << levels)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    values = scaled(tl.load(piece + offsets, mask=offsets < numel, other=0.0), factors, in_memory).to(tl.float64)
+    tl.store(subtrees + program * 16 + tl.arange(0, 16), added_neighbours(values * values, levels, 16))
+
+
+@triton.jit
+def trees_kernel(subtrees, n_subtrees, numbers, levels: tl.constexpr):
+    """The upper levels: from 2**levels rows of a block its number. Rows of zeros stand beyond the end."""
+    program = tl.program_id(0)
+    rows = (program << levels) + tl.arange(0, 1 << levels)[:, None]
+    offsets = rows * 16 + tl.arange(0, 16)[None, :]
+    values = added_neighbours(tl.load(subtrees + offsets, mask=rows < n_subtrees, other=0.0), levels, 16)
+    for level in tl.static_range(4):
+        halves = tl.permute(tl.reshape(values, (2, 8 >> level)), (1, 0))
+        left, right = tl.split(halves)
+        values = left + right
+    tl.store(numbers + program + tl.arange(0, 1), values)

@@ -1,0 +1,105 @@
+"""The global norm on a GPU: squares by the tree of `GlobalNorm`, from gradients as they lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from patrickstar.optim import triton_kernels as kernels
+from patrickstar.optim.masters import blocks
+from patrickstar.optim.norm import BLOCK_NUMEL, rounded_root, sum_left_to_right
+from patrickstar.optim.triton_launch import WIDENED, current, factor_arguments, launch
+
+__all__ = ["TritonNorm"]
+
+_SUBTREE_NUMEL = 16 << kernels.SUBTREE_LEVELS
+_TREE_LEVELS = 12 - kernels.SUBTREE_LEVELS  # a block is 2**12 rows of 16
+_SPAN_NUMEL = 1 << 24  # summed by one launch: 1 MiB of scratch
+
+
+class TritonNorm:
+    """Adds up squares as `GlobalNorm` does, with its bits: 4 (or 2) bytes an element are read once, and 1/16 byte is written.
+
+    Blocks that lie in a piece are summed where they lie; what is left of one at a piece's ends is collected in fp32 until it is whole.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._collected = torch.empty(BLOCK_NUMEL, device=device)
+        self._subtrees = torch.empty(_SPAN_NUMEL // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=device)
+        self._filled = 0
+        self._numbers: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, piece: Tensor, factors: Sequence[Tensor] = ()) -> None:
+        """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
+        assert piece.dim() == 1, f"a piece must be flat, not {tuple(piece.shape)}"
+        is_here = piece.device == self._device and piece.dtype in WIDENED
+        start = 0
+        while start < piece.numel():
+            left = piece.numel() - start
+            if is_here and not self._filled and left >= BLOCK_NUMEL:
+                taken = left - left % BLOCK_NUMEL
+                self._sum(piece[start : start + taken], factors)
+            else:
+                taken = min(left, BLOCK_NUMEL - self._filled)
+                self._collect(piece[start : start + taken], factors, is_here=is_here)
+            start += taken
+
+    def end_tensor(self) -> None:
+        """Ends the current tensor: the next piece starts another one, with a block of its own."""
+        filled, self._filled = self._filled, 0
+        if filled:
+            self._sum(self._collected[:filled], ())
+
+    def add_tensor(self, tensor: Tensor) -> None:
+        """Adds a whole tensor at once, in the order of its indices."""
+        self.add(tensor.detach().reshape(-1))
+        self.end_tensor()
+
+    def result(self) -> Tensor:
+        """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host, which waits for the device once."""
+        return rounded_root(self.sum_of_squares())
+
+    def sum_of_squares(self) -> float:
+        """The sum so far, in fp64."""
+        assert not self._filled, "inside a tensor: end_tensor() first"
+        return sum_left_to_right(self._numbers)
+
+    def _collect(self, part: Tensor, factors: Sequence[Tensor], *, is_here: bool) -> None:
+        """Keeps a part of a block, which ends where the block does or before, and sums the block when it is whole."""
+        target = self._collected[self._filled : self._filled + part.numel()]
+        if is_here:
+            numbers, in_memory = factor_arguments(factors, self._device)
+            launch(kernels.put_kernel, (target, part), None, numbers, in_memory=in_memory, adds=False)
+        else:
+            target.copy_(part)
+            for factor in factors:
+                target.mul_(factor)
+        self._filled += part.numel()
+        if self._filled == BLOCK_NUMEL:
+            self.end_tensor()
+
+    def _sum(self, part: Tensor, factors: Sequence[Tensor]) -> None:
+        """Adds blocks to the total, of which the last one may be cut."""
+        numbers, in_memory = factor_arguments(factors, self._device)
+        with current(self._device):
+            for span in blocks(part.numel(), of=_SPAN_NUMEL):
+                numel = span.stop - span.start
+                n_subtrees, n_blocks = -(-numel // _SUBTREE_NUMEL), -(-numel // BLOCK_NUMEL)
+                sums = torch.empty(n_blocks, dtype=torch.float64, device=self._device)
+                kernels.subtrees_kernel[(n_subtrees,)](
+                    part[span],
+                    numel,
+                    numbers,
+                    self._subtrees,
+                    in_memory=in_memory,
+                    levels=kernels.SUBTREE_LEVELS,
+                    **kernels.OPTIONS,
+                )
+                kernels.trees_kernel[(n_blocks,)](
+                    self._subtrees, n_subtrees, sums, levels=_TREE_LEVELS, **kernels.OPTIONS
+                )
+                self._numbers.append(sums)

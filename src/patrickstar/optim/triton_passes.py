@@ -1,0 +1,114 @@
+"""Passes over planes on a GPU, by Triton: one launch each. Imports triton: only `choose_kernels` imports this, where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from patrickstar.optim import triton_kernels as kernels
+from patrickstar.optim.hyper import Coefficients, Hyper
+from patrickstar.optim.norm import Norm
+from patrickstar.optim.triton_launch import WIDENED, factor_arguments, launch
+from patrickstar.optim.triton_norm import TritonNorm
+
+__all__ = ["TritonPasses"]
+
+
+class TritonPasses:
+    """Passes by the kernels of `triton_kernels.py`. Each queues its work on the current stream and waits for nothing."""
+
+    name = "triton"
+
+    @torch.no_grad()
+    def update(
+        self,
+        weight: Tensor,
+        rest: Tensor | None,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        step: int,
+        hyper: Hyper,
+        factors: Sequence[Tensor] = (),
+    ) -> None:
+        assert weight.dtype is (torch.float32 if rest is None else torch.bfloat16), f"a weight of {weight.dtype}"
+        assert rest is None or rest.dtype is torch.int16, f"lower halves of masters of {rest.dtype}"
+        assert grad.dtype in WIDENED, f"a gradient of {grad.dtype}"
+        assert exp_avg.dtype is exp_avg_sq.dtype is torch.float32, f"averages of {exp_avg.dtype}, {exp_avg_sq.dtype}"
+        assert step >= 1, f"step {step}: the first update is number 1"
+        scalars = Coefficients.at(hyper, step)
+        is_nearer_grad = not abs(scalars.blend) < 0.5  # Note [Lerp] in kernel.py
+        numbers, in_memory = factor_arguments(factors, weight.device)
+        launch(
+            kernels.update_kernel,
+            (weight, rest, grad, exp_avg, exp_avg_sq),
+            numbers,
+            scalars.shrink,
+            scalars.l2,
+            scalars.blend - 1.0 if is_nearer_grad else scalars.blend,
+            scalars.keep_sq,
+            scalars.add_sq,
+            scalars.root,
+            scalars.eps,
+            scalars.move,
+            in_memory=in_memory,
+            is_nearer_grad=is_nearer_grad,
+        )
+
+    @torch.no_grad()
+    def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
+        if _can_put(source, target):
+            launch(kernels.put_kernel, (target, source), None, (), in_memory=(), adds=adds)
+        elif adds:
+            target.add_(source)
+        else:
+            target.copy_(source)
+
+    @torch.no_grad()
+    def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
+        if not _can_put(source, target):
+            self.put(target, source, adds=adds)
+            return self.is_finite(target)
+        is_finite = _flag(target.device)
+        launch(kernels.put_kernel, (target, source), is_finite, (), in_memory=(), adds=adds)
+        return is_finite
+
+    @torch.no_grad()
+    def is_finite(self, piece: Tensor) -> Tensor:
+        assert piece.dtype in WIDENED, f"a piece of {piece.dtype}"
+        is_finite = _flag(piece.device)
+        launch(kernels.is_finite_kernel, (piece,), is_finite)
+        return is_finite
+
+    @torch.no_grad()
+    def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
+        _check_halves(weight, rest, master)
+        launch(kernels.split_kernel, (master, weight, rest))
+
+    @torch.no_grad()
+    def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
+        _check_halves(weight, rest, master)
+        launch(kernels.join_kernel, (weight, rest, master))
+
+    def norm(self, device: torch.device | None) -> Norm:
+        assert device is not None, "a norm of the host's is another family's"
+        return TritonNorm(device)
+
+
+def _can_put(source: Tensor, target: Tensor) -> bool:
+    """Tells whether a kernel reads the source. What comes over a link, or has a type that no plane has, is torch's to copy."""
+    assert target.dtype in WIDENED, f"a plane of {target.dtype}"
+    return source.device == target.device and source.dtype in WIDENED
+
+
+def _flag(device: torch.device) -> Tensor:
+    """A number of no dimensions that says "finite" until a kernel has found something else."""
+    return torch.ones((), dtype=torch.int32, device=device)
+
+
+def _check_halves(weight: Tensor, rest: Tensor, master: Tensor) -> None:
+    found = (weight.dtype, rest.dtype, master.dtype)
+    assert found == (torch.bfloat16, torch.int16, torch.float32), f"halves and a master of {found}"
