@@ -62,7 +62,7 @@ SIXTEEN_BITS = (
     ),
     Mutant(
         name="a-nan-is-no-overflow",
-        file="step/overflow.py",
+        file="optim/passes.py",
         old="torch.isfinite(least) & torch.isfinite(most)",
         new="~torch.isinf(least) & ~torch.isinf(most)",
         tests=(f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",),

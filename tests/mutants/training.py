@@ -61,16 +61,16 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-first-gradient-is-added-to-zeros",
-        file="step/gradients.py",
-        old="target.copy_(piece)",
-        new="target.zero_().add_(piece)",
+        file="optim/passes.py",
+        old="target.copy_(source)",
+        new="target.zero_().add_(source)",
         tests=(f"{FAULTS}::test_a_gradient_of_negative_zero_stays_negative",),
     ),
     Mutant(
         name="a-second-gradient-takes-the-place-of-the-first",
-        file="step/gradients.py",
-        old="            target.add_(piece)",
-        new="            target.copy_(piece)",
+        file="optim/passes.py",
+        old="            target.add_(source)",
+        new="            target.copy_(source)",
         tests=(f"{GRADIENTS}::test_gradients_of_several_backwards_add_up[True]",),
     ),
     Mutant(

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 import torch
 
 from patrickstar.errors import ConfigError, nearest
+from patrickstar.optim.agreement import differences
 from patrickstar.optim.fma import Emulated, fusing_operations
 from patrickstar.optim.fused import VECTOR_NUMEL, Fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.passes import Passes, TorchPasses
 from patrickstar.optim.reference import Reference
 
 __all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "choose_kernels", "keeps_the_definition"]
@@ -55,12 +57,39 @@ def choose_kernel(requested: str | None = None) -> Kernel:
     return Reference()
 
 
-def choose_kernels(device: torch.device) -> Mapping[str, Kernel]:
-    """Kernels by type of device, for a session that computes there: the host's, and that of a device in torch's operations."""
-    kernels = {"cpu": choose_kernel()}
+def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
+    """Passes by type of device, for a session that computes there: the host's, and that device's.
+
+    On an NVIDIA GPU those are Triton's, where they can be compiled and give the definition's bits; else the definition in torch's operations, with a
+    warning. Any other device, such as one that tests bring, has torch's operations.
+    """
+    passes: dict[str, Passes] = {"cpu": TorchPasses(choose_kernel())}
     if device.type != "cpu":
-        kernels[device.type] = Reference(operations=fusing_operations(device))
-    return kernels
+        on_gpu = _triton_passes(device) if device.type == "cuda" and torch.version.cuda is not None else None
+        passes[device.type] = on_gpu or TorchPasses(Reference(operations=fusing_operations(device)))
+    return passes
+
+
+def _triton_passes(device: torch.device) -> Passes | None:
+    """Triton's passes, where they do what they should on this GPU; None, and a warning why, where they do not."""
+    try:
+        # Neither triton nor the C compiler that it calls is everywhere: it comes with builds of torch for CUDA only.
+        from patrickstar.optim.triton_passes import TritonPasses  # noqa: PLC0415
+
+        passes = TritonPasses()
+        wrong = differences(passes, device)
+    except Exception as error:  # whatever fails in a compiler, an import or a driver: the definition needs none of them
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    else:
+        if not wrong:
+            return passes
+        why = "other bits than the definition in: " + ", ".join(wrong)
+    _log.warning(
+        "Triton's kernels cannot be used on %s (%s): torch's operations update there instead, with the same bits, in many passes over memory",
+        device,
+        why,
+    )
+    return None
 
 
 @torch.no_grad()

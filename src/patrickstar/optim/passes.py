@@ -1,7 +1,7 @@
 """Passes over planes: all that a step does to every element where it lies, by one family of kernels for each type of device.
 
-Families differ in speed, never in a bit: `TorchPasses` is the definition in torch's operations, on the host and wherever nothing faster is; `triton_passes.py`
-is for GPUs. `choose_kernels` decides which is used, once for each session; nobody else asks.
+Families differ in speed, never in a bit: `TorchPasses` is the definition in torch's operations, on the host and wherever nothing faster is;
+`triton_passes.py` is for GPUs. `choose_kernels` decides which is used, once for each session; nobody else asks.
 
 NaN: what is NaN in one family is NaN in the other. Which one is defined where halves of a master are written (`masters.py`), and nowhere else: a GPU
 makes 0x7FFFFFFF of all in fp32, and processors differ too.
@@ -25,7 +25,7 @@ __all__ = ["Passes", "TorchPasses"]
 
 
 class Passes(Protocol):
-    """Passes over planes that lie on one device. None waits for it. All tensors are flat, and planes are contiguous, of any length, at any address."""
+    """Passes over planes that lie on one device. None waits for it. All tensors are flat and contiguous, of any length, at any address."""
 
     name: str
 

@@ -1,16 +1,18 @@
 """Triton kernels of the optimizer: one pass over the planes each. The one module that imports triton, and imported only where a GPU is used.
 
-Whoever launches them passes `OPTIONS`. What fuses a multiplication with an addition is written `tl.fma`, at the places of the definition in `kernel.py`;
-all other operations round by themselves, to nearest, with subnormal numbers:
+Note [Rounding on a GPU]
+------------------------
+Exactly where the definition in `kernel.py` has an fma, a product is added without being rounded: there `tl.fma` is written. All other operations
+round by themselves, to nearest, and keep subnormal numbers:
 
-- `enable_fp_fusion=False`: by default `x * y + z` is contracted, by LLVM and once more by ptxas;
+- `OPTIONS` has `enable_fp_fusion=False`: by default `x * y + z` is contracted, by LLVM and once more by ptxas;
 - `tl.div_rn`, `tl.sqrt_rn`: `/` and `tl.sqrt` are approximate;
-- NaN: an operation on fp32 gives the one NaN 0x7FFFFFFF on a GPU, whatever went in. Where a bit pattern is written (a split master), it is the definition's.
+- of whatever NaN an operation on fp32 makes 0x7FFFFFFF. Where halves of a master or bf16 are written, a NaN has torch's bits and its own sign.
 
 Note [Offsets]
 --------------
 A launch covers at most `LAUNCH_NUMEL` elements: offsets in bytes stay below 2**31, in a kernel and in what a compiler makes of it. The host goes from
-one launch to the next with slices, whose offsets have 64 bits (`triton_passes.spans`).
+one launch to the next with slices, whose offsets have 64 bits (`triton_launch.py`).
 
 Note [Variants]
 ---------------
@@ -39,6 +41,8 @@ SUBTREE_LEVELS = 7
 OPTIONS = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
 """Options that every launch and every compilation has."""
 
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-0x80000000)
 _NAN = tl.constexpr(0x7FC00000)
 
@@ -63,22 +67,26 @@ def joined(weights, rests):
 
 
 @triton.jit
+def bits_of(values):
+    """The bits of fp32 values; of a NaN those of torch's, with its sign."""
+    bits = values.to(tl.int32, bitcast=True)
+    return tl.where((bits & _MAGNITUDE) > _INFINITY, (bits & _SIGN) | _NAN, bits)
+
+
+@triton.jit
 def rounded_away(masters):
-    """Halves of masters: bf16 rounded to nearest, ties away from zero, and the rest. A NaN is torch's, with its sign, and has no rest."""
-    bits = masters.to(tl.int32, bitcast=True)
-    bits = tl.where(masters != masters, (bits & _SIGN) | _NAN, bits)
+    """Halves of masters: bf16 rounded to nearest, ties away from zero, and the rest. A NaN has no rest."""
+    bits = bits_of(masters)
     weights = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return weights, bits.to(tl.int16)
 
 
 @triton.jit
 def rounded_to_even(values, dtype: tl.constexpr):
-    """fp32 values in another type, rounded to nearest, ties to even. bf16 in its bits, NaN as torch's with its sign: Triton's interpreter truncates."""
+    """fp32 values in another type, rounded to nearest, ties to even. bf16 by its bits: of a cast to it, Triton's interpreter truncates."""
     if dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-        rounded = tl.where(values != values, (bits & _SIGN) | _NAN, rounded)
-        return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        bits = bits_of(values)  # a NaN's lower half is 0, and stays a NaN's
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return values.to(dtype)
 
@@ -86,7 +94,7 @@ def rounded_to_even(values, dtype: tl.constexpr):
 @triton.jit
 def flag_overflow(values, mask, is_finite):
     """Writes 0 at the address `is_finite` where one of the values is Inf or NaN. All programs write the same."""
-    overflows = mask & (tl.abs(values) < float("inf")).logical_not()
+    overflows = mask & ((values.to(tl.int32, bitcast=True) & _INFINITY) == _INFINITY)
     if tl.max(overflows.to(tl.int32), axis=0) != 0:
         tl.store(is_finite, 0)
 
@@ -114,8 +122,8 @@ def update_kernel(
 ):
     """An update of AdamW or Adam: the formulas of `kernel.py`, line by line.
 
-    Where `rest` is None, weights are fp32; else they are the upper halves of the masters. `shrink` and `l2` are None without that decay. `blend` is what
-    goes into the product: from the gradient's end (Note [Lerp]) that is f(f(1 - b1) - 1).
+    Where `rest` is None, weights are fp32; else they are the upper halves of the masters. `shrink` and `l2` are None without that decay.
+    `blend` is what goes into the product: from the gradient's end (Note [Lerp]) that is f(f(1 - b1) - 1).
     """
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
     mask = offsets < numel
@@ -150,7 +158,9 @@ def update_kernel(
 
 
 @triton.jit
-def put_kernel(target, source, numel, is_finite, factors, in_memory: tl.constexpr, adds: tl.constexpr, block_numel: tl.constexpr):
+def put_kernel(
+    target, source, numel, is_finite, factors, in_memory: tl.constexpr, adds: tl.constexpr, block_numel: tl.constexpr
+):
     """Values times factors, added to what is there or written over it, in fp32, then rounded to the target's type, ties to even.
 
     Where `is_finite` is no None, it tells of what the target then holds.
@@ -206,7 +216,7 @@ def added_neighbours(values, levels: tl.constexpr, width: tl.constexpr):
 
 @triton.jit
 def subtrees_kernel(piece, numel, factors, subtrees, in_memory: tl.constexpr, levels: tl.constexpr):
-    """The lower levels of the norm's tree: from 2**levels rows of 16 elements of a piece a row of sums of squares, fp64. Zeros stand beyond the end."""
+    """The lower levels of the norm's tree: from 2**levels rows of 16 elements a row of sums of squares, fp64. Zeros stand beyond the end."""
     program = tl.program_id(0)
     offsets = (program << levels) * 16 + tl.arange(0, 1 << levels)[:, None] * 16 + tl.arange(0, 16)[None, :]
     values = scaled(tl.load(piece + offsets, mask=offsets < numel, other=0.0), factors, in_memory).to(tl.float64)

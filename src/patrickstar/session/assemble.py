@@ -305,7 +305,7 @@ def _build_session(
         shortage = OutOfMemory(executor, stretches, budgets)
         tell_when_out_of_memory(budgets.stream_device, shortage)
     weights = Weights(binding, layout, executor, late_planes)
-    passes = choose_kernels(budgets.device)
+    passes = {} if original is None else choose_kernels(budgets.device)  # without an optimizer there are no gradients
     in_chunks = Gradients(
         layout,
         executor,

@@ -1,0 +1,76 @@
+"""Agreement of passes with the definition, on a small sample, before a session relies on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from patrickstar.optim.fma import Emulated
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.norm import BLOCK_NUMEL
+from patrickstar.optim.passes import Passes, TorchPasses
+from patrickstar.optim.reference import Reference
+
+__all__ = ["differences"]
+
+_NUMEL = 4_099  # several programs of a kernel, and a tail
+_FORMATS = ((False, torch.float32), (True, torch.bfloat16), (True, torch.float16), (False, torch.float16))
+_VARIANTS = ((True, 0.9), (False, 0.9), (True, 0.25))
+
+
+@torch.no_grad()
+def differences(passes: Passes, device: torch.device) -> list[str]:
+    """The names of passes that have other bits on this device than the definition; none where all agree. Waits for the device.
+
+    Compared are updates from gradients of each type, of whole and of split masters, with factors on the device and on the host; gradients that are
+    written and added, with an overflow and without; and the norm over several blocks.
+    """
+    host = torch.device("cpu")
+    definition = TorchPasses(Reference(operations=Emulated()))
+    pairs = zip(_outcomes(definition, host), _outcomes(passes, device), strict=True)
+    return [
+        name for (name, want), (_, got) in pairs if not torch.equal(got.cpu().view(torch.int32), want.view(torch.int32))
+    ]
+
+
+def _outcomes(passes: Passes, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """What each pass makes of the sample, fp32, under its name."""
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    sample = torch.randn(4, _NUMEL, generator=generator, device="cpu", dtype=torch.float32).to(device)
+    sample[3].abs_()
+    factors = (torch.tensor(0.7, device=device), torch.tensor(1 / 3, device="cpu"))
+    for is_split, dtype in _FORMATS:
+        for decoupled, beta1 in _VARIANTS:
+            hyper = Hyper(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
+            master, grad, exp_avg, exp_avg_sq = sample.clone()
+            narrow, averages = grad.to(dtype), (exp_avg, exp_avg_sq)
+            used = factors if dtype is torch.bfloat16 else factors[:1] if is_split else ()
+            if is_split:
+                weight, rest = (
+                    torch.empty_like(master, dtype=torch.bfloat16),
+                    torch.empty_like(master, dtype=torch.int16),
+                )
+                passes.split(master, weight, rest)
+                passes.update(weight, rest, narrow, *averages, step=3, hyper=hyper, factors=used)
+                passes.join(weight, rest, master)
+            else:
+                passes.update(master, None, narrow, *averages, step=3, hyper=hyper, factors=used)
+            yield f"update, {is_split=}, {dtype}, {decoupled=}, {beta1=}", torch.stack([master, *averages])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        target = sample[0].to(dtype)
+        flags = [
+            passes.put_and_look(target, sample[1], adds=True),
+            passes.put_and_look(target, sample[2].half(), adds=False),
+        ]
+        yield f"gradients in {dtype}", torch.cat([target.float(), torch.stack(flags).float()])
+        target[77] = torch.nan
+        yield f"overflow in {dtype}", passes.is_finite(target).float()
+    norm = passes.norm(device)
+    long = sample.reshape(-1).repeat(10)  # two blocks and a part of a third
+    norm.add(long[:1_001])
+    norm.add(long[1_001:], factors)
+    norm.end_tensor()
+    assert long.numel() > 2 * BLOCK_NUMEL
+    yield "norm", norm.result()
