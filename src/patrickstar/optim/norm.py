@@ -34,6 +34,10 @@ class Norm(Protocol):
         """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host. NaN or Inf where a gradient is."""
         ...
 
+    def sum_of_squares(self) -> float:
+        """The sum so far, in fp64."""
+        ...
+
 
 class GlobalNorm:
     """Adds up squares tensor by tensor, so that no two gradients need be in memory at once. `docs/bits.md` has the definition.

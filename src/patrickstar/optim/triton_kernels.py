@@ -48,9 +48,24 @@ _NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
+def shifted_up(weights):
+    """The bits of bf16 values, widened to fp32."""
+    return weights.to(tl.int16, bitcast=True).to(tl.int32) << 16
+
+
+@triton.jit
+def widened(values):
+    """Values in fp32. bf16 by its bits: of a cast, Triton's interpreter loses subnormal numbers."""
+    if values.dtype == tl.bfloat16:
+        return shifted_up(values).to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
 def scaled(values, factors, in_memory: tl.constexpr):
     """Values in fp32, multiplied with the factors in their order: each an fp32 number, or the address of one where `in_memory` says so."""
-    values = values.to(tl.float32)
+    values = widened(values)
     for index in tl.static_range(len(in_memory)):
         if in_memory[index]:
             values = values * tl.load(factors[index])
@@ -62,8 +77,7 @@ def scaled(values, factors, in_memory: tl.constexpr):
 @triton.jit
 def joined(weights, rests):
     """Masters from their halves: the bits of the weight, shifted up, plus the rest. The inverse of `rounded_away`."""
-    bits = weights.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return (bits + rests.to(tl.int32)).to(tl.float32, bitcast=True)
+    return (shifted_up(weights) + rests.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -169,11 +183,11 @@ def put_kernel(
     mask = offsets < numel
     values = scaled(tl.load(source + offsets, mask=mask, other=0.0), factors, in_memory)
     if adds:
-        values = tl.load(target + offsets, mask=mask, other=0.0).to(tl.float32) + values
+        values = widened(tl.load(target + offsets, mask=mask, other=0.0)) + values
     kept = rounded_to_even(values, target.dtype.element_ty)
     tl.store(target + offsets, kept, mask=mask)
     if is_finite is not None:
-        flag_overflow(kept.to(tl.float32), mask, is_finite)
+        flag_overflow(widened(kept), mask, is_finite)
 
 
 @triton.jit
@@ -181,7 +195,7 @@ def is_finite_kernel(piece, numel, is_finite, block_numel: tl.constexpr):
     """Looks for Inf and NaN in a piece."""
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
     mask = offsets < numel
-    flag_overflow(tl.load(piece + offsets, mask=mask, other=0.0).to(tl.float32), mask, is_finite)
+    flag_overflow(widened(tl.load(piece + offsets, mask=mask, other=0.0)), mask, is_finite)
 
 
 @triton.jit
