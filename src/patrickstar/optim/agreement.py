@@ -59,7 +59,7 @@ def _outcomes(passes: Passes, device: torch.device) -> Iterator[tuple[str, Tenso
                 passes.update(master, None, narrow, *averages, step=3, hyper=hyper, factors=used)
             yield f"update, {is_split=}, {dtype}, {decoupled=}, {beta1=}", torch.stack([master, *averages])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        target = sample[0].to(dtype)
+        target = sample[0].to(dtype, copy=True)
         for adds, source in ((True, sample[1]), (False, sample[2].half())):
             flag = passes.put_and_look(target, source, adds=adds)
             yield f"gradients in {dtype}, {adds=}", torch.cat([target.float(), flag.float()[None]])
