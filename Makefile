@@ -10,6 +10,8 @@ OPTIONS = -q -n $(JOBS) --dist loadgroup
 PYTEST = $(BIN)/python -m pytest $(OPTIONS)
 # device="cuda", on a device that the tests compile and load before torch: processes of their own.
 CUDATEST = $(BIN)/python -m tests.accelerator $(OPTIONS)
+# Triton's kernels, by its interpreter and its compiler, with a Triton of their own: processes of their own.
+TRITONTEST = $(BIN)/python -m tests.triton $(OPTIONS)
 
 .PHONY: train test test-fast test-full coverage limits plans check format mutants bench bench-step clean
 
@@ -37,6 +39,7 @@ test-fast: $(STAMP)
 test-full: $(STAMP_FULL)
 	$(PYTEST)
 	$(CUDATEST)
+	$(TRITONTEST)
 
 # Branches that were taken before and are not any more, by all of `make test-full`.
 coverage: $(STAMP_FULL)

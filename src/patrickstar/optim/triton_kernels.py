@@ -5,7 +5,7 @@ Note [Rounding on a GPU]
 Exactly where the definition in `kernel.py` has an fma, a product is added without being rounded: there `tl.fma` is written. All other operations
 round by themselves, to nearest, and keep subnormal numbers:
 
-- `OPTIONS` has `enable_fp_fusion=False`: by default `x * y + z` is contracted, by LLVM and once more by ptxas;
+- options have `enable_fp_fusion=False`: by default `x * y + z` is contracted, by LLVM and once more by ptxas;
 - `tl.div_rn`, `tl.sqrt_rn`: `/` and `tl.sqrt` are approximate;
 - of whatever NaN an operation on fp32 makes 0x7FFFFFFF. Where halves of a master or bf16 are written, a NaN has torch's bits and its own sign.
 
@@ -27,7 +27,7 @@ from types import MappingProxyType
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK_NUMEL", "LAUNCH_NUMEL", "OPTIONS", "SUBTREE_LEVELS"]
+__all__ = ["BLOCK_NUMEL", "LAUNCH_NUMEL", "OPTIONS", "SUBTREE_LEVELS", "TREE_OPTIONS"]
 
 BLOCK_NUMEL = 1_024
 """Elements of one program: 8 a thread, with 4 warps, so that 16 bits an element make loads of 16 bytes."""
@@ -36,10 +36,13 @@ LAUNCH_NUMEL = 1 << 28
 """Elements of one launch. See Note [Offsets]."""
 
 SUBTREE_LEVELS = 7
-"""Levels of the norm's tree that one program adds up: of 128 rows, of 16 elements each. Another one adds up the other five of a block."""
+"""Levels of the norm's tree that one program adds up: of 128 rows, of 16 elements each. Another one adds up a block's other five."""
 
 OPTIONS = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
-"""Options that every launch and every compilation has."""
+"""Options of a launch."""
+
+TREE_OPTIONS = MappingProxyType({**OPTIONS, "num_warps": 1})
+"""Options of a launch for the norm's tree. Of several warps each would add up the whole tree: the layout of its last row is the layout of all."""
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -238,14 +241,22 @@ def subtrees_kernel(piece, numel, factors, subtrees, in_memory: tl.constexpr, le
 
 
 @triton.jit
-def trees_kernel(subtrees, n_subtrees, numbers, levels: tl.constexpr):
-    """The upper levels: from 2**levels rows of a block its number. Rows of zeros stand beyond the end."""
+def trees_kernel(subtrees, n_subtrees, rows, levels: tl.constexpr):
+    """The upper levels: from 2**levels rows of a block, its last row. Rows of zeros stand beyond the end."""
     program = tl.program_id(0)
-    rows = (program << levels) + tl.arange(0, 1 << levels)[:, None]
-    offsets = rows * 16 + tl.arange(0, 16)[None, :]
-    values = added_neighbours(tl.load(subtrees + offsets, mask=rows < n_subtrees, other=0.0), levels, 16)
+    row = (program << levels) + tl.arange(0, 1 << levels)[:, None]
+    values = tl.load(subtrees + row * 16 + tl.arange(0, 16)[None, :], mask=row < n_subtrees, other=0.0)
+    tl.store(rows + program * 16 + tl.arange(0, 16), added_neighbours(values, levels, 16))
+
+
+@triton.jit
+def numbers_kernel(rows, numbers, n_blocks, block_numel: tl.constexpr):
+    """The numbers of blocks: the halves of their last rows are added, and theirs, until one number is left."""
+    block = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    offsets = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    values = tl.load(rows + offsets, mask=block[:, None] < n_blocks, other=0.0)
     for level in tl.static_range(4):
-        halves = tl.permute(tl.reshape(values, (2, 8 >> level)), (1, 0))
-        left, right = tl.split(halves)
+        halves = tl.reshape(values, (block_numel, 2, 8 >> level))
+        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
         values = left + right
-    tl.store(numbers + program + tl.arange(0, 1), values)
+    tl.store(numbers + block, tl.reshape(values, (block_numel,)), mask=block < n_blocks)

@@ -17,6 +17,7 @@ __all__ = ["TritonNorm"]
 _SUBTREE_NUMEL = 16 << kernels.SUBTREE_LEVELS
 _TREE_LEVELS = 12 - kernels.SUBTREE_LEVELS  # a block is 2**12 rows of 16
 _SPAN_NUMEL = 1 << 24  # summed by one launch: 1 MiB of scratch
+_NUMBERS = 32  # of blocks, by one program: one of each thread
 
 
 class TritonNorm:
@@ -29,6 +30,7 @@ class TritonNorm:
         self._device = device
         self._collected = torch.empty(BLOCK_NUMEL, device=device)
         self._subtrees = torch.empty(_SPAN_NUMEL // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=device)
+        self._rows = torch.empty(_SPAN_NUMEL // BLOCK_NUMEL * 16, dtype=torch.float64, device=device)
         self._filled = 0
         self._numbers: list[Tensor] = []
 
@@ -84,22 +86,25 @@ class TritonNorm:
 
     def _sum(self, part: Tensor, factors: Sequence[Tensor]) -> None:
         """Adds blocks to the total, of which the last one may be cut."""
-        numbers, in_memory = factor_arguments(factors, self._device)
+        scales, in_memory = factor_arguments(factors, self._device)
         with current(self._device):
             for span in blocks(part.numel(), of=_SPAN_NUMEL):
                 numel = span.stop - span.start
                 n_subtrees, n_blocks = -(-numel // _SUBTREE_NUMEL), -(-numel // BLOCK_NUMEL)
-                sums = torch.empty(n_blocks, dtype=torch.float64, device=self._device)
+                numbers = torch.empty(n_blocks, dtype=torch.float64, device=self._device)
                 kernels.subtrees_kernel[(n_subtrees,)](
                     part[span],
                     numel,
-                    numbers,
+                    scales,
                     self._subtrees,
                     in_memory=in_memory,
                     levels=kernels.SUBTREE_LEVELS,
-                    **kernels.OPTIONS,
+                    **kernels.TREE_OPTIONS,
                 )
                 kernels.trees_kernel[(n_blocks,)](
-                    self._subtrees, n_subtrees, sums, levels=_TREE_LEVELS, **kernels.OPTIONS
+                    self._subtrees, n_subtrees, self._rows, levels=_TREE_LEVELS, **kernels.TREE_OPTIONS
                 )
-                self._numbers.append(sums)
+                kernels.numbers_kernel[(-(-n_blocks // _NUMBERS),)](
+                    self._rows, numbers, n_blocks, block_numel=_NUMBERS, **kernels.TREE_OPTIONS
+                )
+                self._numbers.append(numbers)

@@ -146,6 +146,10 @@ def test_gradients_are_added_by_one_rounded_addition(
         target, source = plane(kept, place), plane(comes, place)
         TritonPasses().put(target, source, adds=adds)
         TritonPasses().put_and_look(target, source, adds=adds)
+    if adds and kept is comes is torch.float16:
+        # In fp16, mostly two at once: the sum in fp32 of two fp16 numbers, rounded to fp16, is their sum rounded once.
+        assert {name for each in launched for name in each.arithmetic()} == {"add.rn.f16", "add.rn.f16x2"}
+        return
     assert [each.each(BLOCK) for each in launched] == [{"add.rn.f32": 1} if adds else {}] * 2 * len(PLACES)
     for each in launched:
         narrowing = re.findall(r"cvt\.\S*f16\S*\.f32", each.ptx)
@@ -174,16 +178,18 @@ def test_the_norm_adds_and_squares_in_fp64_and_fuses_nothing(
     for start in (0, 1):
         norm.add(torch.zeros(start + 70_000, dtype=dtype)[start:], [torch.tensor(0.5)] * n_factors)
     norm.end_tensor()
-    subtrees = [each for each in launched if each.name == "subtrees_kernel"]
-    trees = [each for each in launched if each.name == "trees_kernel"]
-    assert (len(subtrees), len(trees)) == (3, 3)
-    squares = (16 << kernels.SUBTREE_LEVELS) // 128
-    for each in subtrees:
-        counts = each.arithmetic()
-        assert counts.pop("mul.rn.f64") == squares
-        assert counts.pop("mul.rn.f32", 0) in {0, n_factors * squares}
-        assert set(counts) == {"add.rn.f64"}
-    assert all(set(each.arithmetic()) == {"add.rn.f64"} for each in trees)
+    by_name = {
+        name: [each for each in launched if each.name == name]
+        for name in ("subtrees_kernel", "trees_kernel", "numbers_kernel")
+    }
+    assert [len(found) for found in by_name.values()] == [3, 3, 3]
+    # A warp has 2,048 elements, 32 rows of 16, or 32 rows of 16 of which each thread has one. In a row two threads add the last pairs.
+    squares = 2_048 // 32
+    for each in by_name["subtrees_kernel"]:
+        factors = {"mul.rn.f32": n_factors * squares} if n_factors and "mul.rn.f32" in each.ptx else {}
+        assert each.arithmetic() == {"mul.rn.f64": squares, "add.rn.f64": squares, **factors}
+    assert all(set(each.arithmetic()) == {"add.rn.f64"} for each in by_name["trees_kernel"])
+    assert all(each.arithmetic() == {"add.rn.f64": 15} for each in by_name["numbers_kernel"])
 
 
 def test_by_default_the_update_would_be_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
