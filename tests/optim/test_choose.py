@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from patrickstar.errors import ConfigError
-from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim import choose
+from patrickstar.optim.choose import choose_kernel, choose_kernels
 from patrickstar.optim.fused import Fused
 from patrickstar.optim.reference import Reference
 
@@ -42,6 +43,24 @@ def test_an_unknown_kernel_is_refused_with_the_nearest_name(value, nearest, monk
 def test_what_is_asked_for_by_argument_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("PATRICKSTAR_ISA", "neon")
     assert choose_kernel("torch").name in {"torch", "reference"}
+
+
+def test_on_the_host_there_are_passes_of_the_host_only():
+    passes = choose_kernels(torch.device("cpu"))
+    assert {device: each.name for device, each in passes.items()} == {"cpu": choose_kernel().name}
+    assert "patrickstar.optim.triton_kernels" not in sys.modules, "triton is imported where a GPU is used"
+
+
+def test_on_a_gpu_without_triton_torchs_operations_update_and_a_warning_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(choose, "fusing_operations", lambda device: None)
+    monkeypatch.setitem(sys.modules, "triton", None)  # an import of it fails
+    with caplog.at_level(logging.WARNING, logger="patrickstar"):
+        passes = choose_kernels(torch.device("cuda", 0))
+    assert passes["cuda"].name == "reference"
+    (message,) = caplog.messages
+    assert message.startswith("Triton's kernels cannot be used on cuda:0 (ModuleNotFoundError")
+    assert "the same bits" in message
 
 
 @pytest.mark.parametrize("spoiled", ["exp_avg_sq", "weight", "l2"])

@@ -1,0 +1,79 @@
+"""Passes in torch's operations: each format by the kernel that it is for, and what is found not to be finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.masters import join, split
+from patrickstar.optim.norm import GlobalNorm
+from patrickstar.optim.passes import TorchPasses
+
+HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
+PASSES = TorchPasses(choose_kernel())
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factors", [(), (0.5, 1 / 3)])
+def test_every_format_has_the_update_of_the_widened_gradient(
+    is_split: bool, dtype: torch.dtype, factors: tuple[float, ...]
+) -> None:
+    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
+    exp_avg_sq.abs_()
+    grad, wide = grad.to(dtype), grad.to(dtype).to(torch.float32, copy=True)
+    for factor in factors:
+        wide.mul_(torch.tensor(factor))
+    want = [plane.clone() for plane in (master, exp_avg, exp_avg_sq)]
+    choose_kernel().update(want[0], wide, *want[1:], step=2, hyper=HYPER)
+
+    halves: tuple[Tensor, Tensor | None] = (master, None)
+    if is_split:
+        halves = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16)
+        PASSES.split(master, *halves)
+    scales = [torch.tensor(factor) for factor in factors]
+    PASSES.update(*halves, grad, exp_avg, exp_avg_sq, step=2, hyper=HYPER, factors=scales)
+    if is_split:
+        PASSES.join(*halves, master)
+    assert [torch.equal(*pair) for pair in zip((master, exp_avg, exp_avg_sq), want)] == [True] * 3
+
+
+def test_halves_are_those_of_the_split_master() -> None:
+    master = torch.randn(100)
+    ours, want = ((torch.empty(100, dtype=torch.bfloat16), torch.empty(100, dtype=torch.int16)) for _ in range(2))
+    PASSES.split(master, *ours)
+    split(master, *want)
+    assert all(torch.equal(*pair) for pair in zip(ours, want))
+    again = [torch.empty(100) for _ in range(2)]
+    PASSES.join(*ours, again[0])
+    join(*want, again[1])
+    assert torch.equal(*again)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1.0])
+def test_what_is_put_is_looked_at(adds: bool, bad: float) -> None:
+    target, source = torch.ones(3, dtype=torch.bfloat16), torch.tensor([2.0, bad, 3.0])
+    is_finite = PASSES.put_and_look(target, source, adds=adds)
+    assert target.tolist()[::2] == ([3.0, 4.0] if adds else [2.0, 3.0])
+    assert (is_finite.shape, bool(is_finite)) == ((), bad == 1.0)
+    assert bool(PASSES.is_finite(target)) == (bad == 1.0)
+
+
+def test_of_nothing_nothing_is_infinite() -> None:
+    assert bool(PASSES.is_finite(torch.empty(0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_of_the_gradient_times_its_factors(dtype: torch.dtype) -> None:
+    piece, factors = torch.randn(70_000).to(dtype), [torch.tensor(0.3), torch.tensor(1.7)]
+    norm, want = PASSES.norm(None), GlobalNorm()
+    norm.add(piece[:1_000], factors)
+    norm.add(piece[1_000:], factors)
+    norm.end_tensor()
+    want.add_tensor(piece.float() * factors[0] * factors[1])
+    assert norm.sum_of_squares() == want.sum_of_squares()
+    assert norm.result() == want.result()
