@@ -36,7 +36,7 @@ LAUNCH_NUMEL = 1 << 28
 """Elements of one launch. See Note [Offsets]."""
 
 SUBTREE_LEVELS = 7
-"""Levels of the norm's tree that one program adds up: of 128 rows, of 16 elements each. Another one adds up a block's other five."""
+"""Levels of the norm's tree that one program adds up, of 128 rows of 16 elements, twice. Another one adds up a block's other five."""
 
 OPTIONS = MappingProxyType({"num_warps": 4, "enable_fp_fusion": False})
 """Options of a launch."""
@@ -233,11 +233,16 @@ def added_neighbours(values, levels: tl.constexpr, width: tl.constexpr):
 
 @triton.jit
 def subtrees_kernel(piece, numel, factors, subtrees, in_memory: tl.constexpr, levels: tl.constexpr):
-    """The lower levels of the norm's tree: from 2**levels rows of 16 elements a row of sums of squares, fp64. Zeros stand beyond the end."""
+    """The lower levels of the norm's tree: from 2**levels rows of 16 elements a row of sums of squares, fp64. Zeros stand beyond the end.
+
+    A program has two such subtrees side by side, so that the last rows keep all threads of a warp busy.
+    """
     program = tl.program_id(0)
-    offsets = (program << levels) * 16 + tl.arange(0, 1 << levels)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    column = tl.arange(0, 32)[None, :]
+    subtree = program * 2 + column // 16
+    offsets = ((subtree << levels) + tl.arange(0, 1 << levels)[:, None]) * 16 + column % 16
     values = scaled(tl.load(piece + offsets, mask=offsets < numel, other=0.0), factors, in_memory).to(tl.float64)
-    tl.store(subtrees + program * 16 + tl.arange(0, 16), added_neighbours(values * values, levels, 16))
+    tl.store(subtrees + program * 32 + tl.arange(0, 32), added_neighbours(values * values, levels, 32))
 
 
 @triton.jit

@@ -92,7 +92,7 @@ class TritonNorm:
                 numel = span.stop - span.start
                 n_subtrees, n_blocks = -(-numel // _SUBTREE_NUMEL), -(-numel // BLOCK_NUMEL)
                 numbers = torch.empty(n_blocks, dtype=torch.float64, device=self._device)
-                kernels.subtrees_kernel[(n_subtrees,)](
+                kernels.subtrees_kernel[(-(-n_subtrees // 2),)](
                     part[span],
                     numel,
                     scales,
