@@ -36,7 +36,7 @@ def differences(passes: Passes, device: torch.device) -> list[str]:
 
 
 def _outcomes(passes: Passes, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """What each pass makes of the sample, fp32, under its name."""
+    """Results of each pass on the sample, under its name."""
     generator = torch.Generator(device="cpu").manual_seed(1)
     sample = torch.randn(4, _NUMEL, generator=generator, device="cpu", dtype=torch.float32).to(device)
     sample[3].abs_()

@@ -56,7 +56,7 @@ class Passes(Protocol):
         ...
 
     def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
-        """As `put`, and gives back what `is_finite` then says of the target."""
+        """Puts as `put` does, and gives back what `is_finite` then says of the target."""
         ...
 
     def is_finite(self, piece: Tensor) -> Tensor:

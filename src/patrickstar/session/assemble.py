@@ -300,10 +300,6 @@ def _build_session(
         choice=choice if gradients is GradientUse.CHUNK else replace(choice, apart=True),
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
-    shortage = None
-    if budgets.stream_device is not None:
-        shortage = OutOfMemory(executor, stretches, budgets)
-        tell_when_out_of_memory(budgets.stream_device, shortage)
     weights = Weights(binding, layout, executor, late_planes)
     passes = {} if original is None else choose_kernels(budgets.device)  # without an optimizer there are no gradients
     in_chunks = Gradients(
@@ -374,7 +370,7 @@ def _build_session(
                 parameter_dtypes={name: parameter.dtype for name, parameter in named.items()},
                 buffers=buffers,
                 host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
-                shortage=shortage,
+                shortage=_shortage(executor, stretches, budgets),
             )
         )
         if original is not None:
@@ -414,6 +410,15 @@ def _meter_bound(budgets: Budgets, *, set_aside: int) -> MeterBound | None:
         return None
     # On the host an operation's result is there before it is counted: some room is left for that.
     return MeterBound(machine.budget[machine.compute] - set_aside, enforced=machine.compute is Tier.DEVICE)
+
+
+def _shortage(executor: Executor, stretches: Stretches, budgets: Budgets) -> OutOfMemory | None:
+    """Who raises where a device has no memory in a step; to be kept for as long as that is wanted."""
+    if budgets.stream_device is None:
+        return None
+    found = OutOfMemory(executor, stretches, budgets)
+    tell_when_out_of_memory(budgets.stream_device, found)
+    return found
 
 
 def _escaped(binding: Binding, events: Events, masters_by_hand: MastersByHand, *, mixed: bool) -> EscapedMemory:
