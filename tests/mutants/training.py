@@ -200,7 +200,7 @@ TRAINING: tuple[Mutant, ...] = (
     Mutant(
         name="random-states-are-not-restored",
         file="session/saving.py",
-        old='rng.restore(state["rng"])',
+        old='rng.restore(state["rng"], self._binding.device)',
         new="pass",
         tests=(f"{RESUME}[emulated-emulated-chunk_sizes0]",),
     ),

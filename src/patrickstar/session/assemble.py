@@ -413,7 +413,7 @@ def _meter_bound(budgets: Budgets, *, set_aside: int) -> MeterBound | None:
 
 
 def _shortage(executor: Executor, stretches: Stretches, budgets: Budgets) -> OutOfMemory | None:
-    """Who raises where a device has no memory in a step; to be kept for as long as that is wanted."""
+    """An error for a device that has no memory in a step; to be kept for as long as that is wanted."""
     if budgets.stream_device is None:
         return None
     found = OutOfMemory(executor, stretches, budgets)
