@@ -6,8 +6,12 @@ What can only be asked of the test device (its schedule, its faults, its capacit
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -23,6 +27,7 @@ class GPU:
 
     def __init__(self) -> None:
         self.mapped: dict[int, int] = {}  # by address
+        self.most_mapped = 0
         self.registered: dict[int, int] = {}
         self.refuses_registration = False
 
@@ -61,7 +66,12 @@ class GPU:
     def pinned_bytes(self) -> int:
         return sum(self.registered.values())
 
-    def touch_host(self, *_: object) -> None: ...
+    def most_driver_bytes(self) -> int:
+        """The most that `driver_bytes` has been since this was last asked for."""
+        most, self.most_mapped = self.most_mapped, self.driver_bytes()
+        return most
+
+    def touch_host(self, *_: object, **__: object) -> None: ...
 
     @contextlib.contextmanager
     def watching_the_host(self) -> Iterator[None]:
@@ -81,6 +91,7 @@ class _Driver:
             result = int(function(*arguments))
             if result == 0 and name == "cuMemMap":
                 mapped[arguments[0].value] = arguments[1].value
+                self._gpu.most_mapped = max(self._gpu.most_mapped, sum(mapped.values()))
             elif result == 0 and name == "cuMemUnmap":
                 del mapped[arguments[0].value]
             return result
@@ -128,6 +139,15 @@ def notes_are_taken() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def libraries_have_their_workspaces() -> None:
+    """Products have been taken forward and backward, so that what cuBLAS keeps (32 MiB a thread and stream) is there before a session."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        left = torch.ones(64, 64, device="cuda", dtype=dtype, requires_grad=True)
+        torch.nn.functional.linear(left @ left, left, left[0]).sum().backward()
+    torch.cuda.synchronize()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_to_chance() -> Iterator[None]:
     """Plain PyTorch has the same bits twice: deterministic algorithms, and no TF32."""
@@ -138,3 +158,36 @@ def nothing_is_left_to_chance() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
     torch.use_deterministic_algorithms(False)
+
+
+# Time, and results as they come
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """No test begins after the limit that `python -m tests.gpu` gives a stage."""
+    if time.time() > float(os.environ.get("PATRICKSTAR_TESTS_UNTIL", "inf")):
+        pytest.skip("no time is left")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A line for each test, in the process that hears of all of them."""
+    log = os.environ.get("PATRICKSTAR_TESTS_LOG")
+    if log is None or "PYTEST_XDIST_WORKER" in os.environ or (report.passed and report.when != "call"):
+        return
+    line = {
+        "stage": os.environ.get("PATRICKSTAR_TESTS_STAGE", ""),
+        "test": report.nodeid,
+        "outcome": report.outcome,
+        "seconds": round(report.duration, 3),
+        "why": _why(report),
+        "measured": dict(report.user_properties),
+    }
+    with Path(log).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _why(report: pytest.TestReport) -> str:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return " ".join(str(crash.message if crash is not None else report.longrepr or "").split())

@@ -1,0 +1,90 @@
+"""Memory of a GPU stays within the budget, and is what was foreseen: slots as the driver maps them, and torch's allocations above what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from benchmarks.gpu.decoder import Decoder, Shape
+
+import patrickstar
+from tests.gpu import test_bits
+
+if TYPE_CHECKING:
+    from tests.gpu.plugin import GPU
+
+SHAPE = Shape(layers=6, width=1024, heads=16, kv_heads=8, inner=2816, vocab=8192)
+MIB = 1 << 20
+GRANULES = 4 * MIB  # what the driver maps at a time, at both ends
+
+
+def step(session: Any, model: torch.nn.Module, seed: int) -> None:
+    tokens = torch.randint(SHAPE.vocab, (4, 1024), generator=torch.Generator().manual_seed(seed)).cuda()
+    model(tokens, tokens.roll(-1, 1)).backward()
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("way", ["deferred", "in_backward"])
+@pytest.mark.parametrize("mib", [900, 1400, 2600])
+def test_what_is_measured_is_within_the_budget_and_near_what_was_foreseen(
+    mib: int, way: str, accelerator: GPU, record_property: Callable[..., None]
+) -> None:
+    with patrickstar.deferred_init():
+        model = Decoder(SHAPE)
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    with patrickstar.manage(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        device="cuda",
+        precision="bf16",
+        step=way,
+        device_memory=mib * MIB,
+    ) as session:
+        for number in range(3):
+            step(session, model, number)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        accelerator.most_driver_bytes()
+        for number in range(3, 6):
+            step(session, model, number)
+        torch.cuda.synchronize()
+        mapped, allocated = accelerator.most_driver_bytes(), torch.cuda.max_memory_allocated() - base
+        stats = session.stats()
+        record_property("foreseen_over_measured", stats.peak["device"] / (mapped + allocated))
+        record_property("bytes", {"mapped": mapped, "allocated": allocated, "peak": stats.peak["device"]})
+        record_property(
+            "steps", {"planned": stats.planned_steps, "reactive": stats.reactive_steps, "why": stats.reason}
+        )
+        assert mapped + allocated <= mib * MIB + GRANULES
+        assert stats.peak["device"] <= mib * MIB
+
+
+@pytest.mark.device_only
+def test_pinned_memory_is_of_the_size_that_was_asked_for(
+    accelerator: GPU, record_property: Callable[..., None]
+) -> None:
+    with patrickstar.deferred_init():
+        model = Decoder(SHAPE)
+    with patrickstar.manage(
+        model, torch.optim.AdamW(model.parameters()), device="cuda", precision="bf16", device_memory=900 * MIB
+    ) as session:
+        for number in range(3):
+            step(session, model, number)
+        ratio = accelerator.pinned_bytes() / session.stats().peak["host"]
+        record_property("pinned_over_asked", ratio)
+        assert 0 < ratio <= 1.02
+
+
+@pytest.mark.device_only
+def test_a_budget_that_is_too_small_is_refused_with_one_that_trains(tmp_path: Path) -> None:
+    way = test_bits.Way()
+    with pytest.raises(patrickstar.BudgetError) as refused:
+        test_bits.train(way, tmp_path, device_memory=1 << 20)
+    assert refused.value.smallest_bytes is not None
+    test_bits.train(way, tmp_path, device_memory=refused.value.smallest_bytes)

@@ -1,0 +1,24 @@
+"""Rows of the parity matrix on a GPU, each against plain PyTorch there: one of each model, then as many others as there is time for."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cuda.test_parity import ONE_OF_EACH_MODEL, ROWS, assert_parity, schedule_of
+from tests.parity.matrix import Row
+
+if TYPE_CHECKING:
+    from tests.accelerator.cuda import Accelerator
+
+# In an order that has nothing to do with the matrix's own, so that any number of them is a fair sample.
+OTHERS = sorted(set(ROWS) - set(ONE_OF_EACH_MODEL), key=lambda row: zlib.crc32(str(row).encode()))
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("row", [*ONE_OF_EACH_MODEL, *OTHERS], ids=str)
+def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path, accelerator: Accelerator) -> None:
+    assert_parity(row, tmp_path, accelerator, schedule_of(row))
