@@ -13,7 +13,7 @@ CUDATEST = $(BIN)/python -m tests.accelerator $(OPTIONS)
 # Triton's kernels, by its interpreter and its compiler, with a Triton of their own: processes of their own.
 TRITONTEST = $(BIN)/python -m tests.triton $(OPTIONS)
 
-.PHONY: train test test-fast test-full coverage limits plans check format mutants bench bench-step clean
+.PHONY: train test test-fast test-full coverage limits plans check format mutants bench bench-step test-gpu bench-gpu clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,7 @@ test-full: $(STAMP_FULL)
 	$(PYTEST)
 	$(CUDATEST)
 	$(TRITONTEST)
+	$(CUDATEST) tests/gpu -m 'not device_only'
 
 # Branches that were taken before and are not any more, by all of `make test-full`.
 coverage: $(STAMP_FULL)
@@ -74,6 +75,17 @@ bench: $(STAMP)
 
 bench-step: $(STAMP)
 	$(BIN)/python benchmarks/step.py
+
+# On a GPU, with this machine's own Python and torch: no .venv, no network, no compiler. OUT: a folder for results, in place of the usual one.
+ON_GPU = PYTHONPATH=src:. $(PYTHON) -m
+STAGES ?=
+PARTS ?=
+
+test-gpu:
+	$(ON_GPU) tests.gpu $(if $(OUT),--out $(OUT)) $(STAGES)
+
+bench-gpu:
+	$(ON_GPU) benchmarks.gpu $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
 	rm -rf $(VENV) build dist runs

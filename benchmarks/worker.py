@@ -40,25 +40,28 @@ class Worker:
         # As long as we hold its end too, it cannot be heard to end.
         theirs.close()
 
-    def ask(self, question: Any) -> Any:
+    def ask(self, question: Any, *, within_s: float | None = None) -> Any:
         """Its answer.
 
         Raises:
-            WorkerError: the process has ended.
+            WorkerError: the process has ended, or gives none within that time, after which it is ended.
         """
         try:
             self._pipe.send(question)
         except OSError as error:
             raise self._ended() from error
-        return self.hear()
+        return self.hear(within_s=within_s)
 
-    def hear(self) -> Any:
+    def hear(self, *, within_s: float | None = None) -> Any:
         """Its next message.
 
         Raises:
-            WorkerError: the process has ended.
+            WorkerError: the process has ended, or says nothing within that time, after which it is ended.
         """
         try:
+            if within_s is not None and not self._pipe.poll(within_s):
+                self.end()
+                raise WorkerError(f"it said nothing within {within_s:.0f} s")
             return self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._ended() from error
@@ -76,6 +79,11 @@ class Worker:
         self._process.join()
         if self._process.exitcode:
             raise WorkerError(f"its process ended with status {self._process.exitcode} after its last answer")
+
+    def end(self) -> None:
+        """Ends it, whatever it does."""
+        self._process.kill()
+        self._process.join()
 
     def _ended(self) -> WorkerError:
         self._process.join()

@@ -15,7 +15,14 @@ from tests.docs.pages import ROOT, anchors, links, matches, pages, snippets, spl
 from tests.forked import run_script
 
 WITH_SNIPPETS = [page for page in pages() if snippets(page.read_text())]
-GENERATED = ("make_reference.py", "make_numbers.py", "make_tables.py", "make_config_table.py", "make_real_run.py")
+GENERATED = (
+    "make_reference.py",
+    "make_numbers.py",
+    "make_tables.py",
+    "make_config_table.py",
+    "make_real_run.py",
+    "make_gpu_page.py",
+)
 
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

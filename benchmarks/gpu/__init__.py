@@ -1,0 +1,1 @@
+"""What the library does on a GPU: `python -m benchmarks.gpu`."""
