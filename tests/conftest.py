@@ -72,5 +72,5 @@ def one_thread() -> None:
 def no_bf16_by_default() -> Iterator[None]:
     """Where no precision is given, tests run in fp32 on every machine; those that ask for bf16 say what computes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar.step.precision.computes_bf16", lambda: False)
+        patch.setattr("patrickstar.step.resources.computes_bf16", lambda: False)
         yield

@@ -69,7 +69,7 @@ def test_without_a_verb_the_help_is_shown_and_the_arguments_are_wrong(capsys):
         (["train", "--model", "gpt2", "--checkpoint-dir", "x", "--resume", "--compare-plain"], "--compare-plain with"),
         (["plan", "--model", "gpt2", "--seq-len", "1025"], "this model has 1024 positions"),
         (["plan", "--model", "nowhere/config.json"], "no such file or directory"),
-        (["doctor", "--measure", "machine.json"], "later version"),
+        (["plan", "--model", "gpt2", "--machine", "h300"], 'did you mean "h200"?'),
     ],
 )
 def test_wrong_arguments_exit_2_in_one_paragraph_that_says_which(capsys, arguments, says, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def precision(request, monkeypatch):
     """The flags of a kind, on a processor that is as fast in the type as the kind needs."""
     kept, _, wide = request.param.partition("-")
     if kept != "fp32":
-        monkeypatch.setattr(f"patrickstar.step.precision.computes_{kept}", lambda: not wide)
+        monkeypatch.setattr(f"patrickstar.step.resources.computes_{kept}", lambda: not wide)
     return ["--precision", kept]
 
 

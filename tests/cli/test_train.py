@@ -157,7 +157,7 @@ def test_plain_pytorch_gives_the_same_bits(runs, capsys, arguments):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_plain_pytorch_gives_the_same_bits_in_16_bits(runs, capsys, monkeypatch, precision, is_fast, arguments):
     """On processors that are fast in the type, and on those that are not: there weights are widened to compute."""
-    monkeypatch.setattr(f"patrickstar.step.precision.computes_{precision}", lambda: is_fast)
+    monkeypatch.setattr(f"patrickstar.step.resources.computes_{precision}", lambda: is_fast)
     assert runs.train("--compare-plain", "--precision", precision, *arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "plain PyTorch gives the same bits: every loss and all 17 tensors" in shown
@@ -174,7 +174,7 @@ def weights_that_are_not_widened(precision):
 
 @pytest.mark.parametrize("spoil", [gradients_that_are_not_rounded, weights_that_are_not_widened])
 def test_another_arithmetic_in_16_bits_fails_the_run(runs, capsys, monkeypatch, spoil):
-    monkeypatch.setattr("patrickstar.step.precision.computes_bf16", lambda: False)
+    monkeypatch.setattr("patrickstar.step.resources.computes_bf16", lambda: False)
     monkeypatch.setattr(
         "patrickstar.cli.run.PlainPrecision",
         lambda **given: replace(said := PlainPrecision(**given), **spoil(said)),

@@ -76,3 +76,22 @@ def test_the_size_aimed_at_grows_with_the_model_and_is_bounded():
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(LayoutError, match="no parameters"):
         search_chunk_numel([])
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_chunks_of_a_device_are_whole_granules(model, itemsize):
+    granule = (2 << 20) // itemsize
+    specs = MODELS[model]
+    chunk_numel = search_chunk_numel(specs, granule_numel=granule)
+    made = build_layout(specs, chunk_numel=chunk_numel)
+    assert chunk_numel % granule == 0
+    if target_numel(made.model_numel) < granule:
+        assert chunk_numel == granule
+    else:
+        assert granule <= chunk_numel <= 16 * MI
+        assert made.n_chunks >= 8
+        # Others near it waste no less, but for what a few octaves are worth.
+        others = [build_layout(specs, chunk_numel=times * granule).padding for times in (1, 2, 4)]
+        assert made.padding <= min(others) + 0.02
+        assert made.padding < (PADDING_LIMIT + 0.005 if made.model_numel > 10**9 else 0.14)

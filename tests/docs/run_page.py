@@ -23,7 +23,7 @@ def main(page: Path) -> int:
         printed = io.StringIO()
         with (
             contextlib.redirect_stdout(printed),
-            mock.patch("patrickstar.step.precision.computes_bf16", return_value=False),
+            mock.patch("patrickstar.step.resources.computes_bf16", return_value=False),
         ):
             exec(code, namespace)
         if snippet.output is not None and not matches(snippet.output, printed.getvalue()):

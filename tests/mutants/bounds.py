@@ -27,10 +27,24 @@ BOUNDS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-forecast-names-a-budget-without-fixed-costs",
-        file="session/forecast.py",
+        file="session/smallest.py",
         old="needed + machine.costs.beside(needed)",
         new="needed",
         tests=(BUDGETS,),
+    ),
+    Mutant(
+        name="chunks-on-a-device-are-no-whole-granules",
+        file="core/chunk_size.py",
+        old="grain = max(GRAIN, granule_numel)",
+        new="grain = GRAIN",
+        tests=("tests/core/test_chunk_size.py::test_chunks_of_a_device_are_whole_granules",),
+    ),
+    Mutant(
+        name="budgets-of-another-machine-are-those-of-this-one",
+        file="session/forecast.py",
+        old="absent_bytes=absent, has=has)",
+        new="absent_bytes=absent)",
+        tests=("tests/session/test_resources.py::test_weights_that_are_nowhere_are_no_memory_to_take_over",),
     ),
     Mutant(
         name="a-refusal-names-a-budget-without-fixed-costs",

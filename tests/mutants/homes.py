@@ -105,12 +105,26 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="the-smallest-budget-is-that-of-a-first-step",
-        file="session/forecast.py",
+        file="session/smallest.py",
         old="for _ in range(2):  # in the second",
         new="for _ in range(1):  # in the second",
         tests=(
             "tests/session/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
         ),
+    ),
+    Mutant(
+        name="the-smallest-budget-of-a-device-is-told-as-if-the-host-held-everything",
+        file="session/smallest.py",
+        old="if machine.compute is Tier.DEVICE and not _rests_below(",
+        new="if False and not _rests_below(",
+        tests=("tests/cli/test_machine_source.py::test_model_data_fills_the_device_and_the_host_together",),
+    ),
+    Mutant(
+        name="weights-on-meta-count-as-memory-to-take-over",
+        file="deferred/deferred_init.py",
+        old=" and not parameter.is_meta",
+        new="",
+        tests=("tests/session/test_resources.py::test_weights_that_are_nowhere_are_no_memory_to_take_over",),
     ),
     Mutant(
         name="a-file-that-could-not-be-set-aside-stays",

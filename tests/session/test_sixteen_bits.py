@@ -513,7 +513,7 @@ def test_weights_alone_take_two_bytes() -> None:
 def test_weights_compute_in_their_own_type_where_the_processor_is_fast_in_it(
     kept: str, fast: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"patrickstar.step.precision.{fast}", lambda: is_fast)
+    monkeypatch.setattr(f"patrickstar.step.resources.{fast}", lambda: is_fast)
     model = mlp()
     with patrickstar.manage(model, adamw(model), precision=kept):
         own = {"bf16": torch.bfloat16, "fp16": torch.float16}[kept]
@@ -579,7 +579,7 @@ def test_a_gradient_clipped_twice_is_rounded_once() -> None:
 def test_where_nobody_says_the_processor_decides_and_it_is_said(
     is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("patrickstar.step.precision.computes_bf16", lambda: is_fast)
+    monkeypatch.setattr("patrickstar.step.resources.computes_bf16", lambda: is_fast)
     model = mlp()
     with patrickstar.manage(model, adamw(model)):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16 if is_fast else torch.float32}

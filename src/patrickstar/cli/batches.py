@@ -79,6 +79,31 @@ class Batches:
         return {"batch_size": self.batch_size, "seq_len": self.seq_len, "seed": self.seed, "tokens": self._digest}
 
 
+class BatchesOn:
+    """Batches of another source, on the device that computes."""
+
+    def __init__(self, source: BatchSource, device: torch.device) -> None:
+        self.batch_size = source.batch_size
+        self.seq_len = source.seq_len
+        self._source = source
+        self._device = device
+
+    def next(self) -> Batch:
+        return on_device(self._source.next(), self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch on a device. What is one tensor there is one here."""
+    moved = {id(tensor): tensor.to(device) for tensor in batch.values()}
+    return {name: moved[id(tensor)] for name, tensor in batch.items()}
+
+
 def position_in(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
     """The position of a state, if it is of the same data in the same order.
 

@@ -193,7 +193,7 @@ def update_(p: torch.Tensor, g: torch.Tensor, moments: Moments, hyper: Optimizer
 
 def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
     """Scales gradients in place so that their global norm is at most `max_norm`."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     for gradient in gradients:
         in_memory_order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
         for block in gradient.permute(in_memory_order).reshape(-1).split(NORM_BLOCK):

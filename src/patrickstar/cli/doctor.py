@@ -17,7 +17,9 @@ from typing import Any, Final
 import click
 
 from patrickstar.cli.flags import debug_option
-from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.cli.machine_source import RATES, write_machine
+from patrickstar.cli.machines import MachinePreset
+from patrickstar.errors import DeviceError
 from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
@@ -38,14 +40,21 @@ class Finding:
 @click.option(
     "--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier, to be tried out."
 )
-@click.option("--measure", metavar="FILE", help="Measure this machine into a file (in a later version).")
+@click.option(
+    "--measure",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write this machine's figures into a file that `plan --machine FILE` reads elsewhere. Speeds are not measured yet.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
-def doctor(disk: Path | None, measure: str | None, as_json: bool) -> int:
+def doctor(disk: Path | None, measure: Path | None, as_json: bool) -> int:
     """Say what this machine has, what is missing, and the command that mends it."""
-    if measure is not None:
-        raise ConfigError("--measure arrives in a later version, with the cost model that reads such a file")
     findings = list(examine(disk))
+    if measure is not None:
+        write_machine(_figures(disk), measure)
+        where = f"{measure}: memory and types, for `patrickstar plan --machine {measure}`; speeds are not measured yet"
+        findings.append(Finding("machine", where, str(measure)))
     if as_json:
         row = {found.name: found.value for found in findings}
         advice = {found.name: found.advice for found in findings if found.advice}
@@ -141,6 +150,27 @@ def _cuda() -> Iterator[Finding]:
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     text = ", ".join(f"{device.name} ({format_bytes(device.total_memory)})" for device in devices)
     yield Finding("cuda", text, [{"name": device.name, "bytes": device.total_memory} for device in devices])
+
+
+def _figures(disk: Path | None) -> MachinePreset:
+    """The figures of this machine, its GPUs all like the first. `disk`: where the disk tier would be."""
+    import torch
+
+    from patrickstar.step.resources import Resources
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has = Resources.of_this_machine("cuda:0" if gpus else "cpu")
+    return MachinePreset(
+        device=torch.cuda.get_device_name(0) if gpus else "",
+        devices=gpus,
+        device_bytes=has.device_total_bytes,
+        context_bytes=has.device_total_bytes - has.device_free_bytes,
+        host_bytes=has.host_total_bytes,
+        disk_bytes=0 if disk is None else free_bytes(disk),
+        fast_16bit=tuple(sorted(has.fast_types)),
+        threads=has.threads,
+        **dict.fromkeys(RATES, 0.0),
+    )
 
 
 def _disk(directory: Path) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The machines that `--machine` will know by name. Figures are vendors' data sheets unless a line says otherwise.
+"""The machines that `--machine` knows by name. Figures are vendors' data sheets unless a line says otherwise.
 
 A preset is one node. Rates are peaks, in bytes and floating-point operations per second, in one direction: what a plan
 may hope for at best. Matmul rates are dense (without sparsity), 16-bit with fp32 accumulation.
@@ -13,6 +13,10 @@ may hope for at best. Matmul rates are dense (without sparsity), 16-bit with fp3
     laptop-8g       the same paper and NVIDIA's laptop page, GeForce RTX 4060 Laptop: 256 GB/s, PCIe 4 x8; 30 and 15
                     TFLOP/s at 100 W are our reading of its clocks
     cpu             two cores and 24 GiB, measured: matmul 179 GFLOP/s, in-place scale 39 GB/s, disk 0.9 and 1.6 GB/s
+
+Which 16-bit types are fast: bf16 from compute capability 8.0 on, fp16 from 7.0 on (NVIDIA's CUDA C++ programming guide);
+the two cores are slow in both. How much of a device its driver and CUDA's context take was measured on none of them:
+1 GiB is set aside by rule.
 
 Host memory bandwidth is that of the platform's memory channels, NVMe rates those of a drive common in such a machine.
 """
@@ -40,6 +44,8 @@ class MachinePreset:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
+    fast_16bit: tuple[str, ...]
+    """The 16-bit types that what computes is fast in: "bf16", "fp16"."""
     matmul_16bit: float
     """FLOP/s of one accelerator, or of the node's CPU."""
     matmul_fp32: float
@@ -51,6 +57,10 @@ class MachinePreset:
     """Bytes per second out of one accelerator to the others of its node; 0 where they share the host's link."""
     disk_read: float
     disk_write: float
+    context_bytes: int = 0
+    """Memory of one accelerator that nobody can allocate: the driver's, and of the context of one process."""
+    threads: int = 0
+    """Threads that compute on the host; 0: not known, so that nothing can be planned for the host alone."""
 
 
 MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
@@ -61,6 +71,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             device_bytes=32 * GIB,
             host_bytes=240 * GB,
             disk_bytes=0,
+            fast_16bit=("fp16",),
             matmul_16bit=125 * TERA,
             matmul_fp32=15.7 * TERA,
             device_bandwidth=900 * GB,
@@ -69,6 +80,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             peer_link=6 * 25.8 * GB,
             disk_read=0,
             disk_write=0,
+            context_bytes=GIB,
         ),
         "a100-superpod": MachinePreset(
             device="A100-SXM4-40GB",
@@ -76,6 +88,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             device_bytes=40 * GIB,
             host_bytes=1000 * GB,
             disk_bytes=0,
+            fast_16bit=("bf16", "fp16"),
             matmul_16bit=312 * TERA,
             matmul_fp32=19.5 * TERA,
             device_bandwidth=1555 * GB,
@@ -84,6 +97,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             peer_link=300 * GB,
             disk_read=0,
             disk_write=0,
+            context_bytes=GIB,
         ),
         "h200": MachinePreset(
             device="H200-SXM-141GB",
@@ -91,6 +105,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             device_bytes=139 * GIB,
             host_bytes=128 * GIB,
             disk_bytes=1000 * GB,
+            fast_16bit=("bf16", "fp16"),
             matmul_16bit=989 * TERA,
             matmul_fp32=67 * TERA,
             device_bandwidth=4800 * GB,
@@ -99,6 +114,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             peer_link=0,
             disk_read=7 * GB,
             disk_write=5 * GB,
+            context_bytes=GIB,
         ),
         "gpu-24g": MachinePreset(
             device="RTX 4090 24GB",
@@ -106,6 +122,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             device_bytes=24 * GIB,
             host_bytes=64 * GIB,
             disk_bytes=2000 * GB,
+            fast_16bit=("bf16", "fp16"),
             matmul_16bit=165.2 * TERA,
             matmul_fp32=82.6 * TERA,
             device_bandwidth=1008 * GB,
@@ -114,6 +131,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             peer_link=0,
             disk_read=7 * GB,
             disk_write=5 * GB,
+            context_bytes=GIB,
         ),
         "laptop-8g": MachinePreset(
             device="RTX 4060 Laptop 8GB",
@@ -121,6 +139,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             device_bytes=8 * GIB,
             host_bytes=32 * GIB,
             disk_bytes=1000 * GB,
+            fast_16bit=("bf16", "fp16"),
             matmul_16bit=30 * TERA,
             matmul_fp32=15 * TERA,
             device_bandwidth=256 * GB,
@@ -129,6 +148,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             peer_link=0,
             disk_read=3.5 * GB,
             disk_write=3 * GB,
+            context_bytes=GIB,
         ),
         "cpu": MachinePreset(
             device="",
@@ -136,6 +156,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             device_bytes=0,
             host_bytes=24 * GIB,
             disk_bytes=100 * GB,
+            fast_16bit=(),
             matmul_16bit=0.047 * TERA,
             matmul_fp32=0.179 * TERA,
             device_bandwidth=0,
@@ -144,6 +165,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             peer_link=0,
             disk_read=0.9 * GB,
             disk_write=1.6 * GB,
+            threads=2,
         ),
     }
 )

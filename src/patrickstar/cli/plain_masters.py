@@ -60,7 +60,8 @@ class PlainMasters:
             # Of what is frozen the rounded weight is all there is.
             self._masters[name] = parameter.detach().clone() if parameter.requires_grad else rounded.float()
             # Strides stay as they are: torch may choose another kernel by them.
-            weight = torch.empty_strided(parameter.shape, parameter.stride(), dtype=precision.compute)
+            strides, device = parameter.stride(), parameter.device
+            weight = torch.empty_strided(parameter.shape, strides, dtype=precision.compute, device=device)
             parameter.data = weight.copy_(rounded)
         for module in model.modules():
             for name, buffer in module._buffers.items():

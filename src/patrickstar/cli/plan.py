@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from patrickstar.cli.flags import batch_options, debug_option, memory_flags, memory_options, model_option
+from patrickstar.cli.flags import Positive, batch_options, debug_option, memory_flags, memory_options, model_option
+from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import budgets, predict, predicted
 from patrickstar.config.arguments import check_arguments
@@ -19,45 +21,79 @@ if TYPE_CHECKING:
     from patrickstar.session.forecast import Forecast
 
 DOES_NOT_FIT = 3
+# Keys of --json that need a model of time, or the search for the largest of a family; null until these are there.
+_UNKNOWN_YET: Final = MappingProxyType(
+    dict.fromkeys(("bound_by", "tokens_per_second", "tflops", "largest_batch", "largest_model_parameters"))
+)
 
 
 @click.command()
 @model_option
+@click.option(
+    "--machine",
+    metavar="NAME|FILE",
+    help="Plan for a machine that is not here: `patrickstar machines` lists the names, `patrickstar doctor --measure` writes the files.",
+)
 @batch_options(batch_size=4, seq_len=64)
+@click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
 @memory_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
 def plan(**given: Any) -> int:
     """Say whether a model fits, its peaks by tier, and the bytes that a step moves."""
-    arguments = check_arguments(**memory_flags(given), options=Options(accumulate=given["accumulate"]))
+    from patrickstar.step.budgets import find_resources
+    from patrickstar.step.precision import default_precision
+
+    arguments = check_arguments(
+        **memory_flags(given), max_grad_norm=given["clip"], options=Options(accumulate=given["accumulate"])
+    )
+    machine = None if given["machine"] is None else MachineSource.find(given["machine"])
     source = ModelSource.find(given["model"])
     check_length(source.config(), given["seq_len"])
+    has = find_resources(arguments) if machine is None else machine.resources(arguments)
     model = source.build_on_meta()
-    forecast = predict(model, batch_size=given["batch_size"], seq_len=given["seq_len"], clip=False, arguments=arguments)
+    allowed = budgets(model, arguments, has)
+    if machine is not None:
+        machine.expect_within(allowed, has)
+    forecast = predict(
+        model,
+        batch_size=given["batch_size"],
+        seq_len=given["seq_len"],
+        clip=given["clip"] is not None,
+        arguments=arguments,
+        has=has,
+    )
+    precision = arguments.precision or default_precision(arguments, has)
     if given["as_json"]:
-        click.echo(json.dumps(_row(forecast), allow_nan=False))
+        row = _row(forecast, budgets=allowed, precision=precision, device=has.device)
+        click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
-        for line in _lines(source.name, forecast, budgets(model, arguments)):
+        said = [] if machine is None else machine.lines(arguments, has)
+        for line in [*said, *_lines(source.name, forecast, allowed, precision=precision)]:
             click.echo(line)
     return 0 if forecast.fits else DOES_NOT_FIT
 
 
-def _row(forecast: Forecast) -> dict[str, Any]:
+def _row(forecast: Forecast, *, budgets: Mapping[str, int], precision: str, device: str) -> dict[str, Any]:
     return {
         "predicted": predicted(forecast).row(),
         "fits": forecast.fits,
         "minimum": dict(forecast.minimum),
+        "budget": dict(budgets),
+        "device": device,
+        "precision": precision,
         "parameters": forecast.parameters,
         "model_data_bytes": forecast.model_data_bytes,
+        **_UNKNOWN_YET,
         **({} if forecast.fits else {"refusal": forecast.refusal}),
     }
 
 
-def _lines(name: str, forecast: Forecast, allowed: Mapping[str, int]) -> list[str]:
+def _lines(name: str, forecast: Forecast, allowed: Mapping[str, int], *, precision: str) -> list[str]:
     data = forecast.model_data_bytes
     share = f"{data / forecast.parameters:.4g} bytes a parameter" if forecast.parameters else ""
     lines = [
-        f"{name}: {forecast.parameters / 1e6:.1f}M parameters, model data {format_bytes(data)} ({share})",
+        f"{name}: {forecast.parameters / 1e6:.1f}M parameters, model data {format_bytes(data)} ({share}), {precision}",
         "fits" if forecast.fits else f"does not fit: {forecast.refusal}",
     ]
     for tier in ("device", "host", "disk"):

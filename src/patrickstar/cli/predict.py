@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.cli.event_log import Predicted
@@ -13,24 +12,33 @@ if TYPE_CHECKING:
     from torch import nn
 
     from patrickstar.session.forecast import Forecast
+    from patrickstar.step.resources import Resources
 
 
-def predict(model: nn.Module, *, batch_size: int, seq_len: int, clip: bool, arguments: MemoryOptions) -> Forecast:
-    """The forecast of a step on batches of a shape; the model may be on the meta device."""
+def predict(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int,
+    clip: bool,
+    arguments: MemoryOptions,
+    has: Resources | None = None,
+) -> Forecast:
+    """The forecast of a step on batches of a shape; the model may be on the meta device. `has`: what another machine has."""
     import torch
 
     from patrickstar.cli.batches import as_batch
     from patrickstar.session.forecast import forecast
 
     batch = as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64))
-    return forecast(model, batch, clip=clip, **manage_arguments(arguments))
+    return forecast(model, batch, clip=clip, has=has, **manage_arguments(arguments))
 
 
-def budgets(model: nn.Module, arguments: MemoryOptions) -> Mapping[str, int]:
-    """Bytes that each tier may hold, by its label."""
+def budgets(model: nn.Module, arguments: MemoryOptions, has: Resources | None = None) -> dict[str, int]:
+    """Bytes that each tier may hold, by its label. `has`: what another machine has."""
     from patrickstar.step.budgets import find_budgets
 
-    found = find_budgets(arguments, weight_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta))
+    found = find_budgets(arguments, weight_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta), has=has)
     return {tier.label: found.machine.given(tier) for tier in found.machine.budget}
 
 

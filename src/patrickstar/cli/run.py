@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar.cli.batches import Batch
+from patrickstar.cli.batches import Batch, BatchesOn, on_device
 from patrickstar.cli.checkpoints import CheckpointFolder
 from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, Comparison, PlainRun, RandomState, compare_plain, digests
 from patrickstar.cli.configuration import Configuration
@@ -39,6 +39,7 @@ from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.step.budgets import find_resources
 from patrickstar.step.precision import default_precision, find_precision
 
 if TYPE_CHECKING:
@@ -126,8 +127,11 @@ def _train(
     if request.configuration is not None:
         arguments = memory_for(model, request.arguments, request.configuration.settings)
         request = replace(request, arguments=arguments)
-    batches = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
-    validation = data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
+    device = _device(request.arguments)
+    batches = _batches(request, data, device)
+    validation = [
+        on_device(batch, device) for batch in data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
+    ]
     if request.arguments.disk is not None:
         expect_usable(request.arguments.disk)  # or the forecast would find too little memory
     allowed = budgets(model, request.arguments)
@@ -140,6 +144,11 @@ def _train(
     )
     log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
     refuse(forecast)
+    display.note(
+        f"computes on {_name_of(device)}"
+        if request.arguments.device != "emulated"
+        else "computes on an emulated device"
+    )
     optimizer = build_optimizer(
         model.parameters(),
         request.optimizer
@@ -187,10 +196,11 @@ def _train(
 
 
 def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Comparison:
-    model = _build(request)
+    device = _device(request.arguments)
+    model = _build(request).to(device)
     run = PlainRun(
         model,
-        data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed),
+        _batches(request, data, device),
         lr=request.lr,
         schedule=request.rates,
         clip=request.clip,
@@ -211,13 +221,14 @@ def _compare(request: Request, data: Data, display: Display, managed: _Managed) 
 
 def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision | None:
     """The 16-bit precision of the run; None: fp32."""
-    precision, options = arguments.precision or default_precision(), arguments.options
+    has = find_resources(arguments)
+    precision, options = arguments.precision or default_precision(arguments, has), arguments.options
     if precision == "fp32":
         return None
     kept = torch.float16 if precision == "fp16" else torch.bfloat16
     return PlainPrecision(
         kept=kept,
-        compute=find_precision(arguments, model).compute,
+        compute=find_precision(arguments, model, has).compute,
         gradient=kept if accumulate == 1 else torch.float32,
         keep_fp32=options.keep_fp32,
         loss_scale=(options.loss_scale or patrickstar.LossScale()) if precision == "fp16" else None,
@@ -230,6 +241,23 @@ def _scaling(training: TrainingRun) -> Scaling | None:
     if not scaler.is_enabled():
         return None
     return Scaling(scaler.get_scale(), len(training.progress.losses) - training.session.stats().steps)
+
+
+def _device(arguments: MemoryOptions) -> torch.device:
+    """The device that computes, as torch names it."""
+    has = find_resources(arguments)
+    return torch.device(has.device if has.on_gpu else "cpu")
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"the CPU, on {torch.get_num_threads()} threads"
+    return f"the GPU {device} ({torch.cuda.get_device_name(device)})"
+
+
+def _batches(request: Request, data: Data, device: torch.device) -> BatchesOn:
+    source = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
+    return BatchesOn(source, device)
 
 
 def _build(request: Request) -> nn.Module:
@@ -269,7 +297,7 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
         "seed": request.seed,
         "resume": request.resume,
         "device": arguments.device,
-        "precision": arguments.precision or default_precision(),
+        "precision": arguments.precision or default_precision(arguments, find_resources(arguments)),
         "device_memory": arguments.device_memory,
         "host_memory": arguments.host_memory,
         "disk": None if arguments.disk is None else str(arguments.disk),

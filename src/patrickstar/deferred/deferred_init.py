@@ -73,10 +73,10 @@ def initial_value(parameter: Tensor) -> Tensor:
 
 
 def present_and_absent_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """The bytes that parameters take in memory, and those that others will take once they are made."""
+    """The bytes that parameters take in memory, and those that others will take once they are made, or read, or are elsewhere (on `meta`)."""
     present = absent = 0
     for parameter in parameters:
-        if deferred_by(parameter) is None:
+        if deferred_by(parameter) is None and not parameter.is_meta:
             present += parameter.nbytes
         else:
             absent += parameter.nbytes

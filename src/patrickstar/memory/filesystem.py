@@ -16,7 +16,10 @@ from typing import Final
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO
 
-__all__ = ["default_disk_bytes", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
+__all__ = ["DISK_SHARE", "default_disk_bytes", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
+
+DISK_SHARE: Final = 0.9
+"""Share of what is free in its directory that is the disk tier's budget, where none is given."""
 
 _PROBE_BYTES: Final = 4096
 
@@ -82,8 +85,8 @@ def free_bytes(directory: Path) -> int:
 
 
 def default_disk_bytes(directory: Path) -> int:
-    """The budget of the disk tier where none is given: 90 % of what is free in the directory."""
-    return free_bytes(directory) * 9 // 10
+    """The budget of the disk tier where none is given: of what is free in the directory."""
+    return int(free_bytes(directory) * DISK_SHARE)
 
 
 def _place(directory: Path) -> Path:

@@ -20,6 +20,7 @@ nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -78,6 +79,7 @@ class Residency:
     updating: dict[int, Tier] = field(default_factory=dict)
     in_update: dict[PlaneRef, set[int]] = field(default_factory=dict)
     unwanted: set[PlaneRef] = field(default_factory=set)
+    _heads: list[int] | None = None
 
     @classmethod
     def at_rest(
@@ -153,13 +155,22 @@ class Residency:
                 self.slots_resting[self.home[ref]] -= self.slots[ref]
             self.slots_resting[homes[ref]] += slots[ref]
             self.newest.pop(ref, None)
+        self._heads = None
         self.home.update(homes)
         self.slots.update((ref, slots[ref]) for ref in homes)
 
     def shrink(self, refs: Iterable[PlaneRef]) -> None:
         """Takes units out that are free and have no slots."""
+        self._heads = None
         for ref in refs:
             self.slots_resting[self.home.pop(ref)] -= self.slots.pop(ref)
+
+    def weight_of(self, chunk: int) -> PlaneRef | None:
+        """The weight whose run a chunk is part of."""
+        if self._heads is None:
+            self._heads = sorted(ref.chunk for ref in self.home if ref.plane == WEIGHT)
+        at = bisect_right(self._heads, chunk)
+        return PlaneRef(self._heads[at - 1], WEIGHT) if at else None
 
     def is_free(self, ref: PlaneRef) -> bool:
         """Tells whether a unit has no contents."""
@@ -412,11 +423,11 @@ def _end_update(state: Residency, action: UpdateWait) -> None:
 
 def units_of_update(state: Residency, chunk: int) -> list[PlaneRef]:
     """The units that a chunk's update uses: its own, and the weight whose run it is part of."""
-    head = next((number for number in range(chunk, -1, -1) if PlaneRef(number, WEIGHT) in state.home), None)
-    if head is None:
+    weight = state.weight_of(chunk)
+    if weight is None:
         raise InvariantError(9, f"there is no weight of chunk {chunk}")
     planes = (PlaneRef(chunk, plane) for plane in (REST, EXP_AVG, EXP_AVG_SQ, GRAD))
-    return [PlaneRef(head, WEIGHT), *(ref for ref in planes if ref in state.home)]
+    return [weight, *(ref for ref in planes if ref in state.home)]
 
 
 def arriving_for(state: Residency, chunk: int) -> list[PlaneRef]:

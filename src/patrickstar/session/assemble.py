@@ -52,7 +52,7 @@ from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import gathers_rows, gradient_use, layout_of, resting_state
 from patrickstar.step.assembling import Assembling
-from patrickstar.step.budgets import Budgets, find_budgets
+from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.copies import Copies
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.events import Events
@@ -97,17 +97,25 @@ def assemble(
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
-    types = find_precision(memory, model)
+    has = find_resources(memory)
+    types = find_precision(memory, model, has)
     if memory.precision is None and types.mixed:
         _log.warning(
             'precision was not given, and this processor is fast in bf16: weights are bf16, with exact fp32 masters. precision="bf16" says the '
             'same without this warning, precision="fp32" keeps all of it in fp32'
         )
-    layout = layout_of(model, named, memory, types, trained=lambda parameter: _is_trained(parameter, optimizer))
+    layout = layout_of(
+        model,
+        named,
+        memory,
+        types,
+        granule_bytes=has.granule_bytes,
+        trained=lambda parameter: _is_trained(parameter, optimizer),
+    )
     present, absent = present_and_absent_bytes(named.values())
     if memory.disk is not None:
         expect_usable(memory.disk)
-    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     formats = SessionFormats(types.formats)
     state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)

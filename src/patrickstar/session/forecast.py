@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,13 +14,13 @@ from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.options import Options
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout
-from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
 from patrickstar.plan import residency
-from patrickstar.plan.fit import minimum_bytes, worst_moment
+from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
@@ -31,13 +30,16 @@ from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_t
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.plan.weave import weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
+from patrickstar.session.smallest import let_gradients_go, smallest_budgets
 from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
-from patrickstar.step.budgets import Budgets, find_budgets
+from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.events import cast_inputs
 from patrickstar.step.freed_blocks import KeptBlocks
 from patrickstar.step.precision import find_precision
+from patrickstar.step.resources import Resources
 from patrickstar.step.stretches import with_retention
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+from patrickstar.units import format_bytes
 
 __all__ = ["Forecast", "forecast"]
 
@@ -82,20 +84,25 @@ def forecast(
     *,
     clip: bool = False,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
+    has: Resources | None = None,
     **memory_options: Any,
 ) -> Forecast:
-    """The forecast of training `model(**batch)`, with memory options as `manage` takes them. `clip`: whether gradients are clipped by hand.
+    """The forecast of training `model(**batch)`, with memory options as `manage` takes them.
+
+    Args:
+        clip: whether gradients are clipped by hand. has: what the machine has that is to train; None: this one now.
 
     Raises:
         ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
     """
     memory = check_arguments(**memory_options)
+    has = has or find_resources(memory)
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
-    precision = find_precision(memory, model)
-    layout = layout_of(model, named, memory, precision)
+    precision = find_precision(memory, model, has)
+    layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes)
     present, absent = present_and_absent_bytes(named.values())
-    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent)
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
     gradients = gradient_use(memory, budgets, precision)
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
     formats = SessionFormats(precision.formats)
@@ -128,7 +135,7 @@ def forecast(
         "traces": traces,
         "beside_bytes": budgets.beside_bytes,
     }
-    minimum = _minimum(layout, budgets, traces, gradients=gradients, formats=precision.formats)
+    minimum = smallest_budgets(layout, budgets, traces, gradients=gradients, formats=precision.formats)
     try:
         state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
         if in_backward:
@@ -148,7 +155,8 @@ def forecast(
         facts["traces"] = (*later, first)[0]
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
-        return Forecast(False, f"{refusal}{_full_disk(memory, budgets)}", nothing, {}, minimum, **facts)  # type: ignore[arg-type]
+        why = f"{refusal}{_full_disk(memory, budgets)}{_together(refusal, minimum)}"
+        return Forecast(False, why, nothing, {}, minimum, **facts)  # type: ignore[arg-type]
     facts["beside_bytes"] = budgets.beside_bytes + kept.nbytes
     return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
 
@@ -190,6 +198,14 @@ def _full_disk(memory: MemoryOptions, budgets: Budgets) -> str:
     )
 
 
+def _together(refusal: BudgetError, minimum: Mapping[str, int]) -> str:
+    """A line to add to a refusal of the host below a device: the budget of the host where the device's holds what it can of model data."""
+    host_bytes = minimum[Tier.HOST.label]
+    if refusal.tier != Tier.HOST.label or not host_bytes or not minimum[Tier.DEVICE.label]:
+        return ""
+    return f"\n  with device_memory as it is, which then holds what it can of it: host_memory >= {format_bytes(host_bytes)}"
+
+
 def _model_data_bytes(
     layout: Layout, named: Mapping[str, nn.Parameter], formats: Formats, *, keeps_gradients: bool
 ) -> int:
@@ -214,51 +230,6 @@ def _update(
         return trace
     beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
     return Trace(tuple(replace(moment, nonmodel_bytes=beside, live_bytes=beside) for moment in trace.moments))
-
-
-def _minimum(
-    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
-) -> dict[str, int]:
-    """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below."""
-    machine = budgets.machine
-    minimum = {tier.label: 0 for tier in Tier}
-    if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        needed = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
-    else:
-        needed = minimum_bytes(*traces, layout=layout, formats=formats)
-    minimum[machine.compute.label] = needed + machine.costs.beside(needed)
-    return minimum
-
-
-def _minimum_of_the_host_alone(
-    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
-) -> int:
-    """The smallest budget of a host on which everything is at home, and which nothing leaves."""
-    roomy = replace(budgets, machine=Machine(Tier.HOST, {Tier.HOST: sys.maxsize}))
-    contents = resting_state(layout, roomy, gradients=gradients, formats=formats)
-    if gradients is GradientUse.UPDATE:
-        add_gradients(contents, traces[0], layout=layout, machine=roomy.machine, formats=formats)
-    needs = [sum(map(contents.unit_bytes, contents.home))]
-    # Weights are there from the beginning, whatever a moment touches.
-    for ref in contents.home:
-        if ref.plane == WEIGHT:
-            residency.apply(contents, residency.Create(ref, Tier.HOST, contents.slots[ref]))
-    for _ in range(2):  # in the second step moments are there from the beginning too
-        for trace in traces:
-            needs.append(worst_moment(trace, start=contents).nbytes)
-            contents = _touched(contents, trace)
-        _let_gradients_go(contents, keeps=False)
-    return max(needs)
-
-
-def _touched(state: Residency, trace: Trace) -> Residency:
-    """The state in which everything that the trace touches has contents on the compute tier."""
-    state = state.copy()
-    for moment in trace.moments:
-        for touch in moment.touches:
-            if state.is_free(touch.ref):
-                residency.apply(state, residency.Create(touch.ref, state.compute, state.slots[touch.ref]))
-    return state
 
 
 def _steps(
@@ -320,7 +291,7 @@ def _long_run(
                 peak[tier] = max(peak[tier], nbytes)
             state = Residency.of(plan.end)
             if trace.moments and trace.moments[-1].updates is not None:
-                _let_gradients_go(state, keeps=number == 0 and len(traces) > 1)
+                let_gradients_go(state, keeps=number == 0 and len(traces) > 1)
         now = str(state.snapshot())
         if now in starts:
             break
@@ -343,11 +314,3 @@ def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> No
         for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
             residency.apply(state, action)
         residency.mark_written(state, ref)
-
-
-def _let_gradients_go(state: Residency, *, keeps: bool) -> None:
-    """Gradients that nobody wants give their slots back. `keeps`: whether the step goes on, which wants those that have contents."""
-    for ref in sorted(state.home):
-        if ref.plane == GRAD and (ref in state.stale[state.compute] if state.is_free(ref) else not keeps):
-            for action in residency.release(state, ref):
-                residency.apply(state, action)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.core.chunk_size import search_chunk_numel
+from patrickstar.core.chunk_size import GRAIN, search_chunk_numel, whole_grains
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
@@ -29,18 +29,19 @@ from patrickstar.step.precision import Precision, lies_in
 __all__ = ["add_gradients", "find_tables", "find_tiles", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
 
 
-_GRAIN_16_BITS = 2048
-
-
 def layout_of(
     model: nn.Module,
     named: Mapping[str, nn.Parameter],
     memory: MemoryOptions,
     precision: Precision,
     *,
+    granule_bytes: int = 0,
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
 ) -> Layout:
-    """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained."""
+    """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained.
+
+    `granule_bytes`: what memory of the tier that computes comes in; 0: in pages.
+    """
     tiles = find_tiles(model, named, memory.options.tile_rows)
     tables = find_tables(model, named) if memory.options.embedding_rows else frozenset()
     specs = [
@@ -54,9 +55,12 @@ def layout_of(
         )
         for name, parameter in named.items()
     ]
-    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs)
+    granule_numel = granule_bytes // precision.formats.narrowest
+    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs, granule_numel=granule_numel)
     if precision.mixed:  # slots are whole pages in 16 bits too
-        chunk_numel = -(-chunk_numel // _GRAIN_16_BITS) * _GRAIN_16_BITS
+        chunk_numel = whole_grains(chunk_numel, grain=GRAIN)
+    if 0 < granule_numel < chunk_numel:  # smaller chunks were asked for: several share a granule
+        chunk_numel = whole_grains(chunk_numel, grain=granule_numel)
     return build_layout([_in_tiles(spec, chunk_numel) for spec in specs], chunk_numel=chunk_numel)
 
 
@@ -173,16 +177,15 @@ def _homes(
 ) -> list[Callable[[], dict[PlaneRef, Tier]]]:
     """The homes of units, the best first: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
 
-    What fits stays on the compute tier all the same, as cached copies that never have to move.
+    What fits stays on the compute tier all the same, as cached copies that never have to move. And where there is no room below for all, as
+    little as can be rests on the compute tier.
     """
     whole = machine.budget[machine.compute]
     below = partial(place, layout, machine, planes=planes, nonmodel_bytes=whole, formats=formats)
     here = partial(place, layout, machine, planes=planes, formats=formats)
     if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
         return [here]
-    has_tables = any(group.table for group in layout.groups)  # whose rows are used on the host
     return [
         below,
-        *([] if has_tables else [here]),
         partial(place_on_all_tiers, layout, machine, planes=planes, formats=formats),
     ]

@@ -12,16 +12,16 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import ConfigError, DeviceError
-from patrickstar.memory.allocator import allocator
-from patrickstar.memory.filesystem import default_disk_bytes, free_bytes
-from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
+from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
+from patrickstar.step.resources import Resources
 from patrickstar.units import MIB, format_bytes, parse_size
 
-__all__ = ["Budgets", "find_budgets"]
+__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources"]
 
 _CPU = torch.device("cpu")
-_HOST_SHARE = 0.8
-_DEVICE_SHARE = 0.9  # of what is free
+# What a tier's budget is of what is free there, where none is given.
+HOST_SHARE = 0.8
+DEVICE_SHARE = 0.9
 _FLOOR_BYTES = 240 * MIB  # and what kernels keep for each thread
 _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
@@ -109,20 +109,38 @@ def resolve_device(device: str | None) -> str:
     return device
 
 
-def find_budgets(memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int = 0) -> Budgets:
-    """Budgets in bytes. `weight_bytes`: of the parameters as they are now, to be taken over. `absent_bytes`: of those without memory."""
-    device = resolve_device(memory.device)
+def find_resources(memory: MemoryOptions) -> Resources:
+    """Resources of this machine for a session with these arguments.
+
+    Raises:
+        DeviceError: as `resolve_device`.
+    """
+    return Resources.of_this_machine(resolve_device(memory.device))
+
+
+def find_budgets(
+    memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int = 0, has: Resources | None = None
+) -> Budgets:
+    """Budgets in bytes.
+
+    Args:
+        weight_bytes: of the parameters as they are now, to be taken over. absent_bytes: of those without memory.
+        has: what the machine has; None: this one now.
+    Raises:
+        ConfigError: `device_memory` where the host computes.
+    """
+    has = has or find_resources(memory)
     host_binds = memory.host_memory is not None
     if host_binds:
-        host = parse_size(memory.host_memory, name="host_memory", total_bytes=total_bytes())  # type: ignore[arg-type]
+        host = parse_size(memory.host_memory, name="host_memory", total_bytes=has.host_total_bytes)  # type: ignore[arg-type]
     else:
-        host = int((available_bytes() + weight_bytes) * _HOST_SHARE)
-    costs = FixedCosts(host, _floor_bytes()) if host_binds and device == "cpu" else FixedCosts(host)
+        host = int((has.host_free_bytes + weight_bytes) * HOST_SHARE)
+    costs = FixedCosts(host, _floor_bytes(has.threads)) if host_binds and has.device == "cpu" else FixedCosts(host)
     budget = {Tier.HOST: costs.room_bytes}
-    limit = resident_bytes() - weight_bytes + costs.room_bytes
+    limit = has.resident_bytes - weight_bytes + costs.room_bytes
     if memory.disk is not None:
-        budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory)
-    if device == "cpu":
+        budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory, free=has.disk_free_bytes)
+    if has.device == "cpu":
         if memory.device_memory is not None:
             raise ConfigError(
                 f'device_memory={memory.device_memory!r} with device="cpu": there is no device tier, the host computes; '
@@ -130,30 +148,27 @@ def find_budgets(memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int 
             )
         if not host_binds:
             return Budgets(Machine(Tier.HOST, budget), host_binds, limit, 1.0)
-        known = allocator(returning=True)
-        fixed = min(
-            _THREAD_BYTES * torch.get_num_threads(), max(0, weight_bytes + absent_bytes - _SMALL_BYTES) // _SPARE_SHARE
-        )
-        return Budgets(Machine(Tier.HOST, budget, costs), host_binds, limit, known.retains, known.extra_bytes, fixed)
-    wanted = memory.device_memory
-    if device != "emulated":
-        free, total = torch.cuda.mem_get_info(torch.device(device))
-        budget[Tier.DEVICE] = (
-            int(free * _DEVICE_SHARE) if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total)
-        )
-        return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0, device=torch.device(device))
-    budget[Tier.DEVICE] = (
-        host if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total_bytes())
+        fixed = min(_THREAD_BYTES * has.threads, max(0, weight_bytes + absent_bytes - _SMALL_BYTES) // _SPARE_SHARE)
+        return Budgets(Machine(Tier.HOST, budget, costs), host_binds, limit, has.retains, has.extra_bytes, fixed)
+    default, total = (
+        (int(has.device_free_bytes * DEVICE_SHARE), has.device_total_bytes)
+        if has.on_gpu
+        else (host, has.host_total_bytes)
     )
-    return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0)
+    wanted = memory.device_memory
+    budget[Tier.DEVICE] = default if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total)
+    device = torch.device(has.device) if has.on_gpu else _CPU
+    return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0, device=device)
 
 
-def _floor_bytes() -> int:
+def _floor_bytes(threads: int) -> int:
     """The smallest `host_memory` that the process never grows past, fixed costs included: decision record 0022."""
-    return _FLOOR_BYTES + _THREAD_BYTES * torch.get_num_threads()
+    return _FLOOR_BYTES + _THREAD_BYTES * threads
 
 
-def _disk_budget(directory: Path, wanted: int | str | None) -> int:
+def _disk_budget(directory: Path, wanted: int | str | None, *, free: int | None) -> int:
+    """The budget of the disk tier. `free`: what is free there; None: to be asked of the directory."""
+    free = free_bytes(directory) if free is None else free
     if wanted is None:
-        return default_disk_bytes(directory)
-    return parse_size(wanted, name="disk_memory", total_bytes=free_bytes(directory))
+        return int(free * DISK_SHARE)
+    return parse_size(wanted, name="disk_memory", total_bytes=free)

@@ -13,7 +13,7 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.formats import FP32, Formats, PlaneFormat, bf16_formats, fp16_formats
 from patrickstar.core.layout import Layout
-from patrickstar.torch_private import computes_bf16, computes_fp16
+from patrickstar.step.resources import Resources
 
 __all__ = ["Precision", "default_precision", "find_precision", "lies_in", "torch_type"]
 
@@ -58,15 +58,15 @@ class Precision:
         return frozenset(name for name, place in layout.slices.items() if not layout.is_whole(place.chunk))
 
 
-def find_precision(memory: MemoryOptions, model: nn.Module) -> Precision:
+def find_precision(memory: MemoryOptions, model: nn.Module, has: Resources) -> Precision:
     """The types for what `manage` was given; `default_precision` where that says nothing.
 
-    Weights of 16 bits are widened to fp32 at each use where the processor has no instructions for products of such, or where that is asked for.
+    Weights of 16 bits are widened to fp32 at each use where what computes is not fast in their type, or where that is asked for.
     """
-    kept, options = memory.precision or default_precision(), memory.options
+    kept, options = memory.precision or default_precision(memory, has), memory.options
     if kept == "fp32":
         return Precision(FP32, torch.float32)
-    compute = options.compute or (kept if _is_fast(kept) else "fp32")
+    compute = options.compute or (kept if kept in has.fast_types else "fp32")
     whole = _whole_modules(model, options.keep_fp32)
     accumulates = (options.accumulate or 1) > 1
     if kept == "bf16":
@@ -82,19 +82,16 @@ def torch_type(form: PlaneFormat) -> torch.dtype:
     return found
 
 
-def default_precision() -> str:
-    """The type of weights where nobody says: bf16 where the processor has instructions for that, else fp32."""
-    return "bf16" if computes_bf16() else "fp32"
+def default_precision(memory: MemoryOptions, has: Resources) -> str:
+    """The type of weights where nobody says: bf16 where what computes is fast in that; else fp16 on a GPU, where the step allows it, and fp32."""
+    if "bf16" in has.fast_types:
+        return "bf16"
+    return "fp16" if has.on_gpu and "fp16" in has.fast_types and memory.step != "in_backward" else "fp32"
 
 
 def lies_in(path: str, modules: Collection[str]) -> bool:
     """Tells whether a parameter or buffer of this path belongs to one of these modules."""
     return path.rpartition(".")[0] in modules
-
-
-def _is_fast(kept: str) -> bool:
-    """Tells whether the processor is fast in a 16-bit type."""
-    return computes_bf16() if kept == "bf16" else computes_fp16()
 
 
 def _whole_modules(model: nn.Module, keep_fp32: Sequence[str]) -> frozenset[str]:

@@ -1,0 +1,212 @@
+"""Machines that a step is planned for without being there: a name of the table, or a file as `doctor --measure` writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from patrickstar.cli.machines import MACHINES, MachinePreset
+from patrickstar.config.arguments import MemoryOptions
+from patrickstar.errors import ConfigError, Error, nearest
+from patrickstar.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from patrickstar.step.resources import Resources
+
+_GRANULE_BYTES: Final = 2 * MIB  # of the driver's virtual memory, on every device so far
+_TYPES_16BIT: Final = ("bf16", "fp16")
+RATES: Final = frozenset(
+    {
+        "matmul_16bit",
+        "matmul_fp32",
+        "device_bandwidth",
+        "host_bandwidth",
+        "link",
+        "peer_link",
+        "disk_read",
+        "disk_write",
+    }
+)
+
+
+class MachineError(Error):
+    """A machine's file holds something other than a machine's figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSource:
+    """A machine that is known by its figures: one rank of a step is planned for, alone on the node.
+
+    It has one of the accelerators, and all of the host's memory, which several ranks would share.
+    """
+
+    name: str
+    figures: MachinePreset
+
+    @classmethod
+    def find(cls, name: str) -> MachineSource:
+        """The machine that `--machine NAME|FILE` means; a file of that name goes before a known name.
+
+        Raises:
+            ConfigError: nothing of that name. MachineError: the file is no machine's.
+        """
+        path = Path(name)
+        if path.is_file():
+            return cls(name, _read(path))
+        if path.suffix == ".json" or len(path.parts) > 1 or path.is_dir():
+            raise ConfigError(f"--machine {name}: no such file")
+        if name not in MACHINES:
+            raise ConfigError(
+                f"--machine {name}: no name that `patrickstar machines` lists, and no file{nearest(name, MACHINES)}"
+            )
+        return cls(name, MACHINES[name])
+
+    def resources(self, memory: MemoryOptions) -> Resources:
+        """Resources of the machine for a session with these arguments.
+
+        Raises:
+            ConfigError: it has no such device, or no disk.
+        """
+        from patrickstar.memory.allocator import allocator
+        from patrickstar.step.resources import Resources
+
+        figures, device = self.figures, self._device(memory.device)
+        on_gpu = device not in ("cpu", "emulated")
+        if memory.disk is not None and not figures.disk_bytes:
+            raise ConfigError(f"--disk with --machine {self.name}: its figures have no disk; leave it out")
+        known = allocator(returning=True)  # of this computer: those that are found as a rule do the same
+        return Resources(
+            device=device,
+            fast_types=frozenset(figures.fast_16bit if on_gpu or not figures.devices else ()),
+            host_free_bytes=figures.host_bytes,
+            host_total_bytes=figures.host_bytes,
+            device_free_bytes=figures.device_bytes - figures.context_bytes if on_gpu else 0,
+            device_total_bytes=figures.device_bytes if on_gpu else 0,
+            granule_bytes=_GRANULE_BYTES if on_gpu else 0,
+            disk_free_bytes=figures.disk_bytes,
+            threads=max(1, figures.threads),
+            retains=known.retains,
+            extra_bytes=known.extra_bytes,
+        )
+
+    def _device(self, wanted: str | None) -> str:
+        figures = self.figures
+        if wanted is None:
+            return "cuda:0" if figures.devices else "cpu"
+        if wanted == "cpu" and not figures.threads:
+            raise ConfigError(
+                f"--device cpu with --machine {self.name}: its figures do not say how many threads compute on the host; "
+                "leave --device out to plan for its accelerator"
+            )
+        if wanted.startswith("cuda"):
+            number = int(wanted.partition(":")[2] or 0)
+            if number >= figures.devices:
+                has = f"{figures.devices} CUDA devices" if figures.devices else "no CUDA device"
+                raise ConfigError(f"--device {wanted} with --machine {self.name}: it has {has}; leave --device out")
+            return f"cuda:{number}"
+        return wanted
+
+    def expect_within(self, budgets: dict[str, int], resources: Resources) -> None:
+        """Raises ConfigError where a budget is more than the machine has. `budgets`: by tier."""
+        has = {
+            "device": resources.device_total_bytes or resources.host_total_bytes,
+            "host": resources.host_total_bytes,
+            "disk": resources.disk_free_bytes or 0,
+        }
+        for tier, budget_bytes in budgets.items():
+            if budget_bytes > has[tier]:
+                raise ConfigError(
+                    f"--{tier}-memory {format_bytes(budget_bytes)} with --machine {self.name}: it has {format_bytes(has[tier])}; "
+                    "give less, or leave it out"
+                )
+
+    def lines(self, memory: MemoryOptions, resources: Resources) -> list[str]:
+        """The machine and its budgets in words: what is set aside, and for what."""
+        from patrickstar.step.budgets import DEVICE_SHARE, HOST_SHARE
+
+        figures = self.figures
+        host, device = format_bytes(figures.host_bytes), format_bytes(figures.device_bytes)
+        has = f"{figures.devices} x {figures.device} of {device}, host {host}" if figures.devices else f"host {host}"
+        lines = [f"machine {self.name}: {has}; a forecast from figures, nothing of it was run there"]
+        if figures.devices > 1:
+            lines.append(
+                f"  one rank, alone on the node: 1 of its {figures.devices} devices, and all of its host memory"
+            )
+        if resources.on_gpu and memory.device_memory is None:
+            lines.append(
+                f"  device  {DEVICE_SHARE:.0%} of what is free: {device} less {format_bytes(figures.context_bytes)} for the driver and CUDA's "
+                "context. The rest is for workspaces of kernels and what the allocator rounds up"
+            )
+        if memory.host_memory is None:
+            lines.append(f"  host    {HOST_SHARE:.0%} of {host}. The rest is for the system and the process itself")
+        return lines
+
+
+def write_machine(figures: MachinePreset, path: Path) -> None:
+    """Writes a machine's file; speeds that are 0 were not measured, and are left out."""
+    row = {name: value for name, value in asdict(figures).items() if name not in RATES or value}
+    path.write_text(json.dumps(row, indent=2) + "\n")
+
+
+def _read(path: Path) -> MachinePreset:
+    try:
+        row = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--machine {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise MachineError(f"--machine {path}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise MachineError(f"--machine {path}: a machine's file is a JSON object")
+    known = {field.name: field for field in fields(MachinePreset)}
+    problems = [f"{name}: there is no such figure{nearest(name, known)}" for name in row if name not in known]
+    values: dict[str, Any] = dict.fromkeys(RATES, 0)
+    for name, field in known.items():
+        if name in row:
+            values[name] = row[name]
+            problems += _problems(name, row[name])
+        elif field.default is MISSING and name not in RATES:
+            problems.append(f"{name} is missing")
+    if not problems:
+        values["fast_16bit"] = tuple(values["fast_16bit"])
+        problems += _together(values)
+    if problems:
+        raise MachineError(f"--machine {path}: " + "\n  ".join(problems))
+    return MachinePreset(**values)
+
+
+def _problems(name: str, value: Any) -> list[str]:
+    if name == "device":
+        return (
+            []
+            if isinstance(value, str)
+            else [f"device={value!r}: expected the name of the accelerator, or an empty text"]
+        )
+    if name == "fast_16bit":
+        is_list = isinstance(value, list) and all(item in _TYPES_16BIT for item in value)
+        return [] if is_list else [f"fast_16bit={value!r}: expected a list of bf16 and fp16"]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if not number or (name not in RATES and not isinstance(value, int)):
+        what = "a number" if name in RATES else "a whole number"
+        return [f"{name}={value!r}: expected {what} of 0 or more"]
+    return []
+
+
+def _together(values: dict[str, Any]) -> list[str]:
+    """Problems of figures that are each well."""
+    problems = []
+    if not values["host_bytes"]:
+        problems.append("host_bytes=0: every machine has host memory")
+    if bool(values["devices"]) != bool(values["device_bytes"]):
+        problems.append(
+            f"devices={values['devices']} with device_bytes={values['device_bytes']}: give both, or 0 for both"
+        )
+    if values.get("context_bytes", 0) >= values["device_bytes"] > 0:
+        problems.append(
+            f"context_bytes={values['context_bytes']}: nothing is left of device_bytes={values['device_bytes']}"
+        )
+    if not values["devices"] and not values.get("threads"):
+        problems.append("threads=0: without an accelerator the host computes; say on how many threads")
+    return problems

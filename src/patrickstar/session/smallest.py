@@ -1,0 +1,145 @@
+"""The smallest budgets in which the traces of a step fit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from patrickstar.core.formats import Formats
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, GradientUse
+from patrickstar.core.trace import Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan import residency
+from patrickstar.plan.fit import minimum_bytes, worst_moment
+from patrickstar.plan.placement import place, place_on_all_tiers
+from patrickstar.plan.residency import Residency
+from patrickstar.session.start import add_gradients, resting_state
+from patrickstar.step.budgets import Budgets
+from patrickstar.units import MIB
+
+__all__ = ["let_gradients_go", "smallest_budgets"]
+
+_GRAIN_BYTES = 64 * MIB
+_TRIES = 6
+
+
+def smallest_budgets(
+    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
+) -> dict[str, int]:
+    """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below.
+
+    Where the tiers below a device have no room for all, those of the device and of the host, each with the other as it is.
+    """
+    machine = budgets.machine
+    minimum = {tier.label: 0 for tier in Tier}
+    if machine.compute is Tier.DEVICE and not _rests_below(layout, machine, gradients=gradients, formats=formats):
+        needs = partial(_needed_beside_homes, layout, traces=traces, gradients=gradients, formats=formats)
+        minimum[Tier.HOST.label] = _smallest_host(layout, machine, needs, formats=formats)
+        needed = needs(machine)
+    elif machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
+        needed = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
+    else:
+        needed = minimum_bytes(*traces, layout=layout, formats=formats)
+    minimum[machine.compute.label] = needed + machine.costs.beside(needed)
+    return minimum
+
+
+def _minimum_of_the_host_alone(
+    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
+) -> int:
+    """The smallest budget of a host on which everything is at home, and which nothing leaves."""
+    roomy = replace(budgets, machine=Machine(Tier.HOST, {Tier.HOST: sys.maxsize}))
+    contents = resting_state(layout, roomy, gradients=gradients, formats=formats)
+    if gradients is GradientUse.UPDATE:
+        add_gradients(contents, traces[0], layout=layout, machine=roomy.machine, formats=formats)
+    return _most_needed(contents, traces)
+
+
+def _rests_below(layout: Layout, machine: Machine, *, gradients: GradientUse, formats: Formats) -> bool:
+    """Tells whether everything finds room below the device."""
+    with suppress(BudgetError):
+        place(layout, machine, planes=gradients.planes, nonmodel_bytes=machine.budget[machine.compute], formats=formats)
+        return True
+    return False
+
+
+def _needed_beside_homes(
+    layout: Layout, machine: Machine, *, traces: tuple[Trace, ...], gradients: GradientUse, formats: Formats
+) -> int:
+    """The smallest budget of a device on which what the tiers below have no room for is at home."""
+    roomy = Machine(machine.compute, {**machine.budget, machine.compute: sys.maxsize})
+    home = place_on_all_tiers(layout, roomy, planes=gradients.planes, formats=formats)
+    contents = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
+    if gradients is GradientUse.UPDATE:
+        add_gradients(contents, traces[0], layout=layout, machine=roomy, formats=formats)
+    return _most_needed(contents, traces)
+
+
+def _smallest_host(layout: Layout, machine: Machine, needs: Callable[[Machine], int], *, formats: Formats) -> int:
+    """The smallest budget of the host with which the device's is enough, or little more than that; 0: none is, whatever the host has."""
+    device_bytes = machine.budget[Tier.DEVICE]
+
+    def short_bytes(host_bytes: int) -> int:
+        """Bytes that the device has too few of with so much host."""
+        return needs(Machine(machine.compute, {**machine.budget, Tier.HOST: host_bytes})) - device_bytes
+
+    best = sum(_unit_bytes(layout, formats))
+    if short_bytes(best) > 0:
+        return 0
+    # Where anything rests on the device at all, a byte more of the host is a byte less there.
+    host_bytes = machine.budget[Tier.HOST]
+    for _ in range(_TRIES):
+        short = short_bytes(host_bytes)
+        if short <= 0:
+            best = min(best, host_bytes)
+        if -_GRAIN_BYTES < short <= 0:
+            break
+        more = short + _GRAIN_BYTES // 2 if short > 0 else short
+        host_bytes = min(max(host_bytes + more, 1), best)
+    return best
+
+
+def _unit_bytes(layout: Layout, formats: Formats) -> Iterator[int]:
+    """Bytes of all units that there may be."""
+    slot_bytes = residency.bytes_of_slot(layout, formats)
+    for ref in formats.units(layout, (WEIGHT, REST, EXP_AVG, EXP_AVG_SQ, GRAD)):
+        yield residency.slots_of(ref, layout, formats) * slot_bytes
+
+
+def _most_needed(contents: Residency, traces: tuple[Trace, ...]) -> int:
+    """The most of the tier that computes that two steps need at once, where what is at home there never leaves it."""
+    compute = contents.compute
+    needs = [sum(contents.unit_bytes(ref) for ref, tier in contents.home.items() if tier is compute)]
+    # Weights are there from the beginning, whatever a moment touches.
+    for ref, tier in contents.home.items():
+        if ref.plane == WEIGHT and tier is compute:
+            residency.apply(contents, residency.Create(ref, compute, contents.slots[ref]))
+    for _ in range(2):  # in the second step moments are there from the beginning too
+        for trace in traces:
+            needs.append(worst_moment(trace, start=contents).nbytes)
+            contents = _touched(contents, trace)
+        let_gradients_go(contents, keeps=False)
+    return max(needs)
+
+
+def _touched(state: Residency, trace: Trace) -> Residency:
+    """The state in which everything that the trace touches has contents on the compute tier, where it is at home there."""
+    state = state.copy()
+    for moment in trace.moments:
+        for touch in moment.touches:
+            if state.is_free(touch.ref) and state.home.get(touch.ref) is state.compute:
+                residency.apply(state, residency.Create(touch.ref, state.compute, state.slots[touch.ref]))
+    return state
+
+
+def let_gradients_go(state: Residency, *, keeps: bool) -> None:
+    """Gradients that nobody wants give their slots back. `keeps`: whether the step goes on, which wants those that have contents."""
+    for ref in sorted(state.home):
+        if ref.plane == GRAD and (ref in state.stale[state.compute] if state.is_free(ref) else not keeps):
+            for action in residency.release(state, ref):
+                residency.apply(state, action)

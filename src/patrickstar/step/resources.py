@@ -1,0 +1,80 @@
+"""Resources of a machine for one session: read from the machine at hand, or said of another that a step is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from patrickstar.memory.allocator import allocator
+from patrickstar.memory.driver import granule_bytes
+from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
+from patrickstar.torch_private import computes_bf16, computes_fp16
+
+__all__ = ["Resources"]
+
+_FAST_BF16_FROM = (8, 0)  # compute capability; before, bf16 is computed in fp32
+_FAST_FP16_FROM = (7, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Resources of a machine, of which a session takes its budgets. Plans are made for what stands here, and ask no machine themselves.
+
+    Attributes:
+        device: what computes: "cpu", "emulated", or a GPU such as "cuda:0". fast_types: of 16 bits ("bf16", "fp16"), those it computes fast in.
+        host_free_bytes, host_total_bytes: what the process may take of the host's memory, and all that it has.
+        device_free_bytes, device_total_bytes: the same of a GPU; 0 where there is none. granule_bytes: memory of the GPU comes in whole ones of
+            these; 0: in pages.
+        disk_free_bytes: what is free for the disk tier; None: to be asked of its directory.
+        threads: that compute on the host. retains, extra_bytes: what the host's allocator takes, as `memory.allocator.Allocator` has it.
+        resident_bytes: of the process before it is given a model.
+    """
+
+    device: str
+    fast_types: frozenset[str]
+    host_free_bytes: int
+    host_total_bytes: int
+    device_free_bytes: int = 0
+    device_total_bytes: int = 0
+    granule_bytes: int = 0
+    disk_free_bytes: int | None = None
+    threads: int = 1
+    retains: float = 1.0
+    extra_bytes: int = 0
+    resident_bytes: int = 0
+
+    @classmethod
+    def of_this_machine(cls, device: str) -> Resources:
+        """Resources of this machine and this process now. `device`: one that is there."""
+        on_gpu = device.startswith("cuda")
+        free, total = torch.cuda.mem_get_info(torch.device(device)) if on_gpu else (0, 0)
+        known = allocator(returning=True)
+        return cls(
+            device=device,
+            fast_types=_fast_types_of_gpu(device) if on_gpu else _fast_types_of_processor(),
+            host_free_bytes=available_bytes(),
+            host_total_bytes=total_bytes(),
+            device_free_bytes=free,
+            device_total_bytes=total,
+            granule_bytes=granule_bytes(torch.device(device).index or 0) if on_gpu else 0,
+            threads=torch.get_num_threads(),
+            retains=known.retains,
+            extra_bytes=known.extra_bytes,
+            resident_bytes=resident_bytes(),
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """True where a GPU computes."""
+        return self.device not in ("cpu", "emulated")
+
+
+def _fast_types_of_processor() -> frozenset[str]:
+    return frozenset(name for name, is_fast in {"bf16": computes_bf16(), "fp16": computes_fp16()}.items() if is_fast)
+
+
+def _fast_types_of_gpu(device: str) -> frozenset[str]:
+    capability = torch.cuda.get_device_capability(torch.device(device))
+    since = {"bf16": _FAST_BF16_FROM, "fp16": _FAST_FP16_FROM}
+    return frozenset(name for name, first in since.items() if capability >= first)

@@ -1,0 +1,99 @@
+"""Budgets and types from what a machine has, without asking any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar.config.arguments import check_arguments
+from patrickstar.core.machine import Tier
+from patrickstar.session.forecast import forecast
+from patrickstar.step.budgets import find_budgets
+from patrickstar.step.precision import default_precision, find_precision
+from patrickstar.step.resources import Resources
+from patrickstar.units import GIB, MIB
+
+HAS = Resources(
+    device="cuda:0",
+    fast_types=frozenset(("bf16", "fp16")),
+    host_free_bytes=100 * GIB,
+    host_total_bytes=200 * GIB,
+    device_free_bytes=20 * GIB,
+    device_total_bytes=24 * GIB,
+    granule_bytes=2 * MIB,
+    disk_free_bytes=1000 * GIB,
+    threads=4,
+    extra_bytes=64 * MIB,
+)
+ON_CPU = replace(HAS, device="cpu", fast_types=frozenset(), granule_bytes=0)
+
+
+def budget(has: Resources, **given: Any) -> Mapping[Tier, int]:
+    machine = find_budgets(check_arguments(**given), weight_bytes=0, has=has).machine
+    return {tier: machine.given(tier) for tier in machine.budget}
+
+
+def test_what_is_not_given_is_a_share_of_what_is_free() -> None:
+    assert budget(HAS, disk="nowhere") == {Tier.DEVICE: 18 * GIB, Tier.HOST: 80 * GIB, Tier.DISK: 900 * GIB}
+    assert budget(ON_CPU) == {Tier.HOST: 80 * GIB}
+    assert budget(replace(HAS, device="emulated")) == {Tier.DEVICE: 80 * GIB, Tier.HOST: 80 * GIB}
+
+
+def test_per_cent_are_of_what_there_is() -> None:
+    shares = {"device_memory": "50%", "host_memory": "50%", "disk": "nowhere", "disk_memory": "50%"}
+    assert budget(HAS, **shares) == {Tier.DEVICE: 12 * GIB, Tier.HOST: 100 * GIB, Tier.DISK: 500 * GIB}
+
+
+def test_fixed_costs_are_those_of_the_machine_s_threads() -> None:
+    """240 MiB and 8 MiB a thread are the floor: 272 MiB with four, 304 with eight."""
+    given = check_arguments(host_memory=280 * MIB)
+    four = find_budgets(given, weight_bytes=GIB, has=ON_CPU)
+    eight = find_budgets(given, weight_bytes=GIB, has=replace(ON_CPU, threads=8))
+    assert four.machine.budget[Tier.HOST] < 232 * MIB
+    assert eight.machine.budget[Tier.HOST] > four.machine.budget[Tier.HOST]
+    assert (four.fixed_bytes, eight.fixed_bytes) == (32 * MIB, 63 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("has", "step", "want"),
+    [
+        (HAS, "deferred", "bf16"),
+        (replace(HAS, fast_types=frozenset(["fp16"])), "deferred", "fp16"),
+        (replace(HAS, fast_types=frozenset(["fp16"])), "in_backward", "fp32"),
+        (replace(HAS, fast_types=frozenset()), "deferred", "fp32"),
+        (ON_CPU, "deferred", "fp32"),
+        (replace(ON_CPU, fast_types=frozenset(["fp16"])), "deferred", "fp32"),
+        (replace(ON_CPU, fast_types=frozenset(["bf16"])), "in_backward", "bf16"),
+    ],
+)
+def test_the_type_of_weights_is_what_the_machine_is_fast_in(has: Resources, step: str, want: str) -> None:
+    memory = check_arguments(step=step)
+    assert default_precision(memory, has) == want
+    types = find_precision(memory, nn.Linear(2, 2), has)
+    assert types.compute == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[want]
+
+
+def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
+    """A model on `meta` has the forecast of the same model in memory, but for what it frees when it is taken over."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layers(x).square().mean()
+            return loss
+
+    with torch.device("meta"):
+        model = Model()
+    # 4 MiB of weights are no part of what is free: 16 bytes a parameter fit 80 % of 22 MiB, and not of 18.
+    batch = {"x": torch.zeros(1, 512)}
+    for free, fits in ((22 * MIB, True), (18 * MIB, False)):
+        has = replace(ON_CPU, host_free_bytes=free, host_total_bytes=GIB)
+        assert forecast(model, batch, has=has, precision="fp32").fits is fits
