@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,6 @@ _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
 _EXPECTED_BYTES = 24 * MIB  # of `extra_bytes`, as a rule: the same record
 _SMALL_BYTES = 16 * MIB  # of weights: the kernels of smaller models keep next to nothing
-_log = logging.getLogger("patrickstar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +92,7 @@ def resolve_device(device: str | None) -> str:
         DeviceError: CUDA was asked for and there is none, or no such device.
     """
     if device is None:
-        if torch.cuda.is_available():
-            _log.warning(
-                'device was not given: this session uses device="cpu". device="cuda" trains on the GPU, as far as that is there yet'
-            )
-        return "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise DeviceError(f'device="{device}": torch sees no CUDA device here; use device="cpu"')
