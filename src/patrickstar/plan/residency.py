@@ -79,7 +79,7 @@ class Residency:
     updating: dict[int, Tier] = field(default_factory=dict)
     in_update: dict[PlaneRef, set[int]] = field(default_factory=dict)
     unwanted: set[PlaneRef] = field(default_factory=set)
-    _heads: list[int] | None = None
+    _heads: list[int] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def at_rest(
