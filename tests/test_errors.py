@@ -7,6 +7,7 @@ import pytest
 
 from patrickstar import errors
 from patrickstar.cli.corpus import DataError
+from patrickstar.cli.machine_source import MachineError
 from patrickstar.cli.model_source import ModelError
 from patrickstar.errors import (
     BudgetError,
@@ -51,7 +52,8 @@ ERRORS = [
     Error("what"),
     SHORT,
     ConfigError("all", problems=["a", "b"]),
-    *(kind("what") for kind in (LayoutError, StateError, CheckpointError, DeviceError, DataError, ModelError)),
+    *(kind("what") for kind in (LayoutError, StateError, CheckpointError, DeviceError, DataError)),
+    *(kind("what") for kind in (MachineError, ModelError)),
     *(kind("what") for kind in (UnseenChangeError, WeightChangedError)),
     InvariantError(4, "c0.weight H!: it is the last valid copy"),
 ]

@@ -217,8 +217,8 @@ def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
     pair = make_pair()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    kernel = pair.session._parts.training._updates._kernels["cpu"].whole
-    update, calls = kernel.update, [0]
+    passes = pair.session._parts.training._updates._passes["cpu"]
+    update, calls = passes.update, [0]
 
     def interrupted(*args: Any, **keywords: Any) -> None:
         calls[0] += 1
@@ -230,7 +230,7 @@ def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
     pair.optimizer.step()
     pair.optimizer.zero_grad()
     with monkeypatch.context() as patched:
-        patched.setattr(type(kernel), "update", lambda self, *args, **keywords: interrupted(*args, **keywords))
+        patched.setattr(type(passes), "update", lambda self, *args, **keywords: interrupted(*args, **keywords))
         with pytest.raises(MemoryError):
             pair.model(batch())
     with pytest.raises(StateError, match="load_checkpoint"):

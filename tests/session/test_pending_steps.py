@@ -259,15 +259,15 @@ class Slow:
 
     def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
-        kernel = pair.session._parts.training._updates._kernels["cpu"].whole
-        update = type(kernel).update
+        passes = pair.session._parts.training._updates._passes["cpu"]
+        update = type(passes).update
 
-        def slow(kernel: Any, *args: Any, **keywords: Any) -> None:
+        def slow(passes: Any, *args: Any, **keywords: Any) -> None:
             self.begun.set()
             assert self.may_end.wait(60)
-            update(kernel, *args, **keywords)
+            update(passes, *args, **keywords)
 
-        monkeypatch.setattr(type(kernel), "update", slow)
+        monkeypatch.setattr(type(passes), "update", slow)
 
 
 @pytest.fixture

@@ -673,14 +673,14 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
     pair.session.save_checkpoint(tmp_path / "saved")
     before = everything(pair.session)
     begun, may_end, waits = threading.Event(), threading.Event(), [0]
-    kernel = type(pair.session._parts.training._updates._kernels["cpu"].whole)
+    passes = type(pair.session._parts.training._updates._passes["cpu"])
     store = type(store_of(pair.session))
-    real_update, real_wait = kernel.update, store._wait_for_update
+    real_update, real_wait = passes.update, store._wait_for_update
 
-    def slow(kernel: Any, *args: Any, **keywords: Any) -> None:
+    def slow(passes: Any, *args: Any, **keywords: Any) -> None:
         begun.set()
         assert may_end.wait(60)
-        real_update(kernel, *args, **keywords)
+        real_update(passes, *args, **keywords)
 
     def wait(self: Any, chunk: int) -> None:
         waits[0] += 1
@@ -691,7 +691,7 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
         real_wait(self, chunk)
 
     with monkeypatch.context() as patched:
-        patched.setattr(kernel, "update", slow)
+        patched.setattr(passes, "update", slow)
         patched.setattr(store, "_wait_for_update", wait)
         with pytest.raises(KeyboardInterrupt):
             backward(pair.model, number=2)
@@ -715,17 +715,17 @@ def test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said(
     pair = whole()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    kernel, calls = type(pair.session._parts.training._updates._kernels["cpu"].whole), [0]
-    real = kernel.update
+    passes, calls = type(pair.session._parts.training._updates._passes["cpu"]), [0]
+    real = passes.update
 
-    def fails(kernel: Any, *args: Any, **keywords: Any) -> None:
+    def fails(passes: Any, *args: Any, **keywords: Any) -> None:
         calls[0] += 1
         if calls[0] == 2:
             raise MemoryError
-        real(kernel, *args, **keywords)
+        real(passes, *args, **keywords)
 
     with monkeypatch.context() as patched:
-        patched.setattr(kernel, "update", fails)
+        patched.setattr(passes, "update", fails)
         with pytest.raises(MemoryError):
             backward(pair.model, number=2)
     for _ in range(2):
