@@ -10,6 +10,8 @@ from patrickstar.errors import ConfigError
 from patrickstar.optim import adamw as adamw_module
 from patrickstar.optim.adamw import Adam, AdamW, flat_or_copy, put_back
 from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.masters import join, split
+from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from tests.optim.oracle import different, update
 from tests.optim.test_state import assert_same
@@ -165,7 +167,7 @@ def test_sparse_gradients_are_refused_as_in_torch_before_anything_is_updated():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64])
 def test_parameters_of_other_types_are_refused_when_they_would_be_updated(dtype):
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
     optimizer = AdamW([parameter])
@@ -338,7 +340,7 @@ def test_copies_and_pickles_go_on_from_the_same_state():
 def test_the_bits_do_not_depend_on_the_kernel(monkeypatch):
     fused, reference = parameters(), parameters()
     trained(AdamW, steps=3, params=fused)
-    monkeypatch.setattr(adamw_module, "choose_kernel", Reference)
+    monkeypatch.setattr(adamw_module, "choose_kernels", lambda device: {device.type: TorchPasses(Reference())})
     trained(AdamW, steps=3, params=reference)
     assert all(torch.equal(a, b) for a, b in zip(fused, reference, strict=True))
 
@@ -346,11 +348,119 @@ def test_the_bits_do_not_depend_on_the_kernel(monkeypatch):
 def test_a_step_that_has_nothing_to_update_chooses_no_kernel(monkeypatch):
     """As under a session, which has its own: choosing one takes memory that no plan counts."""
 
-    def choose_kernel():
+    def choose_kernels(device):
         raise AssertionError("a kernel is chosen")
 
-    monkeypatch.setattr(adamw_module, "choose_kernel", choose_kernel)
+    monkeypatch.setattr(adamw_module, "choose_kernels", choose_kernels)
     AdamW(parameters()).step()
+
+
+def halves(masters):
+    """bf16 parameters that are the upper halves of these values, and the lower halves."""
+    weights = [torch.empty_like(value, dtype=torch.bfloat16) for value in masters]
+    rests = [torch.empty_like(value, dtype=torch.int16) for value in masters]
+    for value, weight, rest in zip(masters, weights, rests, strict=True):
+        split(value.detach(), weight, rest)
+    return [torch.nn.Parameter(weight) for weight in weights], rests
+
+
+def masters_of(optimizer, params):
+    found = [torch.empty_like(parameter, dtype=torch.float32) for parameter in params]
+    for parameter, master in zip(params, found, strict=True):
+        join(parameter.detach(), optimizer.state[parameter]["rest"], master)
+    return found
+
+
+def give_the_same_gradients(params, masters, *, seed):
+    give_gradients(masters, seed=seed)
+    for parameter, master in zip(params, masters, strict=True):
+        master.grad = master.grad.bfloat16().float()
+        parameter.grad = master.grad.bfloat16()
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_bf16_parameters_step_as_their_masters_in_fp32(kind):
+    params, _ = halves(parameters())
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in params]
+    optimizer, expected = kind(params, lr=1e-4, weight_decay=0.1), kind(masters, lr=1e-4, weight_decay=0.1)
+    for step in range(5):
+        give_the_same_gradients(params, masters, seed=step)
+        optimizer.step()
+        expected.step()
+    for parameter, master, found in zip(params, masters, masters_of(optimizer, params), strict=True):
+        assert torch.equal(found, master)
+        assert torch.equal(parameter, halves([master])[0][0])
+        state = optimizer.state[parameter]
+        assert {key: state[key].dtype for key in state} == {
+            "step": torch.float32,
+            "exp_avg": torch.float32,
+            "exp_avg_sq": torch.float32,
+            "rest": torch.int16,
+        }
+        assert torch.equal(state["exp_avg"], expected.state[master]["exp_avg"])
+    moved = [bool((a.float() != b).any()) for a, b in zip(params, masters, strict=True)]
+    assert any(moved), "or the lower halves would never matter"
+
+
+@pytest.mark.parametrize("saved_model_first", [True, False])
+def test_bf16_parameters_go_on_from_what_was_saved(saved_model_first):
+    params, _ = halves(parameters())
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in params]
+    optimizer = AdamW(params)
+    for step in range(2):
+        give_the_same_gradients(params, masters, seed=step)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save((optimizer.state_dict(), [parameter.detach().clone() for parameter in params]), file)
+    file.seek(0)
+    states, weights = torch.load(file)
+    again = [torch.nn.Parameter(torch.zeros_like(parameter)) for parameter in params]
+    resumed = AdamW(again)
+
+    def load_weights():
+        with torch.no_grad():
+            for parameter, weight in zip(again, weights, strict=True):
+                parameter.copy_(weight)
+
+    for load in (load_weights, lambda: resumed.load_state_dict(states))[:: 1 if saved_model_first else -1]:
+        load()
+    for params_of, who in ((params, optimizer), (again, resumed)):
+        give_the_same_gradients(params_of, masters, seed=9)
+        who.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(masters_of(optimizer, params), masters_of(resumed, again), strict=True)
+    )
+
+
+def test_a_state_is_loaded_as_the_users_hooks_leave_it():
+    params, _ = halves(parameters((4,)))
+    optimizer = AdamW(params)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    saved = optimizer.state_dict()
+
+    def halved(_, state_dict):
+        state = {0: {**state_dict["state"][0], "exp_avg": torch.full((4,), 1 + 2.0**-20)}}
+        return {**state_dict, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(halved)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[params[0]]["exp_avg"].tolist() == [1 + 2.0**-20] * 4
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1, "ours is gone"
+
+
+def test_a_state_of_torch_for_bf16_parameters_goes_on_from_the_weights_as_they_are():
+    params, _ = halves(parameters((4,)))
+    theirs = torch.optim.AdamW(params)
+    params[0].grad = torch.ones(4, dtype=torch.bfloat16)
+    theirs.step()
+    ours = AdamW(params)
+    ours.load_state_dict(theirs.state_dict())
+    assert "rest" not in ours.state[params[0]]
+    ours.step()
+    state = ours.state[params[0]]
+    assert (state["exp_avg"].dtype, state["rest"].dtype, state["step"].item()) == (torch.float32, torch.int16, 2)
 
 
 @pytest.mark.parametrize("build", TENSORS.values(), ids=TENSORS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -10,20 +11,23 @@ from torch.optim.optimizer import ParamsT
 
 from patrickstar.core.strides import dense_strides
 from patrickstar.errors import ConfigError, nearest
-from patrickstar.optim.choose import choose_kernel
+from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper, refuse_unsupported
-from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.passes import Passes
 
 __all__ = ["Adam", "AdamW"]
 
 STATES = ("exact", "compact")
 
+_DTYPES = (torch.float32, torch.bfloat16)
+_DEVICES = ("cpu", "cuda")
+
 
 class _DefinedUpdate(torch.optim.Optimizer):
     """The step of both classes. Construction, groups, state and their format are torch's."""
 
-    _kernel: Kernel | None = None
-    """Chosen at the first update: an optimizer may be built where no tensor has values yet (meta, fake)."""
+    _passes: Mapping[torch.device, Passes] | None = None
+    """By device, chosen at the first update there: an optimizer may be built where no tensor has values yet (meta, fake)."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -36,7 +40,8 @@ class _DefinedUpdate(torch.optim.Optimizer):
         """Updates every parameter that has a gradient; one without is left untouched, its count of steps too.
 
         Raises:
-            ConfigError: a flag that changes the update was set in a group, or a parameter is not fp32 on the CPU.
+            ConfigError: a flag that changes the update was set in a group, or a parameter is neither fp32 nor bf16, or neither on the CPU nor on
+                a CUDA device.
             RuntimeError: a sparse gradient, as in torch. Nothing of its group has been updated then.
         """
         loss = None
@@ -48,41 +53,79 @@ class _DefinedUpdate(torch.optim.Optimizer):
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in updated:
                 _check(parameter)
-            if updated and self._kernel is None:  # under a session, which has its own, there is none
-                self._kernel = choose_kernel()
             for parameter in updated:
                 self._update(parameter, hyper)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over groups and states, as torch does; moments of bf16 parameters stay fp32.
+
+        A state without `rest`, such as one of torch's, goes on from the bf16 weights as they are.
+        """
+        given: list[dict[str, Any]] = [state_dict]
+        last = self.register_load_state_dict_pre_hook(
+            lambda _, found: given.append(found)
+        )  # what the user's hooks make of it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        names = chain.from_iterable(group["params"] for group in given[-1]["param_groups"])
+        parameters: Iterable[torch.Tensor] = chain.from_iterable(group["params"] for group in self.param_groups)
+        for name, parameter in zip(names, parameters, strict=True):
+            values = given[-1]["state"].get(name)
+            if (
+                values is not None and parameter.dtype is not torch.float32
+            ):  # torch has cast them to the parameter's type
+                for key, dtype in _types(parameter).items():
+                    if key in values:
+                        self.state[parameter][key] = values[key].to(parameter.device, dtype)
+
     def _update(self, parameter: torch.Tensor, hyper: Hyper) -> None:
-        assert self._kernel is not None, "chosen where there is something to update"
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        elif state["step"].device.type != "cpu":  # of torch's fused optimizer: read from a GPU in each step otherwise
+            state["step"] = state["step"].cpu()
+        for key, dtype in _types(parameter).items():
+            if key not in state:
+                state[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         state["step"] += 1
         grad = parameter.grad
         assert grad is not None, "only parameters with a gradient are updated"
         stride = dense_strides(parameter.shape, parameter.stride())
-        written = (parameter, state["exp_avg"], state["exp_avg_sq"])
-        weight, exp_avg, exp_avg_sq = (flat_or_copy(tensor, stride) for tensor in written)
-        self._kernel.update(
-            weight, flat_or_copy(grad, stride), exp_avg, exp_avg_sq, step=int(state["step"].item()), hyper=hyper
+        written = (parameter, *(state[key] for key in _types(parameter)))
+        weight, exp_avg, exp_avg_sq, *rest = flat = [flat_or_copy(tensor, stride) for tensor in written]
+        self._passes_on(parameter.device).update(
+            weight,
+            rest[0] if rest else None,
+            flat_or_copy(grad, stride),
+            exp_avg,
+            exp_avg_sq,
+            step=int(state["step"].item()),
+            hyper=hyper,
         )
-        for flat, tensor in zip((weight, exp_avg, exp_avg_sq), written, strict=True):
-            put_back(flat, tensor, stride)
+        for laid, tensor in zip(flat, written, strict=True):
+            put_back(laid, tensor, stride)
         # Written behind autograd's back: what it saved of the parameter is out of date.
         torch.autograd.graph.increment_version(parameter)
 
+    def _passes_on(self, device: torch.device) -> Passes:
+        if self._passes is None or device not in self._passes:
+            self._passes = {**(self._passes or {}), device: choose_kernels(device)[device.type]}
+        return self._passes[device]
+
 
 class AdamW(_DefinedUpdate, torch.optim.AdamW):
-    """Adam with decoupled weight decay, in place of `torch.optim.AdamW` on fp32 CPU parameters.
+    """Adam with decoupled weight decay, in place of `torch.optim.AdamW` on fp32 and bf16 parameters on the CPU or on CUDA devices.
 
     From one and the same state a step has the moments and weights of torch's fused optimizer, bit for bit (but for tails:
     see `docs/bits.md`); of its others the moments, and weights within 2 ulp of max(|p|, lr). `state_dict()` has torch's
     format: either class loads the other's. `foreach` and `fused` choose among torch's implementations and are without
     effect; `amsgrad`, `maximize`, `capturable` and `differentiable` must stay False.
+
+    A bf16 parameter has a master in fp32 of which it is the upper half: the lower one is the state's `rest`, int16, and moments are fp32 (10 bytes a
+    parameter). Its steps are those of an fp32 parameter with the same gradients. Values written into the parameter by hand leave `rest` as it was.
 
     Args:
         states: "exact", fp32 moments.
@@ -154,11 +197,17 @@ def _check_states(states: str) -> None:
 def _check(parameter: torch.Tensor) -> None:
     if parameter.grad is not None and parameter.grad.is_sparse:
         raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-    if parameter.dtype is not torch.float32 or parameter.device.type != "cpu":
+    if parameter.dtype not in _DTYPES or parameter.device.type not in _DEVICES:
         raise ConfigError(
-            f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} on {parameter.device}: patrickstar's "
-            "optimizers update torch.float32 parameters on the CPU; use torch's class for others"
+            f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} on {parameter.device}: patrickstar's optimizers update "
+            "torch.float32 and torch.bfloat16 parameters on the CPU and on CUDA devices; use torch's class for others"
         )
+
+
+def _types(parameter: torch.Tensor) -> dict[str, torch.dtype]:
+    """The types of a parameter's state, in the order of an update's arguments."""
+    moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    return moments if parameter.dtype is torch.float32 else {**moments, "rest": torch.int16}
 
 
 def flat_or_copy(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
