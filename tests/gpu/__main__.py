@@ -123,7 +123,9 @@ def run(stage: Stage, options: list[str], out: Path, results: Path) -> int:
         command += ["-n", str(stage.processes), "--dist", "load"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command += [f"--timeout={TEST_S}", "--timeout-method=thread"]
-    environment = {**os.environ, **ENVIRONMENT}
+    # Of a run that this one is part of: its tests would be taken for those of another run's worker, which logs nothing itself.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST_")}
+    environment.update(ENVIRONMENT)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment["PATRICKSTAR_TESTS_UNTIL"] = str(time.time() + stage.seconds)
     environment["PATRICKSTAR_TESTS_LOG"] = str(results)

@@ -33,9 +33,16 @@ ASSEMBLED: tuple[Mutant, ...] = (
     Mutant(
         name="a-kernel-is-chosen-where-nothing-is-updated",
         file="optim/adamw.py",
-        old="if updated and self._kernel is None:",
-        new="if self._kernel is None:",
+        old="hyper = Hyper.from_group(group)",
+        new="hyper, _ = Hyper.from_group(group), [self._passes_on(parameter.device) for parameter in group['params']]",
         tests=("tests/optim/test_adamw.py::test_a_step_that_has_nothing_to_update_chooses_no_kernel",),
+    ),
+    Mutant(
+        name="a-loaded-state-of-a-bf16-parameter-is-left-as-torch-casts-it",
+        file="optim/adamw.py",
+        old="if values is None or parameter.dtype is torch.float32:",
+        new="if True:",
+        tests=("tests/optim/test_adamw.py::test_bf16_parameters_go_on_from_what_was_saved",),
     ),
     Mutant(
         name="a-gradients-use-writes-nothing-back",

@@ -62,24 +62,21 @@ class _DefinedUpdate(torch.optim.Optimizer):
 
         A state without `rest`, such as one of torch's, goes on from the bf16 weights as they are.
         """
-        given: list[dict[str, Any]] = [state_dict]
-        last = self.register_load_state_dict_pre_hook(
-            lambda _, found: given.append(found)
-        )  # what the user's hooks make of it
+        given: list[dict[str, Any]] = []  # what the user's hooks make of it
+        last = self.register_load_state_dict_pre_hook(lambda _, found: given.append(found))
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        names = chain.from_iterable(group["params"] for group in given[-1]["param_groups"])
+        names = chain.from_iterable(group["params"] for group in given[0]["param_groups"])
         parameters: Iterable[torch.Tensor] = chain.from_iterable(group["params"] for group in self.param_groups)
         for name, parameter in zip(names, parameters, strict=True):
-            values = given[-1]["state"].get(name)
-            if (
-                values is not None and parameter.dtype is not torch.float32
-            ):  # torch has cast them to the parameter's type
-                for key, dtype in _types(parameter).items():
-                    if key in values:
-                        self.state[parameter][key] = values[key].to(parameter.device, dtype)
+            values = given[0]["state"].get(name)
+            if values is None or parameter.dtype is torch.float32:
+                continue
+            for key, dtype in _types(parameter).items():
+                if key in values:  # torch has cast it to the parameter's type
+                    self.state[parameter][key] = values[key].to(parameter.device, dtype)
 
     def _update(self, parameter: torch.Tensor, hyper: Hyper) -> None:
         state = self.state[parameter]
