@@ -20,6 +20,7 @@ from patrickstar.errors import (
     nearest,
     some,
 )
+from patrickstar.memory.device_failure import DeviceFailureError
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.plan.residency import InvariantError
@@ -53,7 +54,7 @@ ERRORS = [
     SHORT,
     ConfigError("all", problems=["a", "b"]),
     *(kind("what") for kind in (LayoutError, StateError, CheckpointError, DeviceError, DataError)),
-    *(kind("what") for kind in (MachineError, ModelError)),
+    *(kind("what") for kind in (DeviceFailureError, MachineError, ModelError)),
     *(kind("what") for kind in (UnseenChangeError, WeightChangedError)),
     InvariantError(4, "c0.weight H!: it is the last valid copy"),
 ]

@@ -48,7 +48,8 @@ class Accelerator:
         _module.configure(share, seed, capacity, refuses_registration)
 
     def fail(self, operation: str, after: int = 0) -> None:
-        """Fails the next operation whose name contains this, after so many that do not; nothing runs after it."""
+        """Fails the next operation whose name contains this, after so many that do not; nothing runs after it, and all that is asked of the
+        device from then on raises `torch.AcceleratorError`."""
         _module.fail(operation, after)
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ Callers take turns: an arena has no lock of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import torch
 
@@ -126,7 +127,8 @@ class Arena:
         for first, n in self._slots.trim(max_committed_slots):
             for slot in range(first, first + n):
                 if slot in self._fences:
-                    self._fences[slot].wait()  # a late write would bring pages back
+                    with suppress(Exception):  # over, however it ended: whom that concerns is told by other tickets
+                        self._fences[slot].wait()  # a late write would bring pages back
                     del self._fences[slot]  # not before its wait, which an interruption may end
             # Where memory ran out when they were taken, some have none.
             has_some = 1 not in self._unprepared[first : first + n]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
+from patrickstar.memory.device_failure import DeviceFailureError, located
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Ticket, Work
 from patrickstar.memory.leases import Leases
@@ -192,8 +194,11 @@ class ChunkStore:
                         self._move_and_apply(action)
                 else:
                     self._move_and_apply(action)
+            except (torch.AcceleratorError, DeviceFailureError) as error:
+                self.land_all()
+                raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
             except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
-                self._land()
+                self.land_all()
                 raise
             if isinstance(action, Copy):
                 self._issued_at[action.ref] = during
@@ -215,20 +220,6 @@ class ChunkStore:
             self._move(Drop(ref, tier, self.state.slots[ref]))
         residency.give_up(self.state, ref)
         self._landed(ref, tier)
-
-    def _land(self) -> None:
-        """Waits for all transfers and updates under way."""
-        for chunk, tier in list(self.state.updating.items()):
-            try:
-                self._wait_for_update(chunk)
-            except Exception:  # whoever has given the work knows of it; what it uses may be wanted again
-                self.state.unwanted.difference_update(residency.units_of_update(self.state, chunk))
-            for ref in residency.arriving_for(self.state, chunk):
-                self._has_arrived(ref, tier)
-            self._apply(UpdateWait(chunk, tier))
-        for ref, (_, tier) in list(self.state.in_flight.items()):
-            if self._has_arrived(ref, tier):
-                self._apply(Wait(ref, tier))
 
     def _has_arrived(self, ref: PlaneRef, tier: Tier) -> bool:
         """Waits for a transfer, which is given up where it fails; tells whether it has not."""
@@ -306,15 +297,30 @@ class ChunkStore:
             self._tickets[ref, tier].wait_until_settled()
         except DeviceError as error:
             src = self.state.in_flight[ref][0].label
-            raise DeviceError(
-                f"{error}\n  this was {ref} on its way from the {src} to the {tier.label}, issued at {self._issued_at.get(ref) or 'this moment'}"
-            ) from error
+            this = f"{ref} on its way from the {src} to the {tier.label}, issued at {self._issued_at.get(ref) or 'this moment'}"
+            if isinstance(error, DeviceFailureError):
+                raise located(error, this) from error
+            raise DeviceError(f"{error}\n  this was {this}") from error
 
     def land(self, ref: PlaneRef) -> None:
         """Waits for an update that uses a unit and for a transfer of it, if they are under way."""
         updates = sorted(self.state.in_update.get(ref, ()))
         self.carry_out([UpdateWait(chunk, self.state.updating[chunk]) for chunk in updates])
         self._land_transfer(ref)
+
+    def land_all(self) -> None:
+        """Waits for all transfers and updates under way; those that fail are given up."""
+        for chunk, tier in list(self.state.updating.items()):
+            try:
+                self._wait_for_update(chunk)
+            except Exception:  # whoever has given the work knows of it; what it uses may be wanted again
+                self.state.unwanted.difference_update(residency.units_of_update(self.state, chunk))
+            for ref in residency.arriving_for(self.state, chunk):
+                self._has_arrived(ref, tier)
+            self._apply(UpdateWait(chunk, tier))
+        for ref, (_, tier) in list(self.state.in_flight.items()):
+            if self._has_arrived(ref, tier):
+                self._apply(Wait(ref, tier))
 
     def _land_transfer(self, ref: PlaneRef) -> None:
         if ref in self.state.in_flight:
@@ -411,13 +417,15 @@ class ChunkStore:
     def close(self) -> None:
         """Gives everything back, when nothing is under way any more. Whatever still refers to a slot keeps the slot's memory."""
         self._links.close()
-        for ticket in self._readiness.computed():
-            ticket.wait()
+        with suppress(DeviceFailureError):  # nothing runs on a device that has failed
+            for ticket in self._readiness.computed():
+                ticket.wait()
         self._wrap.clear()
-        for tier, arena in self._arenas.items():
-            arena.close(self.leases.storages() if tier is self._compute else ())
-        if self._disk is not None:
-            self._disk.close()
+        with ExitStack() as ends:  # each is closed, whatever another raises
+            if self._disk is not None:
+                ends.callback(self._disk.close)
+            for tier, arena in self._arenas.items():
+                ends.callback(arena.close, self.leases.storages() if tier is self._compute else ())
 
     def _take(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         arena = self._arenas[tier]

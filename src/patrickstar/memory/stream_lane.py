@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from threading import Condition, RLock
 
 import torch
 
-from patrickstar.errors import DeviceError, StateError
+from patrickstar.errors import StateError
+from patrickstar.memory.device_failure import DeviceFailureError
 from patrickstar.memory.lanes import CompletedTicket, Ticket, Work, when_all_settled
 
 __all__ = ["StreamLane", "StreamTicket"]
@@ -23,7 +25,12 @@ class StreamTicket:
         self._end: CompletedTicket | None = None
         self._calls: list[Callable[[], None]] = []
         if stream is not None:
-            self._event = stream.record_event()
+            try:
+                self._event = stream.record_event()
+            except (
+                torch.AcceleratorError
+            ) as error:  # nothing runs there any more: slots may be given back, and what comes after this fails
+                self._end = CompletedTicket(DeviceFailureError(error))
 
     def settle(self, how: torch.Event | BaseException) -> None:
         """Notes the event behind the work, or why it is not queued."""
@@ -39,8 +46,12 @@ class StreamTicket:
 
     @property
     def done(self) -> bool:
-        if self._end is None and self._event is not None and self._event.query():
-            self._end = CompletedTicket()
+        if self._end is None and self._event is not None:
+            try:
+                if self._event.query():
+                    self._end = CompletedTicket()
+            except torch.AcceleratorError as error:
+                self._end = CompletedTicket(DeviceFailureError(error))
         return self._end is not None
 
     def wait(self) -> None:
@@ -48,8 +59,8 @@ class StreamTicket:
         if self._end is None and event is not None:
             try:
                 event.synchronize()
-            except RuntimeError as error:
-                self._end = CompletedTicket(DeviceError(f"the device has failed: {error}"))
+            except torch.AcceleratorError as error:
+                self._end = CompletedTicket(DeviceFailureError(error))
             else:
                 self._end = CompletedTicket()
         assert self._end is not None
@@ -114,11 +125,14 @@ class StreamLane:
                     earlier.wait_on_device()
                 work()
                 how = self.stream.record_event()
+        except torch.AcceleratorError as error:
+            how = DeviceFailureError(error)
         except Exception as error:
             how = error
         finally:
             if isinstance(how, BaseException):
-                self.stream.synchronize()  # of a part of the work nobody would know
+                with suppress(torch.AcceleratorError):
+                    self.stream.synchronize()  # of a part of the work nobody would know
             with self._open:
                 self._unsettled -= 1
                 self._open.notify_all()
@@ -129,7 +143,8 @@ class StreamLane:
             return
         with self._open:
             self._open.wait_for(lambda: not self._unsettled)
-        self.stream.synchronize()
+        with suppress(torch.AcceleratorError):  # which tickets have; nothing runs on a device that has failed
+            self.stream.synchronize()
 
     def close(self) -> None:
         self.drain()

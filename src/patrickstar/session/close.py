@@ -51,6 +51,12 @@ class Closing:
                 "Call session.export(dir) or session.save_checkpoint(dir) before close() to keep them"
             )
 
+    def give_up(self) -> None:
+        """Wants no weights any more, where they could not be read."""
+        self._wanted = self._keeps = False
+        self._gradients.clear()
+        self._parts.executor.store.land_all()
+
     def run(self) -> None:
         """Does all that is left to do. DeviceError where weights cannot be read: another call goes on from there."""
         while self._stages:
@@ -71,6 +77,7 @@ class Closing:
     def _finish(self) -> None:
         if not self._wanted:
             self._parts.executor.pending = None
+            self._parts.executor.store.land_all()
         elif self._parts.training is not None:
             self._parts.training.finish()
         self._parts.executor.settle()

@@ -15,6 +15,7 @@ from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, StateError
+from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
@@ -315,7 +316,7 @@ class Session:
         Args:
             keep_weights: False: the weights are not wanted; parameters become meta tensors, at once and without a warning.
         Raises:
-            DeviceError: the disk does not give weights back. What was read stays; another call tries the rest.
+            DeviceError: the disk or the device does not give weights back. What was read stays; another call tries the rest, or gives them up.
         """
         if self._closed:
             return
@@ -327,7 +328,10 @@ class Session:
                 optimizer_state=self._optimizer_state,
                 keep_weights=keep_weights,
             )
-        self._closing.run()
+        elif not keep_weights:
+            self._closing.give_up()
+        with noticed_at("close()"):
+            self._closing.run()
         self._closed = True
         if self.unclosed is not None:
             self.unclosed.detach()

@@ -17,6 +17,7 @@ from torch import Tensor
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, link_of_rows
 from patrickstar.errors import BudgetError
+from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Update
 from patrickstar.plan.pilot import Pilot, Planned, Stretch
@@ -118,7 +119,8 @@ class Executor:
                 store.ledger.move(*link_of_rows(touches), rows_bytes)
             store.hold_beside(now)
             self._nonmodel_before = now
-            store.compute(touches)
+            with noticed_at(f"moment {phase} {label}"):
+                store.compute(touches)
             for touch in touches:
                 if touch.writes:
                     store.wrote(touch.ref, touch.tier)

@@ -18,6 +18,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError, some
+from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
@@ -293,7 +294,8 @@ class Training:
             with InPlane(self._binding, self._gradients, self._binding.by_name):
                 names = self._gradients.names
                 trace = self._stretches.begin_norm(self._traces.norm(names))
-                norm = self._updates.norm(names, self._gradients.factors, trace)
+                with noticed_at("the norm of the gradients, which the step waits for"):
+                    norm = self._updates.norm(names, self._gradients.factors, trace)
                 self._stretches.end()
         self.multiply(clip_factor(max_norm, norm))
         return norm
@@ -362,7 +364,8 @@ class Training:
     def first_overflow(self) -> str | None:
         """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite."""
         self._executor.settle()
-        overflowed = self._gradients.overflow.names()
+        with noticed_at("the look for overflowed gradients, which the step waits for"):
+            overflowed = self._gradients.overflow.names()
         if overflowed:
             return overflowed[0]
         for name, own in self._binding.gradients.owned():

@@ -36,20 +36,28 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream getNewStream(Device, int) const override { return stream_number(scheduler().add_stream()); }
   Stream exchangeStream(Stream stream) const override { return stream_number(exchange_stream(int(stream.id()))); }
-  bool queryStream(const Stream& stream) const override { return scheduler().is_idle(int(stream.id())); }
+  bool queryStream(const Stream& stream) const override {
+    scheduler().raise_failure();
+    return scheduler().is_idle(int(stream.id()));
+  }
   void synchronizeStream(const Stream& stream) const override { scheduler().wait_for_stream(int(stream.id()), "stream"); }
   void synchronizeDevice(DeviceIndex) const override { scheduler().wait_for_all("device"); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override { device_allocator().recordStream(data, stream); }
 
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    scheduler().raise_failure();
     if (!*event) *event = new Event;
     static_cast<Event*>(*event)->last = scheduler().mark(int(stream.id()));
     scheduler().run_some();
   }
   void block(void* event, const Stream& stream) const override {
+    scheduler().raise_failure();
     if (event) scheduler().make_wait(int(stream.id()), static_cast<Event*>(event)->last);
   }
-  bool queryEvent(void* event) const override { return !event || scheduler().has_passed(static_cast<Event*>(event)->last); }
+  bool queryEvent(void* event) const override {
+    scheduler().raise_failure();
+    return !event || scheduler().has_passed(static_cast<Event*>(event)->last);
+  }
   void synchronizeEvent(void* event) const override {
     if (event) scheduler().wait(static_cast<Event*>(event)->last, "event");
   }

@@ -85,7 +85,7 @@ void Memory::touch(Actor actor, char* low, char* high, bool writes, const std::s
   Clock& clock = scheduler().clock(actor);
   if (actor == kHost) clock.tick(kHost);
   auto race = block->history.add({low, high, actor, clock.of(actor), writes, operation}, clock);
-  if (race) races.push_back(*race + (block->pinned ? " (pinned memory of the host)" : " (memory of the device)"));
+  if (race && !scheduler().has_failed()) races.push_back(*race + (block->pinned ? " (pinned memory of the host)" : " (memory of the device)"));
 }
 
 void Memory::poison(int stream, char* start, size_t size) {

@@ -304,6 +304,7 @@ class Call {
 };
 
 void call(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  scheduler().raise_failure();
   NoAutograd no_autograd;
   auto results = Call(operation, stack).run();
   stack->erase(stack->end() - long(operation.schema().arguments().size()), stack->end());
@@ -346,6 +347,7 @@ Tensor copy_between(const Tensor& from, const Tensor& to, bool non_blocking) {
   } else {
     waits = true;
   }
+  scheduler().raise_failure();
   scheduler().enqueue(stream, "copy_", [source, target] { target.copy_(source); });
   if (waits) {
     scheduler().wait_for_stream(stream, "copy_");

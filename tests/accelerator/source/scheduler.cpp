@@ -1,10 +1,10 @@
 #include "scheduler.h"
 
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <numeric>
-#include <stdexcept>
 #include <utility>
 
 #include "without_autograd.h"
@@ -40,7 +40,7 @@ void Scheduler::finish() {
   }
   try {
     wait_for_all("finish");
-  } catch (const std::runtime_error&) {
+  } catch (const c10::AcceleratorError&) {
   }
   Lock lock(state);
   failure_.clear();
@@ -194,7 +194,7 @@ void Scheduler::count_wait(const std::string& kind) {
 
 void Scheduler::raise_failure() {
   Lock lock(state);
-  if (!failure_.empty()) throw std::runtime_error("CUDA error: " + failure_);
+  if (!failure_.empty()) throw c10::AcceleratorError({__func__, __FILE__, uint32_t(__LINE__)}, 700, "CUDA error: " + failure_);
 }
 
 void Scheduler::run_until(const MarkRef& mark) {

@@ -66,7 +66,9 @@ class Scheduler {
   // Waits of the host since they were last taken: thread, kind, count.
   std::map<std::pair<long, std::string>, int> take_waits();
   void count_wait(const std::string& kind);
+  // Raises what has failed: all that is asked of a device does, from the failure on. Who frees or ends something does not ask.
   void raise_failure();
+  bool has_failed() const { return !failure_.empty(); }
   template <class T> void shuffle(T& items) { std::shuffle(items.begin(), items.end(), random_); }
 
  private:

@@ -1,0 +1,43 @@
+"""A device that has failed: a kernel's error, which shows at whatever is done with the device next, and ends its use in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from patrickstar.errors import DeviceError
+
+__all__ = ["DeviceFailureError", "located", "noticed_at"]
+
+
+class DeviceFailureError(DeviceError):
+    """A kernel has failed, of this library or of others. `shown`: torch's error, in words. `where`: what was done when it was noticed."""
+
+    def __init__(self, shown: object, where: str = "") -> None:
+        noticed = (
+            where
+            and f"\n  this was noticed at {where}; what failed came before that: CUDA_LAUNCH_BLOCKING=1 shows which kernel"
+        )
+        super().__init__(
+            f"the device has failed: {shown}{noticed}\n  this process can use the device no more: start another, from the last checkpoint"
+        )
+        self.shown = str(shown)
+        self.where = where
+
+
+@contextmanager
+def noticed_at(where: str) -> Iterator[None]:
+    """Says where a failure of the device was noticed: what is done inside."""
+    try:
+        yield
+    except (torch.AcceleratorError, DeviceFailureError) as error:
+        raise located(error, where) from error
+
+
+def located(error: torch.AcceleratorError | DeviceFailureError, where: str) -> DeviceFailureError:
+    """A failure with where it was noticed: the innermost place that is known."""
+    if isinstance(error, DeviceFailureError):
+        return DeviceFailureError(error.shown, error.where or where)
+    return DeviceFailureError(error, where)

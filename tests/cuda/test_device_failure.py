@@ -1,0 +1,111 @@
+"""A kernel that fails ends the use of a device: whoever comes next is told, nobody waits for ever, and what the host has is given back."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import patrickstar
+from patrickstar.errors import DeviceError
+from patrickstar.memory.device_failure import DeviceFailureError
+from patrickstar.memory.stream_lane import StreamLane
+from patrickstar.testing.inside import manage_inside
+from tests.cuda.twins import CHUNK, TIGHT, batch, mlp
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.accelerator.cuda import Accelerator
+
+CUDA = torch.device("cuda", 0)
+
+
+def begin(**arguments: Any) -> tuple[torch.nn.Module, Any]:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = patrickstar.Options(chunk_size=CHUNK, poison=True)
+    keywords = {"device": "cuda", "device_memory": TIGHT, "precision": "fp32", "options": options, **arguments}
+    return model, manage_inside(model, optimizer, **keywords)
+
+
+def train(model: torch.nn.Module, session: Any, steps: int) -> None:
+    for number in range(steps):
+        model(batch(number)).square().mean().backward()
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("arguments", [{}, {"step": "in_backward"}, {"max_grad_norm": 0.5}], ids=repr)
+@pytest.mark.parametrize(
+    ("operation", "after"),
+    [("copy_", 0), ("copy_", 9), ("copy_", 40), ("aten::addmm", 3), ("aten::mul", 5), ("aten::tanh", 7)],
+)
+def test_whoever_comes_next_is_told_and_nothing_hangs(
+    operation: str, after: int, arguments: dict[str, Any], share: float, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    threads = set(threading.enumerate())
+    accelerator.configure(share, 7)
+    model, session = begin(disk=tmp_path / "disk", **arguments)
+    train(model, session, 1)
+    accelerator.fail(operation, after)
+    with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
+        train(model, session, 20)
+    for _ in range(2):
+        with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
+            train(model, session, 1)
+    with pytest.raises(DeviceError, match=r"the device has failed.*illegal memory access[\s\S]*start another"):
+        session.close()
+    session.close(keep_weights=False)
+    accelerator.finish()
+    assert set(threading.enumerate()) == threads
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_was_noticed_where_is_told(accelerator: Accelerator) -> None:
+    """The step after a kernel of the user's has failed: at the norm, which the host waits for."""
+    accelerator.configure(0.0)
+    model, session = begin(max_grad_norm=0.5)
+    train(model, session, 2)
+    model(batch(2)).square().mean().backward()
+    lost = torch.ones(4, device="cuda")
+    accelerator.fail("aten::add")
+    lost.add_(1)
+    with pytest.raises(DeviceFailureError, match=r"(?s)aten::add.*noticed at .*CUDA_LAUNCH_BLOCKING") as raised:
+        session.optimizer.step()
+    assert raised.value.where
+    session.close(keep_weights=False)
+    accelerator.finish()
+
+
+def test_a_moment_is_named_with_the_action(accelerator: Accelerator) -> None:
+    accelerator.configure(1.0)
+    model, session = begin()
+    train(model, session, 2)
+    inputs, lost = batch(), torch.ones(4, device="cuda")
+    accelerator.fail("aten::add")
+    lost.add_(1)
+    with pytest.raises(DeviceFailureError) as raised:
+        model(inputs)
+    assert "0.weight" in raised.value.where or "moment" in raised.value.where, raised.value.where
+    session.close(keep_weights=False)
+    accelerator.finish()
+
+
+def test_a_lane_of_a_failed_device_ends_its_tickets(accelerator: Accelerator) -> None:
+    lane = StreamLane("test", CUDA)
+    tensor = torch.zeros(8, device=CUDA)
+    accelerator.configure(1.0)
+    accelerator.fail("aten::add")
+    first = lane.issue(lambda: tensor.add_(1))
+    behind = lane.issue(lambda: tensor.mul_(2), [first])
+    for ticket in (first, behind):
+        for _ in range(2):
+            with pytest.raises(DeviceFailureError, match="illegal memory access"):
+                ticket.wait()
+        assert ticket.done
+    lane.close()
+    accelerator.finish()
