@@ -10,6 +10,8 @@ from typing import Final
 import hypothesis
 import pytest
 
+from tests.sampling import mark_what_is_left_out
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
@@ -49,7 +51,8 @@ SLOW: Final = frozenset(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests come first; those that measure memory stay in one process."""
+    """Fast tests come first; those that measure memory stay in one process; of some, most cases are campaigns."""
+    mark_what_is_left_out(items)
     tests = Path(__file__).parent
     for item in items:
         file = item.path.relative_to(tests).as_posix()

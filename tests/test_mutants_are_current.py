@@ -72,6 +72,7 @@ def test_a_run_that_left_something_out_is_not_green(output: str) -> None:
     assert not Run(1, "2 passed in 1s", 1.0).green
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_fault_is_caught_a_change_without_effect_survives_and_a_hang_is_stopped() -> None:
     fault = Mutant("a-kibibyte-is-1000-bytes", "units.py", "= 1 << 10,", "= 1000,", UNITS)

@@ -11,6 +11,7 @@ from tests.forked import run_script
 SIZES = ["--pairs", 2, "--layers", 1, "--tokens", 16, "--width", 48, "--vocabulary", 128]
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_both_sides_take_the_same_steps_and_nothing_moves(tmp_path):
     out = tmp_path / "bounded.json"

@@ -10,6 +10,7 @@ from tests.forked import run_script
 PATHS = f"{ROOT / 'src'}:{ROOT / 'benchmarks'}"
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("depth", [1, 3])
 def test_both_sides_move_all_units_in_each_direction(depth, tmp_path):
     sizes = ["--directory", tmp_path, "--pairs", 2, "--units", 5, "--unit-mib", 1, "--depth", depth]

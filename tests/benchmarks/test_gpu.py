@@ -52,6 +52,7 @@ def test_passes_are_measured_beside_a_copy(tmp_path: Path) -> None:
     assert not any("failed" in rate for rate in rates.values())
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_sides_take_turns_and_each_has_a_ratio(tmp_path: Path) -> None:
     found = run_part("step", tmp_path)

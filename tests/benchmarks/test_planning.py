@@ -20,6 +20,7 @@ def test_a_trace_and_its_plans_are_timed():
     assert "plan: median" in out
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_steps_with_early_transfers_have_the_losses_of_others():
     out = run("overlap.py", "--pairs", 1, "--layers", 1, "--tokens", 8, "--width", 48, "--vocabulary", 128)

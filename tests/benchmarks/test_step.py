@@ -236,6 +236,7 @@ def run(*arguments):
     return run_script(ROOT / "benchmarks" / "step.py", *arguments, environment={"PYTHONPATH": str(ROOT / "src")})
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_round_gives_every_figure(tmp_path, monkeypatch):
     out = tmp_path / "step.json"

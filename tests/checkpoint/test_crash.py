@@ -58,6 +58,7 @@ def operations(before: Path, scratch: Path, step: int) -> int:
 
 
 # Step 3 is a new one and step 1 goes by retention; step 2 replaces what `latest` names; step 1 replaces an earlier one.
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "step"), [*product(KINDS, [3]), *product(REPLACING, [2]), ("power cut", 1)])
 def test_a_fault_at_any_operation_leaves_a_whole_checkpoint_and_the_next_can_be_written(before, scratch, kind, step):
     total = operations(before, scratch, step)

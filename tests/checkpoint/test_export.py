@@ -74,6 +74,7 @@ def test_an_earlier_model_is_replaced_and_other_files_stay(tmp_path, before, aft
         f"model-{n + 1:05d}-of-{800 // after:05d}.safetensors" for n in range(800 // after)})  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["kill", "torn cut", "ENOSPC"])
 @pytest.mark.parametrize(("before", "after"), [(400, 400), (1 << 30, 400), (400, 1 << 30)])
 def test_an_interruption_never_leaves_a_mix(tmp_path, kind, before, after):

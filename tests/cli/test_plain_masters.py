@@ -118,6 +118,7 @@ def verdict(managed, run):
     return compare_plain(run, **managed, advance=lambda _: None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.1, 1), (None, 2), (0.1, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_steps_have_the_same_bits(kind, clip, accumulate):

@@ -26,6 +26,7 @@ def precision(request, monkeypatch):
     return ["--precision", kept]
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_plain_pytorch_gives_the_same_bits(runs, capsys, arguments):
     assert all(norm > 0.1 for norm in norms) if "--clip" in arguments else norms == [None] * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "arguments",
     [pytest.param([], marks=pytest.mark.campaign), ["--clip", 0.1, "--accumulate", 2]],

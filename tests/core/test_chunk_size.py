@@ -78,6 +78,7 @@ def test_a_model_without_parameters_is_refused():
         search_chunk_numel([])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_chunks_of_a_device_are_whole_granules(model, itemsize):

@@ -10,7 +10,7 @@ import torch
 
 import patrickstar
 from patrickstar.errors import DeviceError
-from patrickstar.memory.device_failure import DeviceFailureError
+from patrickstar.memory.device_failure import DeviceFailureError, noticed_at
 from patrickstar.memory.stream_lane import StreamLane
 from patrickstar.testing.inside import manage_inside
 from tests.cuda.twins import CHUNK, TIGHT, batch, mlp
@@ -38,6 +38,7 @@ def train(model: torch.nn.Module, session: Any, steps: int) -> None:
         session.optimizer.zero_grad()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("arguments", [{}, {"step": "in_backward"}, {"max_grad_norm": 0.5}], ids=repr)
 @pytest.mark.parametrize(
@@ -109,3 +110,26 @@ def test_a_lane_of_a_failed_device_ends_its_tickets(accelerator: Accelerator) ->
         assert ticket.done
     lane.close()
     accelerator.finish()
+
+
+def test_what_has_failed_is_done(accelerator: Accelerator) -> None:
+    """Whoever asks, and does not wait, is not told for ever that it goes on."""
+    lane = StreamLane("test", CUDA)
+    tensor = torch.zeros(8, device=CUDA)
+    accelerator.configure(0.0)
+    accelerator.fail("aten::add")
+    ticket = lane.issue(lambda: tensor.add_(1))
+    with pytest.raises(torch.AcceleratorError):
+        torch.cuda.synchronize()
+    assert ticket.done
+    with pytest.raises(DeviceFailureError):
+        ticket.wait()
+    lane.close()
+    accelerator.finish()
+
+
+def test_the_innermost_place_is_named() -> None:
+    with pytest.raises(DeviceFailureError, match="noticed at a transfer") as raised, noticed_at("the step"):
+        with noticed_at("a transfer"):
+            raise DeviceFailureError("illegal memory access")
+    assert raised.value.where == "a transfer"

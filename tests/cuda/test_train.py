@@ -31,7 +31,14 @@ def arguments(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "ways",
-    [(), ("--clip", "0.5"), ("--step", "in_backward"), ("--precision", "bf16"), ("--precision", "fp16")],
+    [
+        (),
+        pytest.param(("--clip", "0.5"), marks=pytest.mark.campaign),
+        ("--step", "in_backward"),
+        ("--precision", "bf16", "--clip", "0.5"),
+        pytest.param(("--precision", "bf16"), marks=pytest.mark.campaign),
+        pytest.param(("--precision", "fp16"), marks=pytest.mark.campaign),
+    ],
     ids=lambda ways: " ".join(ways) or "fp32",
 )
 def test_a_run_has_the_bits_of_plain_pytorch_there(

@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 WARM_UP = 4  # steps, after which units lie where they lie after every step, and the allocator has what kernels take
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
 @pytest.mark.parametrize("share", [100, 60])
 @pytest.mark.parametrize("way", WAYS)
@@ -62,6 +63,7 @@ def test_a_step_never_waits_for_the_device(
         assert pair.session.stats().reason == ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_that_needs_a_number_waits_for_that_alone(

@@ -116,8 +116,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="an-interruption-leaves-transfers-under-way",
         file="memory/store.py",
-        old="                self._land()\n",
-        new="",
+        old="interruption by the user, of which the next may come while this one is settled\n                self.land_all()\n",
+        new="interruption by the user, of which the next may come while this one is settled\n",
         tests=(f"{INTERRUPTED}[0-1-emulated]",),
     ),
     Mutant(

@@ -20,6 +20,7 @@ SIDE = tuple(
     )
     for schedule in ("(0.0, 0)", "(0.3, 1)", "(1.0, 0)")
 )
+FAILURE = "tests/cuda/test_device_failure.py"
 LANE = "tests/cuda/test_stream_lane.py"
 STORE = "tests/cuda/test_store.py"
 COPIED = "            before += self._readiness.before_writing((ref, tier))\n"
@@ -135,8 +136,8 @@ STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="a-ticket-has-ended-when-it-is-queued",
         file="memory/stream_lane.py",
-        old="        if self._end is None and self._event is not None and self._event.query():",
-        new="        if self._end is None and self._event is not None:",
+        old="if self._event.query():",
+        new="if True:",
         tests=(f"{LANE}::test_a_work_has_not_ended_before_the_device_has_done_it[(0.0, 0)]",),
     ),
     Mutant(
@@ -149,8 +150,8 @@ STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="a-session-ends-before-what-computes-with-its-slots",
         file="memory/store.py",
-        old="        for ticket in self._readiness.computed():\n            ticket.wait()\n",
-        new="",
+        old="            for ticket in self._readiness.computed():\n                ticket.wait()\n",
+        new="            pass\n",
         tests=(f"{HERE}::test_a_session_that_is_closed_waits_for_what_uses_its_slots[(0.0, 0)]",),
     ),
     Mutant(
@@ -235,5 +236,46 @@ STREAMS: tuple[Mutant, ...] = (
         tests=(
             "tests/cuda/test_spaces.py::test_memory_of_the_host_is_pinned_while_it_is_used_and_no_more_than_that[(0.0, 0)]",
         ),
+    ),
+    Mutant(
+        name="a-ticket-of-a-failed-device-is-never-done",
+        file="memory/stream_lane.py",
+        old="""                    self._end = CompletedTicket()
+            except torch.AcceleratorError as error:
+                self._end = CompletedTicket(DeviceFailureError(error))
+        return""",
+        new="""                    self._end = CompletedTicket()
+            except torch.AcceleratorError:
+                pass
+        return""",
+        tests=(f"{FAILURE}::test_what_has_failed_is_done",),
+    ),
+    Mutant(
+        name="a-failed-device-is-told-in-torchs-words-alone",
+        file="memory/stream_lane.py",
+        old="            how = DeviceFailureError(error)\n",
+        new="            how = error\n",
+        tests=(f"{FAILURE}::test_a_lane_of_a_failed_device_ends_its_tickets",),
+    ),
+    Mutant(
+        name="a-session-that-gives-weights-up-wants-them-still",
+        file="session/close.py",
+        old="        self._wanted = self._keeps = False\n",
+        new="",
+        tests=(f"{FAILURE}::test_whoever_comes_next_is_told_and_nothing_hangs",),
+    ),
+    Mutant(
+        name="a-lane-whose-device-has-failed-cannot-be-closed",
+        file="memory/stream_lane.py",
+        old="        with suppress(torch.AcceleratorError):  # which tickets have; nothing runs on a device that has failed\n",
+        new="        if True:\n",
+        tests=(f"{FAILURE}::test_a_lane_of_a_failed_device_ends_its_tickets",),
+    ),
+    Mutant(
+        name="where-a-failure-was-noticed-first-is-forgotten",
+        file="memory/device_failure.py",
+        old="error.where or where",
+        new="where",
+        tests=(f"{FAILURE}::test_the_innermost_place_is_named",),
     ),
 )

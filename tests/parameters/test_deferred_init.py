@@ -92,6 +92,7 @@ def expect_as_ordinary(build: Callable[[], nn.Module], seed: int = 0) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 17, 4242])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_values_are_those_of_ordinary_construction(name: str, seed: int) -> None:

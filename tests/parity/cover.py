@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
 from itertools import combinations
 
 from tests.parity.matrix import DIMENSIONS, PAIRS_FILE, TABLES, TILED, WIDE_FILE, Row, Value, allowed, allowed_rows
+from tests.sampling import cover
 
-__all__ = ["cover", "pairs", "wide"]
+__all__ = ["every", "few", "pairs", "shuffled", "wide"]
 
 Goal = tuple[tuple[str, Value], ...]
 
 _FP32: dict[str, Value] = {"precision": "fp32", "tile_rows": None, "tables": False}
 _OTHERS = tuple(name for name in DIMENSIONS if name not in _FP32)
-
-
-def cover(rows: Sequence[Row], goals: Callable[[Row], Iterator[Goal]]) -> list[Row]:
-    """Few of the rows that together have every goal any of them has.
-
-    Greedily the row with most new goals, the first of equals. What a row would add only shrinks as others are taken, so
-    a stale gain is an upper bound, and most rows need no second look.
-    """
-    numbers: dict[Goal, int] = {}
-    masks = []
-    for row in rows:
-        mask = 0
-        for goal in goals(row):
-            mask |= 1 << numbers.setdefault(goal, len(numbers))
-        masks.append(mask)
-    covered, everything, chosen = 0, (1 << len(numbers)) - 1, []
-    heap = [(-mask.bit_count(), index) for index, mask in enumerate(masks)]
-    heapq.heapify(heap)
-    while covered != everything:
-        _, index = heapq.heappop(heap)
-        gain = (masks[index] & ~covered).bit_count()
-        if heap and (-gain, index) > heap[0]:
-            heapq.heappush(heap, (-gain, index))
-            continue
-        chosen.append(index)
-        covered |= masks[index]
-    return [rows[index] for index in chosen]
 
 
 def every(*combined: tuple[str, ...]) -> Callable[[Row], Iterator[Goal]]:
@@ -69,6 +42,12 @@ def pairs() -> list[Row]:
     """Every pair of values of two dimensions."""
     rows = sorted(allowed_rows(), key=shuffled)
     return sorted(cover(rows, every(*combinations(DIMENSIONS, 2))), key=in_order)
+
+
+def few(rows: Sequence[Row]) -> list[Row]:
+    """Of rows that have every pair, some that have every model, and every pair of values of two other dimensions."""
+    others = tuple(name for name in DIMENSIONS if name != "model")
+    return cover(rows, every(("model",), *combinations(others, 2)))
 
 
 def wide() -> list[Row]:

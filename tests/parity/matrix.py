@@ -2,8 +2,9 @@
 
 Two lists, checked in as text and computed anew by `test_matrix.py` in `make test-full` (`cover.py`):
 
-(1) `PAIRS`, what `make test` runs: every pair of values of two dimensions that any allowed row can have stands in a row.
-(2) `WIDE`, what `make test-full` adds: every model at every budget on every kind of machine, every way of training there is, and every model
+(1) `PAIRS`: every pair of values of two dimensions that any allowed row can have stands in a row. Of these, `make test` runs a few (`cover.few`) in
+    which every model stands, and every pair of two other dimensions.
+(2) `WIDE`: every model at every budget on every kind of machine, every way of training there is, and every model
     with every checkpointing in each 16-bit type.
 """
 

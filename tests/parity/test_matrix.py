@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
 from tests.lanes import LANES
-from tests.parity.cover import cover, every, pairs, wide
+from tests.parity.cover import every, few, pairs, wide
 from tests.parity.lanes import CHOICES, DEPTHS, choice_named, depth_of, lanes_named
 from tests.parity.limits import LIMITED, LIMITS
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS
 from tests.parity.zoo import CASES
+from tests.sampling import cover
 
 FP32 = {"precision": "fp32", "tile_rows": None, "tables": False}
 
@@ -22,7 +24,7 @@ def combinations_of(rows: list[Row] | tuple[Row, ...], names: tuple[str, ...]) -
     return {tuple(getattr(row, name) for name in names) for row in rows}
 
 
-def lacking(rows: tuple[Row, ...], everything: list[Row]) -> list[tuple[str, ...]]:
+def lacking(rows: Sequence[Row], everything: list[Row]) -> list[tuple[str, ...]]:
     """The pairs of dimensions of which the rows lack a pair of values that some allowed row has."""
     found = combinations(DIMENSIONS, 2)
     return [pair for pair in found if combinations_of(rows, pair) != combinations_of(everything, pair)]
@@ -44,6 +46,12 @@ def fp32_rows() -> list[Row]:
 
 def test_every_pair_that_can_stand_in_a_row_stands_in_one(everything: list[Row]) -> None:
     assert lacking(PAIRS, everything) == []
+
+
+def test_so_it_is_in_the_few_rows_that_are_run_each_time_but_for_pairs_with_a_model(everything: list[Row]) -> None:
+    rows = few(PAIRS)
+    assert {row.model for row in rows} == set(CASES)
+    assert all("model" in names for names in lacking(rows, everything))
 
 
 def test_a_missing_row_is_noticed(everything: list[Row]) -> None:

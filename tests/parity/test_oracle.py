@@ -126,6 +126,7 @@ def ulps_between(one: Tensor, other: Tensor, before: Tensor, rate: float) -> Ten
     return (one.double() - other.double()).abs() / ulp.double()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_one_step_of_torchs_optimizer_has_equal_moments_and_nearly_equal_weights(name: str, accumulation: int) -> None:
@@ -159,6 +160,7 @@ def but_for_the_tail(values: Tensor, like: Tensor) -> Tensor:
     return values[kept]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_one_step_of_torchs_fused_optimizer_has_equal_moments_and_bits_but_in_its_tails_and_there_within_an_ulp(

@@ -7,6 +7,7 @@ budget that is known for it (`limits.py`), at which the plans are those that are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import patrickstar
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
+from tests.parity.cover import few
 from tests.parity.lanes import choice_of
 from tests.parity.limits import PAGE_BYTES, is_known_here, limits_of
 from tests.parity.matrix import PAIRS, WIDE, Row
@@ -23,6 +25,8 @@ from tests.parity.plans import APART, DIGESTS, FORECASTS, digest, forecast_diges
 from tests.parity.zoo import CASES, STEPS
 
 pytestmark = pytest.mark.slow
+
+FEW = frozenset(few(PAIRS))
 
 # Links over which a run must have moved bytes, or it has shown nothing about moving them.
 LINKS = {
@@ -98,7 +102,12 @@ def at_least(rows: tuple[Row, ...]) -> list[Row]:
     return [row for row in rows if row.budget == "minimum"]
 
 
-@pytest.mark.parametrize("row", PAIRS, ids=str)
+def at_once(rows: Sequence[Row]) -> list[object]:
+    """The rows, of which those that `make test` leaves out are campaigns."""
+    return [pytest.param(row, marks=() if row in FEW else pytest.mark.campaign) for row in rows]
+
+
+@pytest.mark.parametrize("row", at_once(PAIRS), ids=str)
 def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path)
 
@@ -109,7 +118,7 @@ def test_no_bit_depends_on_where_model_data_lives_in_any_combination(row: Row, t
     assert_parity(row, tmp_path, plans_too=True)
 
 
-@pytest.mark.parametrize("row", at_least(PAIRS), ids=str)
+@pytest.mark.parametrize("row", at_once(at_least(PAIRS)), ids=str)
 def test_less_than_the_smallest_budget_is_refused(row: Row, tmp_path: Path) -> None:
     assert_least(row, tmp_path)
 

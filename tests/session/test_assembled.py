@@ -100,6 +100,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_loop_over_gradients_has_torchs_bits(make_pair: MakePair, machine: dict[str, Any], change: str) -> None:
     pair = make_pair(**machine)

@@ -110,6 +110,7 @@ def test_the_smallest_budget_named_runs_and_nine_tenths_of_it_are_refused_before
     expect_bits(before, values(model))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not(

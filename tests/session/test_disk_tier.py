@@ -158,6 +158,7 @@ def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) 
         assert session.stats().moved["K>H"] == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_no_bit_depends_on_the_machine(make_pair: MakePair, machine: dict[str, Any], step: str, eviction: str) -> None:
@@ -188,6 +189,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("call", "number"), FAULTS, ids=lambda value: errno.errorcode.get(value, value) or "short")
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("tiers", ["cpu+disk", "emulated+disk"])
@@ -227,6 +229,7 @@ def test_a_transfer_that_fails_in_a_step_names_its_place_and_nothing_is_lost(
     pair.expect_same()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("call", "number"), FAULTS, ids=lambda value: errno.errorcode.get(value, value) or "short")
 def test_a_forward_or_backward_whose_transfer_failed_can_be_done_again(
     make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any], call: str, number: int | None

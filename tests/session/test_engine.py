@@ -183,6 +183,7 @@ def same(want: Mapping[str, Tensor], engine: Any) -> None:
 # the original's README
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model_func", "dataloader"),
     [(bert, tokens(3)), (gpt2, tokens(3)), (Plain, numbers(3))],
@@ -229,6 +230,7 @@ def test_the_original_s_readme_runs_as_it_is(model_func: Any, dataloader: Any, f
 # the arithmetic is plain PyTorch's
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loop", [original_loop, deepspeed_loop, zeroing_last])
 @pytest.mark.parametrize(
     ("params", "algorithm"),

@@ -79,6 +79,7 @@ def trip_in_the_loss(model: nn.Module, _: Any, number: int = 9) -> None:
         (model(batch(number)) @ torch.ones(7, 7)).sum().backward()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("trip", [trip_in_forward, trip_in_backward, trip_in_the_loss], ids=lambda t: t.__name__)
 @pytest.mark.parametrize("tier", ["device", "disk"])
 @pytest.mark.parametrize("first", [0, 2])

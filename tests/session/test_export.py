@@ -76,6 +76,7 @@ def read_back(model: Any, path: Path) -> Any:
     return found.eval()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shard", ["50GB", "6KB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_goes_in_trained_comes_out_for_the_model_s_own_library(tmp_path: Path, name: str, shard: str) -> None:

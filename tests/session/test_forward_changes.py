@@ -198,6 +198,7 @@ def chosen(*axes: Iterable[str], always: Callable[..., bool]) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "step", "tiers"),
     chosen(
@@ -260,6 +261,7 @@ def make_narrow() -> Iterator[Callable[..., Narrow]]:
         narrow.session.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "kind", "tiers"),
     chosen(
@@ -314,6 +316,7 @@ class WithLoss(Changing):
         return super().forward(x).float().square().mean()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 @pytest.mark.parametrize("change", ["embedding", "clamp", "view"])
 def test_what_the_forward_changes_is_foreseen_and_planned(change: str, kind: str) -> None:
@@ -364,6 +367,7 @@ class Sometimes(Changing):
         return super().forward(x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", [0, 1], ids=["foreseen and not done", "done and not foreseen"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
 def test_a_change_that_depends_on_more_than_shapes(
@@ -434,6 +438,7 @@ class Checkpointed(Changing):
         return self.layers[8:](checkpoint(self.block, hidden, use_reentrant=self.reentrant))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_a_block_that_is_computed_again_changes_its_weights_again(
@@ -479,6 +484,7 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
 # tiles and tables
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "given", [{"tile_rows": 40}, {"embedding_rows": True, "chunk_size": 1024}], ids=["tiles", "rows"]
 )
@@ -645,7 +651,9 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
     assert failed
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("fp32", "bf16")), "bf16-fp32"]
+)
 def test_a_change_whose_master_cannot_be_reached_is_no_change(
     make_pair: MakePair, make_narrow: Callable[..., Narrow], faulty: FaultyIO, on_disk: dict[str, Any], kind: str
 ) -> None:

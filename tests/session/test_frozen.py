@@ -53,6 +53,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, Adapted, patric
         yield Twin(request.param, Adapted), model, session
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_trained_beside_a_frozen_base(kind: str, machine: str, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_what_is_frozen_is_not_written_back(kind: str, tmp_path: Path) -> None:
     assert max(written.values(), default=0) <= 1 < Counter(action.ref for action in moved).most_common(1)[0][1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_trained_after_all(kind: str, machine: str, tmp_path: Path) -> None:

@@ -365,6 +365,7 @@ def zero_late_through_the_model(model: nn.Module, optimizer: Any, number: int) -
     return loss.detach()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [zero_late, zero_late_through_the_model], ids=lambda step: step.__name__)
 @pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
 def test_zeroing_between_forward_and_backward_is_planned_once_it_is_known(

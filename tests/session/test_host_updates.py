@@ -35,6 +35,7 @@ def tiers_of(session: patrickstar.Session) -> Counter[Tier]:
     return Counter(action.tier for action in session.plan.actions() if isinstance(action, Update))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", ["emulated", "emulated+disk"])
 @pytest.mark.parametrize("choice", [ON_HOST, ON_DEVICE, IN_TURN], ids=["host", "device", "in turn"])
 @pytest.mark.parametrize("prefetch", [0, 2, None])

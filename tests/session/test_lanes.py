@@ -24,6 +24,7 @@ from tests.session.builders import EMULATED, MACHINES, Pair, backward
 MakePair = Callable[..., Pair]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("when", LANES)
 def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: MakePair, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ def interrupted() -> Iterator[type[Interrupted]]:
     Interrupted.at = frozenset()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("number", [1, 2, 5, 9, 14])
 @pytest.mark.parametrize("prefetch", [0, None])
@@ -187,6 +189,7 @@ def test_what_a_second_interruption_has_left_ends_with_the_next_use(
     pair.expect_same()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [1, 4, 11])
 def test_an_interruption_between_a_wait_and_its_note_is_settled(
     number: int, machine: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch

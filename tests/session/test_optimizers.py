@@ -112,6 +112,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("when", ["original before", "original after", "session's"])
 def test_schedulers_keep_working_without_a_warning(name: str, when: str) -> None:

@@ -58,6 +58,7 @@ def test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_the
     pair.expect_same()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", ["optimizer", "model", "by hand", "before backward", "never"])
 def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(
     zero: str, machine: dict[str, Any], make_pair: MakePair
@@ -149,6 +150,7 @@ def _refused(pair: Pair) -> None:
         pair.model(batch(rows=2000))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("look", LOOKS)
 def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_path: Path) -> None:
     LOOKS[look](pending, tmp_path)
@@ -158,6 +160,7 @@ def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_pat
     pending.expect_same()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("lanes", LANES)
 def test_an_evaluation_in_inference_mode_finds_the_model_updated(
@@ -202,6 +205,7 @@ def test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update(pending
     pending.expect_same()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_forward_that_is_left_half_way_and_a_step_after_it(
     zero: bool, machine: dict[str, Any], make_pair: MakePair
@@ -223,6 +227,7 @@ def test_a_forward_that_is_left_half_way_and_a_step_after_it(
     pair.expect_same()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("after", range(0, 16, 3))
 def test_an_update_whose_transfer_fails_is_still_pending(

@@ -69,6 +69,7 @@ def runs() -> Iterator[Any]:
                 yield pytest.param(line, kind, machine, marks=pytest.mark.campaign if is_rest else ())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), list(runs()))
 def test_a_line_means_what_it_means_in_plain_pytorch(line: str, kind: str, machine: str, tmp_path: Path) -> None:
     script = Script(kind, **MACHINES[machine](tmp_path / "disk"))

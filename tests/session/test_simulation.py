@@ -171,6 +171,7 @@ def in_kind(kind: str, **given: Any) -> dict[str, Any]:
     return {"precision": kept, "options": options(**given)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiers", MACHINES)
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])

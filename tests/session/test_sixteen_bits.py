@@ -29,6 +29,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, nn.Module, patr
         yield Twin(request.param), model, session
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,6 +50,7 @@ def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, machine: 
         assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("memory", ["64MiB", 25 * SLOT, TIGHT])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
@@ -166,6 +168,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
@@ -285,6 +288,7 @@ def by_lookup(model: nn.Module) -> None:
 BY_HAND = [clamp, some_elements, by_data, by_out, foreach, by_init, by_flag, by_lookup]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", BY_HAND, ids=lambda change: change.__name__)
 def test_a_change_by_hand_is_carried_into_the_master(pair: tuple[Twin, nn.Module, Any], change: Change) -> None:
     """What it changes has its new weight for a master; everything else keeps its own, down to the last bit."""
@@ -409,6 +413,7 @@ WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
 """Where fp32 computes, gradients of all layers wait for the end of a backward."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_which_only_a_backward_inside_of_another_tells(kind: str, backwards: int) -> None:

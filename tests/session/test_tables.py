@@ -96,6 +96,7 @@ def test_training_has_the_bits_of_plain_pytorch(machine: str, kind: str, tmp_pat
     expect_same({**model.state_dict()}, {**plain.state_dict()})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "bf16-fp32", "fp16", "fp16-fp32"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_16_bits_have_the_bits_of_tables_that_are_fetched(precision: str, accumulate: int) -> None:

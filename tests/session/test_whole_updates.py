@@ -110,6 +110,7 @@ def test_a_step_that_is_closed_is_about_what_has_come_alone() -> None:
 # where there is room
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_chunks_are_updated_whole_in_the_order_in_which_their_last_gradients_come(
@@ -241,6 +242,7 @@ def some_of(model: nn.Module) -> patrickstar.AdamW:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("choice", [None, APART], ids=["whole", "apart"])
 @pytest.mark.parametrize("make_optimizer", [adamw, some_of])
 @pytest.mark.parametrize("numel", [1024, 2048, 4096])
@@ -357,6 +359,7 @@ LOOKS: dict[str, Callable[[Pair, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("budget", [TIGHT, ROOM, 24 * SLOT])
 @pytest.mark.parametrize("look", LOOKS)
 def test_whoever_looks_in_the_middle_of_a_backward_changes_no_bit(look: str, budget: int, whole: MakePair) -> None:
@@ -433,6 +436,7 @@ def _view(weight: torch.Tensor) -> torch.Tensor:
         return weight.view(-1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", range(LAYERS))
 @pytest.mark.parametrize("at", [4, 6, 8, 10])
 @pytest.mark.parametrize("budget", [ROOM, 10 * SLOT])
@@ -639,6 +643,7 @@ def test_whoever_looks_between_backward_and_step_finds_the_model_updated(
     pair.expect_same()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("after", range(0, 24, 4))
 def test_a_transfer_that_fails_in_the_backward_leaves_no_update_half_done(
