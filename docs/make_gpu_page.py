@@ -63,6 +63,14 @@ def tokens_of(name: str, count: int) -> Any:
     return at("step", f"{name}, {count} tokens", "speed_over_first", name)
 
 
+def against(peer: str) -> str:
+    """How much faster the library is than a peer, or why the peer has not been measured."""
+    why = at(peer, "missing", peer)
+    if why is not None:
+        return f"{NOT_MEASURED}: {why.partition(': ')[2]}"
+    return times(at(peer, "steps", "speed_over_first", "managed"))
+
+
 def targets() -> str:
     """A row for each thing that was to be shown."""
     numel = at("step", "numel")
@@ -72,12 +80,6 @@ def targets() -> str:
     equal = at("placement", "equal")
     pinned = at("eight", "16384 tokens", "pinned_over_asked")
     foreseen = at("eight", "16384 tokens", "device_foreseen_over_measured")
-    fsdp2 = (
-        at("peers", "steps", "speed_over_first", "managed")
-        if "fsdp2" in (at("peers", "steps", "seconds") or {})
-        else None
-    )
-    why = at("peers", "missing", "deepspeed")
     rows = [
         (
             f"states off the device, in backward, 16k tokens, {size}: speed of plain PyTorch",
@@ -91,12 +93,8 @@ def targets() -> str:
             ">= 420 on an H200",
             share(at("eight", "16384 tokens", "model_tflops"), "{:.0f}".format),
         ),
-        ("against FSDP2 with CPU offload", ">= 4 x", times(fsdp2)),
-        (
-            "against DeepSpeed ZeRO-3 with CPU offload",
-            ">= 4 x",
-            NOT_MEASURED + (f": {why.partition(': ')[2]}" if why else ""),
-        ),
+        ("against FSDP2 with CPU offload", ">= 4 x", against("fsdp2")),
+        ("against DeepSpeed ZeRO-3 with CPU offload", ">= 4 x", against("deepspeed")),
         ("largest model, in backward, no disk", ">= 18B on 139 GiB", one(in_backward and in_backward / 1e9, "{:.1f}B")),
         (
             "largest model, deferred and clipped, no disk",

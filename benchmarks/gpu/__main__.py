@@ -39,7 +39,8 @@ PARTS: Final[Mapping[str, Part]] = {
     "placement": Part("placement", 240),
     "step": Part("step", 570),
     "eight": Part("eight", 570),
-    "peers": Part("peers", 570),
+    "fsdp2": Part("peers", 570, "run_fsdp2"),
+    "deepspeed": Part("peers", 570, "run_deepspeed"),
     "largest-in-backward": Part("largest", 580, "run_in_backward"),
     "largest-clipped": Part("largest", 580, "run_clipped"),
 }

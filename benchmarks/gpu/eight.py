@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.decoder import Shape
 from benchmarks.gpu.results import Result, spread
-from benchmarks.gpu.sides import Side, Turn
+from benchmarks.gpu.side import Side, Turn
 from benchmarks.gpu.step import TINY
 from benchmarks.gpu.turns import Sides, host_bytes, tflops
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from benchmarks.gpu.decoder import Shape
 from benchmarks.gpu.results import Result
-from benchmarks.gpu.sides import Side, Turn
+from benchmarks.gpu.side import Side, Turn
 from benchmarks.gpu.step import TINY
 from benchmarks.gpu.turns import Sides, host_bytes
 

@@ -3,66 +3,23 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from benchmarks.gpu.decoder import Decoder, Shape
+from benchmarks.gpu.decoder import Decoder
+from benchmarks.gpu.offloading import deepspeed, fsdp2
+from benchmarks.gpu.side import RATE, NotMeasuredError, Side, Step, Turn
 from torch import Tensor, nn
 
 import patrickstar
 from patrickstar.memory.driver import DeviceAddresses
 from patrickstar.memory.pinned_space import PinnedSpace
 
-__all__ = ["RATE", "Side", "Turn", "work"]
-
-RATE: Final = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Who trains a decoder, and how. `device`: "cuda", or "emulated" to try the benchmark itself where there is none.
-
-    `device_memory`: alternatives, of which the first that is not refused is taken.
-    """
-
-    kind: str
-    shape: Shape
-    device: str = "cuda"
-    step: str = "in_backward"
-    clips: bool = False
-    device_memory: tuple[int | str | None, ...] = (None,)
-    host_memory: int | None = None
-    stress_seed: int | None = None
-    seed: int = 0
-
-    @property
-    def place(self) -> torch.device:
-        """Where torch computes."""
-        return torch.device("cuda" if self.device == "cuda" else "cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """So many steps, one after the other. `shares`: whether others need the memory that torch's allocator keeps meanwhile."""
-
-    sequences: int
-    tokens: int
-    steps: int = 2
-    shares: bool = True
-    trace: Path | None = None
-    """Where a profile of these steps goes, if one is taken."""
-
-
-Step = Callable[[Tensor], Tensor]
+__all__ = ["work"]
 
 
 def work(pipe: Connection, side: Side) -> None:
@@ -79,10 +36,6 @@ def work(pipe: Connection, side: Side) -> None:
                 pipe.send(take(turn, side, step, library))
     except (patrickstar.Error, NotMeasuredError, torch.OutOfMemoryError, RuntimeError) as error:
         pipe.send(f"{type(error).__name__}: {error}")
-
-
-class NotMeasuredError(Exception):
-    """A side that cannot run here, and why."""
 
 
 def synchronize(side: Side) -> None:
@@ -294,59 +247,6 @@ def managed(side: Side) -> Iterator[tuple[Step, Managed]]:
         yield library.step, library
     finally:
         library.close()
-
-
-@contextmanager
-def fsdp2(side: Side) -> Iterator[tuple[Step, None]]:
-    """`fully_shard` with `CPUOffloadPolicy`, on one rank: exact as it comes with torch, the update by torch's fused kernel on the host."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
-
-    if side.step == "in_backward":
-        raise NotMeasuredError("FSDP2 updates after backward")
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    with tempfile.NamedTemporaryFile() as meeting:
-        backend = "cpu:gloo,cuda:nccl" if side.device == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, init_method=f"file://{meeting.name}", rank=0, world_size=1)
-        mesh = torch.distributed.device_mesh.init_device_mesh(side.place.type, (1,))
-        with torch.device("meta"):
-            model = Decoder(side.shape)
-        policies: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-        if side.device == "cuda":
-            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
-        for block in model.blocks:
-            fully_shard(block, **policies)
-        fully_shard(model, **policies)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            pattern = torch.randn(1 << 20) * 0.02
-            for parameter in model.parameters():
-                local: Any = parameter
-                local = local.to_local() if hasattr(local, "to_local") else local
-                flat = local.view(-1)
-                for start in range(0, flat.numel(), pattern.numel()):
-                    flat[start : start + pattern.numel()].copy_(pattern[: flat.numel() - start])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
-
-        def step(tokens: Tensor) -> Tensor:
-            loss: Tensor = model(tokens, tokens.roll(-1, 1))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        try:
-            yield step, None
-        finally:
-            torch.distributed.destroy_process_group()
-
-
-@contextmanager
-def deepspeed(side: Side) -> Iterator[tuple[Step, None]]:
-    """ZeRO-3 with the optimizer and the parameters on the host."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise NotMeasuredError("deepspeed is not installed")
-    raise NotMeasuredError(f"these benchmarks have no loop of DeepSpeed's for {side.device} yet")
-    yield
 
 
 _SIDES: Final = {"plain": plain, "managed": managed, "fsdp2": fsdp2, "deepspeed": deepspeed}

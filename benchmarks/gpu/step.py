@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.decoder import Shape
 from benchmarks.gpu.results import Result
-from benchmarks.gpu.sides import Side, Turn
+from benchmarks.gpu.side import Side, Turn
 from benchmarks.gpu.turns import Sides, compare, host_bytes, tflops
 
 __all__ = ["run"]

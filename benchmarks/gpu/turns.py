@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.results import Result, spread
-from benchmarks.gpu.sides import Side, Turn, work
+from benchmarks.gpu.side import Side, Turn
+from benchmarks.gpu.sides import work
 from benchmarks.worker import Worker, WorkerError
 
 __all__ = ["Sides", "compare", "host_bytes", "tflops"]

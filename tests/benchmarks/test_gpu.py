@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.decoder import Decoder, Shape
 from benchmarks.gpu.eight import shares
 from benchmarks.gpu.results import RESULTS, Result
-from benchmarks.gpu.sides import Managed, Side, busy
+from benchmarks.gpu.side import Side
+from benchmarks.gpu.sides import Managed, busy
 from benchmarks.worker import Worker, WorkerError
 
 from tests.benchmarks.scripts import script
@@ -80,9 +82,13 @@ def test_placement_has_one_digest_at_all_budgets(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.campaign
-def test_peers_that_are_not_there_are_said_to_be_missing(tmp_path: Path) -> None:
-    found = run_part("peers", tmp_path)
-    assert "deepspeed is not installed" in found["missing"]["deepspeed"]
+@pytest.mark.parametrize("peer", ["fsdp2", "deepspeed"])
+def test_a_peer_is_compared_where_it_is_installed(peer: str, tmp_path: Path) -> None:
+    found = run_part(peer, tmp_path)
+    if peer == "deepspeed" and importlib.util.find_spec(peer) is None:
+        assert found["missing"] == {"deepspeed": "NotMeasuredError: deepspeed is not installed"}
+        assert "steps" not in found
+        return
     assert set(found["steps"]["speed_over_first"]) == {"managed", "managed, deferred"}
 
 
@@ -191,9 +197,8 @@ def test_figures_of_a_tiny_scale_are_none(page: Any, tmp_path: Path) -> None:
 def test_figures_stand_where_they_belong(page: Any, tmp_path: Path) -> None:
     spread = {"median": 0.96, "least": 0.95, "most": 0.97, "count": 6}
     write(tmp_path, "step", numel=4e9, **{"all off, 16384 tokens": {"speed_over_first": {"all off": spread}}})
-    write(tmp_path, "peers", missing={"deepspeed": "NotMeasuredError: deepspeed is not installed"}, steps={
-        "seconds": {"fsdp2": [9.0]}, "speed_over_first": {"managed": {**spread, "median": 5.0}},
-    })  # fmt: skip
+    write(tmp_path, "fsdp2", steps={"speed_over_first": {"managed": {**spread, "median": 5.0}}})
+    write(tmp_path, "deepspeed", missing={"deepspeed": "NotMeasuredError: deepspeed is not installed"})
     write(tmp_path, "eight", complete=False, **{"8192 tokens": {"profile": {"kernels_share": 0.98}}})
     write(tmp_path, "placement", equal=False)
     found = rows(page.targets())
