@@ -8,6 +8,7 @@ __all__ = ["HOMES"]
 
 TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
+MIXED = "tests/session/test_mixed_homes.py"
 
 HOMES: tuple[Mutant, ...] = (
     Mutant(
@@ -118,6 +119,27 @@ HOMES: tuple[Mutant, ...] = (
         old="if machine.compute is Tier.DEVICE and not _rests_below(",
         new="if False and not _rests_below(",
         tests=("tests/cli/test_machine_source.py::test_model_data_fills_the_device_and_the_host_together",),
+    ),
+    Mutant(
+        name="a-host-through-which-no-unit-passes-has-no-smallest-budget",
+        file="session/smallest.py",
+        old="            host_bytes += refusal.smallest_bytes - refusal.available_bytes\n",
+        new="            host_bytes = best\n",
+        tests=(f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",),
+    ),
+    Mutant(
+        name="a-forecast-raises-where-no-unit-passes-through-the-host",
+        file="session/smallest.py",
+        old="        except BudgetError:\n",
+        new="        except ZeroDivisionError:\n",
+        tests=(f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",),
+    ),
+    Mutant(
+        name="a-line-of-a-refusal-names-a-larger-budget-than-the-others",
+        file="session/forecast.py",
+        old="not 0 < host_bytes < refusal.smallest_bytes:",
+        new="not 0 < host_bytes:",
+        tests=(f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",),
     ),
     Mutant(
         name="weights-on-meta-count-as-memory-to-take-over",

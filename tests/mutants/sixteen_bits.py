@@ -56,9 +56,16 @@ SIXTEEN_BITS = (
     Mutant(
         name="an-overflow-is-not-found",
         file="step/gradients.py",
+        old="        if not self._finds_overflow:",
+        new="        if not self._finds_overflow or target.numel():",
+        tests=(f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",),
+    ),
+    Mutant(
+        name="an-overflow-written-by-hand-is-not-found",
+        file="step/gradients.py",
         old="        if self._finds_overflow:",
         new="        if self._finds_overflow and target.numel() < 0:",
-        tests=(f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",),
+        tests=("tests/session/test_sixteen_bits.py::test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks",),
     ),
     Mutant(
         name="a-nan-is-no-overflow",

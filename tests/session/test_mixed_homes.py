@@ -9,9 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
+import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
-from tests.session.builders import LAYERS, SLOT, TIGHT, Pair, expect_bits, mlp, store_of
+from patrickstar.session.forecast import forecast
+from tests.session.builders import (
+    LAYERS,
+    SLOT,
+    TIGHT,
+    Pair,
+    WithLoss,
+    adamw,
+    batch,
+    expect_bits,
+    mlp,
+    options,
+    step_with_loss,
+    store_of,
+)
 
 MakePair = Callable[..., Pair]
 
@@ -86,6 +101,28 @@ def test_what_no_tiers_hold_together_is_refused_by_the_tier_below(make_pair: Mak
         make_pair(device="emulated", device_memory=TIGHT, host_memory=16 * SLOT)
     assert refusal.value.smallest_bytes == 24 * SLOT
     assert isinstance(mlp()[0].weight, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize(("device", "together"), [(40 * SLOT, True), (SLOT // 2, False)])
+def test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do(
+    device: int, together: bool, tmp_path: Path
+) -> None:
+    """The smallest budgets are each with the other as it is, where that is enough; else both are needed."""
+    below = {"device": "emulated", "precision": "fp32", "disk": tmp_path, "disk_memory": "1MiB", "options": options()}
+    found = forecast(WithLoss(), {"x": batch()}, device_memory=device, host_memory=SLOT - 1, **below)
+    assert not found.fits
+    assert "staging of one unit" in found.refusal
+    assert "with device_memory as it is" not in found.refusal
+    assert found.minimum["host"] == (SLOT if together else 0)
+    for less, fits in ((0, True), (1, False)):
+        given = {"device_memory": found.minimum["device"] - less, "host_memory": SLOT, **below}
+        assert forecast(WithLoss(), {"x": batch()}, **given).fits is fits
+    model = WithLoss()
+    budgets = {"device_memory": found.minimum["device"], "host_memory": SLOT}
+    with patrickstar.manage(model, adamw(model), **budgets, **below) as session:
+        for number in range(2):
+            step_with_loss(model, session.optimizer, number)
+        assert session.stats().peak["host"] <= SLOT
 
 
 @pytest.mark.parametrize("disk", [False, True])

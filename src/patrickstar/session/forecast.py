@@ -201,7 +201,7 @@ def _full_disk(memory: MemoryOptions, budgets: Budgets) -> str:
 def _together(refusal: BudgetError, minimum: Mapping[str, int]) -> str:
     """A line to add to a refusal of the host below a device: the budget of the host where the device's holds what it can of model data."""
     host_bytes = minimum[Tier.HOST.label]
-    if refusal.tier != Tier.HOST.label or not host_bytes or not minimum[Tier.DEVICE.label]:
+    if refusal.tier != Tier.HOST.label or not 0 < host_bytes < refusal.smallest_bytes:
         return ""
     return f"\n  with device_memory as it is, which then holds what it can of it: host_memory >= {format_bytes(host_bytes)}"
 

@@ -33,14 +33,19 @@ def smallest_budgets(
 ) -> dict[str, int]:
     """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below.
 
-    Where the tiers below a device have no room for all, those of the device and of the host, each with the other as it is.
+    Where the tiers below a device have no room for all, those of the device and of the host, each with the other as it is; the device's with the
+    smallest host, or one that holds everything, where they have no room whatever rests on the device.
     """
     machine = budgets.machine
     minimum = {tier.label: 0 for tier in Tier}
     if machine.compute is Tier.DEVICE and not _rests_below(layout, machine, gradients=gradients, formats=formats):
         needs = partial(_needed_beside_homes, layout, traces=traces, gradients=gradients, formats=formats)
-        minimum[Tier.HOST.label] = _smallest_host(layout, machine, needs, formats=formats)
-        needed = needs(machine)
+        everything = sum(_unit_bytes(layout, formats))
+        minimum[Tier.HOST.label] = enough = _smallest_host(machine, needs, everything)
+        try:
+            needed = needs(machine)
+        except BudgetError:
+            needed = needs(_with_host(machine, enough or everything))
     elif machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
         needed = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
     else:
@@ -80,28 +85,32 @@ def _needed_beside_homes(
     return _most_needed(contents, traces)
 
 
-def _smallest_host(layout: Layout, machine: Machine, needs: Callable[[Machine], int], *, formats: Formats) -> int:
-    """The smallest budget of the host with which the device's is enough, or little more than that; 0: none is, whatever the host has."""
+def _smallest_host(machine: Machine, needs: Callable[[Machine], int], everything: int) -> int:
+    """The smallest budget of the host with which the device's is enough, or little more than that; 0: none is, with `everything` on the host."""
     device_bytes = machine.budget[Tier.DEVICE]
-
-    def short_bytes(host_bytes: int) -> int:
-        """Bytes that the device has too few of with so much host."""
-        return needs(Machine(machine.compute, {**machine.budget, Tier.HOST: host_bytes})) - device_bytes
-
-    best = sum(_unit_bytes(layout, formats))
-    if short_bytes(best) > 0:
+    if needs(_with_host(machine, everything)) > device_bytes:
         return 0
-    # Where anything rests on the device at all, a byte more of the host is a byte less there.
-    host_bytes = machine.budget[Tier.HOST]
+    host_bytes, best = machine.budget[Tier.HOST], everything
     for _ in range(_TRIES):
-        short = short_bytes(host_bytes)
+        try:
+            short = needs(_with_host(machine, host_bytes)) - device_bytes
+        except BudgetError as refusal:  # of the tiers below, whatever the device has
+            host_bytes += refusal.smallest_bytes - refusal.available_bytes
+            if host_bytes >= best:
+                break
+            continue
         if short <= 0:
             best = min(best, host_bytes)
-        if -_GRAIN_BYTES < short <= 0:
-            break
+            if short > -_GRAIN_BYTES:
+                break
+        # Where anything rests on the device at all, a byte more of the host is a byte less there.
         more = short + _GRAIN_BYTES // 2 if short > 0 else short
         host_bytes = min(max(host_bytes + more, 1), best)
     return best
+
+
+def _with_host(machine: Machine, host_bytes: int) -> Machine:
+    return Machine(machine.compute, {**machine.budget, Tier.HOST: host_bytes})
 
 
 def _unit_bytes(layout: Layout, formats: Formats) -> Iterator[int]:
