@@ -10,9 +10,45 @@ RESIDENCY = "tests/plan/test_residency.py"
 ROOM_TESTS = "tests/plan/test_room.py"
 MAKE = "tests/plan/test_make.py"
 OVERLAP = "tests/plan/test_overlap.py"
+REPEATS = "tests/plan/test_repeats.py"
 ROOM = "slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes"
 
 PLANNING: tuple[Mutant, ...] = (
+    Mutant(
+        name="what-came-during-a-step-stays-when-it-is-over",
+        file="plan/make.py",
+        old="is_end = repeats and",
+        new="is_end = False and",
+        tests=(f"{REPEATS}::test_what_came_during_a_step_leaves_at_its_last_moment_though_there_is_room",),
+    ),
+    Mutant(
+        name="what-was-there-when-a-step-began-is-worth-no-more-than-the-rest",
+        file="plan/make.py",
+        old="goes_down=frozenset(goes_down), stays=stays))",
+        new="goes_down=frozenset(goes_down)))",
+        tests=(f"{REPEATS}::test_after_some_plans_the_next_repeat_themselves_at_the_same_price",),
+    ),
+    Mutant(
+        name="what-leaves-anyway-is-chosen-again-to-make-room",
+        file="plan/room.py",
+        old=" and ref not in victims and ref not in gone:",
+        new=" and ref not in victims:",
+        tests=(f"{REPEATS}::test_what_the_last_moment_needs_besides_what_leaves_is_taken_from_what_was_there",),
+    ),
+    Mutant(
+        name="what-the-last-moment-lets-go-is-brought-home-before-it",
+        file="plan/make.py",
+        old=".difference(stays, done))",
+        new=".difference(stays))",
+        tests=(f"{REPEATS}::test_what_is_let_go_at_the_end_is_not_written_back_first",),
+    ),
+    Mutant(
+        name="steps-never-come-to-repeat-each-other",
+        file="step/stretches.py",
+        old="repeats=must_repeat(earlier,",
+        new="repeats=must_repeat(0,",
+        tests=("tests/session/test_repeated_steps.py::test_backwards_that_update_come_to_repeat_themselves",),
+    ),
     Mutant(
         name="the-last-valid-copy-is-dropped",
         file="plan/staging.py",
@@ -93,8 +129,8 @@ PLANNING: tuple[Mutant, ...] = (
     Mutant(
         name="what-is-used-next-is-evicted-first",
         file="plan/eviction.py",
-        old="now - NEVER if uses.is_leaving(ref, now) else -uses.after(ref, now)",
-        new="now - NEVER if uses.is_leaving(ref, now) else uses.after(ref, now)",
+        old="return -uses.after(ref, now) +",
+        new="return uses.after(ref, now) +",
         tests=("tests/plan/test_eviction.py::test_next_use_gives_up_what_is_used_furthest_away",),
     ),
     Mutant(

@@ -103,7 +103,7 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/readiness.py",
         old="        for ticket in self.before_writing(place):\n            ticket.wait()\n",
         new="",
-        tests=(f"{HERE}::test_what_is_read_between_steps_is_what_training_has_left[(0.0, 0)]", *TRAINING),
+        tests=(f"{STORE}::test_a_unit_that_is_updated_is_used_after_that[(0.0, 0)]",),
     ),
     Mutant(
         name="a-copy-that-reads-is-forgotten",

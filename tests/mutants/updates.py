@@ -291,8 +291,8 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="of-what-is-leaving-what-was-used-last-goes-first",
         file="plan/eviction.py",
-        old="return lambda ref, now: now - NEVER if",
-        new="return lambda ref, now: -now - NEVER if",
+        old="            return now - NEVER\n",
+        new="            return -now - NEVER\n",
         tests=(
             "tests/plan/test_eviction.py::test_of_what_will_be_written_elsewhere_or_goes_down_what_was_used_longest_ago_goes_first",
         ),

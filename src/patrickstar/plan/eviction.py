@@ -5,7 +5,8 @@ dirty, since a clean copy leaves without a transfer, and then by id, so that eve
 device goes first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
 
 - `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean. A copy that is written
-  elsewhere before it is used again, or goes there anyway, is worth next to nothing: of such, what was used longest ago goes first.
+  elsewhere before it is used again, or goes there anyway, is worth next to nothing: of such, what was used longest ago goes first. Where steps
+  are to repeat each other, what was there when the step began is worth more than all that was not.
 - `lru`: worth more the later it was used last.
 
 A step follows a step, so a trace has no end: what is used first in the next one is used next after the last moment.
@@ -38,13 +39,19 @@ class Uses:
     """
 
     def __init__(
-        self, trace: Trace, following: Trace | None = None, *, goes_down: Collection[PlaneRef] = frozenset()
+        self,
+        trace: Trace,
+        following: Trace | None = None,
+        *,
+        goes_down: Collection[PlaneRef] = frozenset(),
+        stays: Collection[PlaneRef] = frozenset(),
     ) -> None:
         """Reads both traces.
 
         Args:
             following: what comes after the trace, and then the trace again; None: the trace itself.
             goes_down: what is used on the tier below after the trace.
+            stays: what was on the tier that computes at the beginning, where it is to be there at the end.
         """
         follower = trace if following is None else following
         self.n_moments = len(trace)
@@ -52,6 +59,7 @@ class Uses:
         self._at: dict[PlaneRef, list[int]] = {}
         self._lost: dict[PlaneRef, list[int]] = {}
         self._goes_down = goes_down
+        self.stays = stays
         for index, moment in enumerate(trace.moments):
             for ref in _uses(moment):
                 self._at.setdefault(ref, []).append(index)
@@ -107,7 +115,13 @@ def _written_elsewhere(moment: Moment) -> list[PlaneRef]:
 
 def worth_by_next_use(uses: Uses) -> Worth:
     """The `next-use` policy."""
-    return lambda ref, now: now - NEVER if uses.is_leaving(ref, now) else -uses.after(ref, now)
+
+    def worth(ref: PlaneRef, now: int) -> int:
+        if uses.is_leaving(ref, now):
+            return now - NEVER
+        return -uses.after(ref, now) + (NEVER if ref in uses.stays else 0)
+
+    return worth
 
 
 def worth_by_last_use(uses: Uses) -> Worth:

@@ -11,6 +11,7 @@ are needed (`plan/overlap.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
@@ -26,6 +27,21 @@ from patrickstar.plan.residency import Residency, apply, mark_moment
 from patrickstar.plan.room import capacity_of, make_room
 from patrickstar.plan.staging import NoRoom, Order
 
+# Note [Steps that repeat each other]
+#
+# A plan is for the state in which its stretch begins, and a stretch that follows itself should have one plan, made once. Belady's rule alone need
+# not come to that: in a backward that updates chunks, what is used last goes first, so that what stays moves on by some units in each step, and
+# states repeat after hundreds of steps or never. From the seventh plan on, therefore, nothing is there when a step ends that was not there when it
+# began, but for what its last moment uses. What stays from step to step can then only become less, until it is the same; and since what was there at
+# the beginning is the last to leave in between, it is the same soon. The first six plans, which are more than most stretches need to repeat, are
+# made without this.
+_FREE_PLANS: Final = 6
+
+
+def must_repeat(earlier: int, *, trace: Trace, following: Trace | None) -> bool:
+    """Tells whether a stretch of which so many plans have been made, from other states, is to end as it begins."""
+    return earlier >= _FREE_PLANS and (following is None or following is trace)
+
 
 def make_plan(
     trace: Trace,
@@ -38,6 +54,7 @@ def make_plan(
     frees: Iterable[tuple[int, PlaneRef]] = (),
     prefetch: int | None = 0,
     goes_down: Collection[PlaneRef] = (),
+    repeats: bool = False,
 ) -> Plan:
     """The plan for one stretch: a forward and backward, or one optimizer step.
 
@@ -47,24 +64,29 @@ def make_plan(
         frees: (moment, unit): what nobody wants any more once that moment is over.
         prefetch: by how many moments at most transfers begin before they are needed; None: as early as slots are free.
         goes_down: what will be used on the tier below after the end, and not before that on any other; it may begin to go there early.
+        repeats: whether the end is to be as the beginning, so that the next such stretch has the same plan. See Note [Steps that repeat each other].
+
     Raises:
         BudgetError: some moment needs more of the compute tier than its budget, or homes do not fit the tiers below;
             the message names the moment that needs most.
         ConfigError: there is no such policy.
     """
-    state = start.copy()
+    state, compute = start.copy(), machine.compute
     freed = tuple(sorted(frees))
     refuse_unless_homes_fit(machine, home=state.home, slots=state.slots, slot_bytes=state.slot_bytes)
     expect_room(worst_moment(trace, start=state, frees=freed), machine)
-    worth = policy_named(policy)(Uses(trace, following, goes_down=frozenset(goes_down)))
+    stays = frozenset(state.taken[compute]) if repeats else frozenset[PlaneRef]()
+    worth = policy_named(policy)(Uses(trace, following, goes_down=frozenset(goes_down), stays=stays))
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
     before = state.snapshot()
     moments: list[tuple[Action, ...]] = []
     for index, moment in enumerate(trace.moments):
         done = freed_after.get(index, ())
+        is_end = repeats and index == len(trace) - 1
+        leaving = sorted(state.taken[compute].difference(stays, done)) if is_end else ()
         try:
-            actions = _before(state, moment, done, machine=machine, order=ranking)
+            actions = _before(state, moment, done, leaving=leaving, machine=machine, order=ranking)
         except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
             host_bytes = machine.budget[Tier.HOST]
             raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
@@ -85,9 +107,15 @@ def make_plan(
 
 
 def _before(
-    state: Residency, moment: Moment, freed: Collection[PlaneRef], *, machine: Machine, order: Order
+    state: Residency,
+    moment: Moment,
+    freed: Collection[PlaneRef],
+    *,
+    leaving: Collection[PlaneRef],
+    machine: Machine,
+    order: Order,
 ) -> list[Action]:
-    """Actions that must happen before the moment. `freed`: units whose contents it is the last to want."""
+    """Actions that must happen before the moment. `freed`: units whose contents it is the last to want; `leaving`: what is to go in any case."""
     compute = state.compute
     slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes
     capacity = capacity_of(state, slots, host_bytes=machine.budget.get(Tier.HOST, 0))
@@ -96,11 +124,12 @@ def _before(
         not state.stale[compute]
         and all(state.slots_used[tier] <= slots for tier, slots in capacity.items())
         and not state.in_flight
+        and not leaving
         and all(touch.tier is None and state.is_newest(touch.ref, compute) for touch in (*moment.touches, *held))
     )
     if is_ready:
         return []
-    actions = make_room(state, touches=(*moment.touches, *held), capacity=capacity, order=order)
+    actions = make_room(state, touches=(*moment.touches, *held), leaving=leaving, capacity=capacity, order=order)
     landed = {action.ref for action in actions if isinstance(action, Wait)}
     left = (ref for ref in freed if ref in state.in_flight and ref not in landed)
     return [*actions, *(Wait(ref, state.in_flight[ref][1]) for ref in left)]

@@ -19,6 +19,7 @@ def make_room(
     *,
     touches: Sequence[Touch] = (),
     held: Collection[PlaneRef] = (),
+    leaving: Collection[PlaneRef] = (),
     capacity: Mapping[Tier, int],
     order: Order,
 ) -> list[Action]:
@@ -30,6 +31,7 @@ def make_room(
     What passes through the host on its way between device and disk stays there, until others need the room.
 
     Args:
+        leaving: what goes from the tier that computes whether there is room or not, if nothing keeps it there.
         capacity: slots by tier: of the one that computes all that there are, of the host below a device those that are no homes.
     Raises:
         NoRoom: what is touched, held or at home takes more slots of a tier than there are.
@@ -42,7 +44,7 @@ def make_room(
     keep = {**needed, **dict.fromkeys(held)}
     spent = sorted(ref for ref in stale[compute] if ref not in keep or ref in missing)
     in_use = state.slots_used[compute] + sum(slots[ref] for ref in missing) - sum(slots[ref] for ref in spent)
-    victims = _choose(state, keep=keep, in_use=in_use, capacity_slots=capacity[compute], order=order)
+    victims = _choose(state, keep=keep, leaving=leaving, in_use=in_use, capacity_slots=capacity[compute], order=order)
     staging = Staging(state, host_slots=capacity.get(Tier.HOST, 0), order=order, wanted={*missing, *below})
     for ref in landing:
         staging.land(ref)
@@ -79,10 +81,16 @@ def _landing(state: Residency, touches: Iterable[Touch]) -> dict[PlaneRef, Tier]
 
 
 def _choose(
-    state: Residency, *, keep: Collection[PlaneRef], in_use: int, capacity_slots: int, order: Order
+    state: Residency,
+    *,
+    keep: Collection[PlaneRef],
+    leaving: Collection[PlaneRef],
+    in_use: int,
+    capacity_slots: int,
+    order: Order,
 ) -> list[PlaneRef]:
-    """The victims, in order, whose slots bring `in_use` down to the capacity."""
-    if in_use <= capacity_slots:
+    """What leaves anyway, and then the victims, in order, whose slots bring `in_use` down to the capacity."""
+    if in_use <= capacity_slots and not leaving:
         return []
     compute, home, flights = state.compute, state.home, state.in_flight
     taken, stale = state.taken[compute], state.stale[compute]
@@ -90,12 +98,16 @@ def _choose(
     def may_go(ref: PlaneRef) -> bool:
         return ref in taken and ref not in keep and home[ref] is not compute and ref not in stale
 
+    gone = [ref for ref in leaving if may_go(ref)]
+    in_use -= sum(state.slots[ref] for ref in gone)
+    if in_use <= capacity_slots:
+        return gone
     candidates = order(compute, filter(may_go, taken))
     if flights:  # what is still arriving goes last: somebody wanted it early
         candidates = sorted(candidates, key=lambda ref: flights.get(ref, (None, None))[1] is compute)
     victims: dict[PlaneRef, None] = {}
     for ref in candidates:
-        if may_go(ref) and ref not in victims:
+        if may_go(ref) and ref not in victims and ref not in gone:
             victims[ref] = None
             in_use -= state.slots[ref]
             if in_use <= capacity_slots:
@@ -107,4 +119,4 @@ def _choose(
         if in_use + state.slots[ref] <= capacity_slots:
             in_use += state.slots[ref]
             del victims[ref]
-    return list(victims)
+    return [*gone, *victims]

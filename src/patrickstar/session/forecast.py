@@ -21,7 +21,7 @@ from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
 from patrickstar.plan import residency
 from patrickstar.plan.fit import worst_moment
-from patrickstar.plan.make import make_plan
+from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
@@ -43,7 +43,7 @@ from patrickstar.units import format_bytes
 
 __all__ = ["Forecast", "forecast"]
 
-_STEPS_TO_SETTLE = 6
+_STEPS_TO_SETTLE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +268,12 @@ def _long_run(
     starts: list[str] = []
     plans: list[Plan] = []
     moved: Counter[str] = Counter()
+    made: Counter[int] = Counter()
     for step in range(_STEPS_TO_SETTLE):
         traces = steps[min(step, len(steps) - 1)]
         plans, moved = [], Counter()
         for number, trace in enumerate(traces):
+            following = traces[(number + 1) % len(traces)]
             machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
             plan = make_plan(
                 trace,
@@ -279,10 +281,12 @@ def _long_run(
                 machine=machine,
                 start=state,
                 policy=options.eviction,
-                following=traces[(number + 1) % len(traces)],
+                following=following,
                 frees=frees(trace),
                 prefetch=options.prefetch,
+                repeats=must_repeat(made[id(trace)], trace=trace, following=following),
             )
+            made[id(trace)] += 1
             simulated = simulate(plan, trace, layout=layout, machine=machine)
             plans.append(plan)
             kept.add(simulated, trace, slot_bytes=state.slot_bytes)

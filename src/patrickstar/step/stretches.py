@@ -22,7 +22,7 @@ from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.fit import Need, expect_room, worst_moment
 from patrickstar.plan.kept_bytes import with_kept_bytes
-from patrickstar.plan.make import make_plan
+from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
@@ -395,6 +395,7 @@ class Stretches:
         goes_down = self._used_below if is_last else frozenset[PlaneRef]()
         key = (kind, id(trace), id(after), contents, self._taken_bytes(), frees, goes_down)
         if key not in self._plans:
+            earlier = sum((*other[:3], *other[4:]) == (*key[:3], *key[4:]) for other in self._plans)
             plan = make_plan(
                 trace,
                 layout=self._layout,
@@ -405,6 +406,7 @@ class Stretches:
                 frees=frees,
                 prefetch=self._prefetch,
                 goes_down=goes_down,
+                repeats=must_repeat(earlier, trace=trace, following=after),
             )
             self._plans[key] = plan, (trace, after)
             self._freed_blocks.plan(plan, trace, self._layout)
