@@ -9,8 +9,37 @@ __all__ = ["WHOLE_CHUNKS"]
 PLAN = "tests/plan/test_whole_chunks.py"
 SESSION = "tests/session/test_whole_updates.py"
 FORECAST = "tests/session/test_gradient_homes.py"
+ON_HOST = "tests/session/test_host_updates.py"
 
 WHOLE_CHUNKS: tuple[Mutant, ...] = (
+    Mutant(
+        name="what-is-held-on-a-device-is-updated-on-the-host",
+        file="plan/whole_chunks.py",
+        old="for chunk, update in updates.items() if chunk not in held_later",
+        new="for chunk, update in updates.items()",
+        tests=(f"{PLAN}::test_what_is_held_after_its_last_gradient_is_updated_where_it_is",),
+    ),
+    Mutant(
+        name="a-host-takes-more-gradients-of-a-backward-than-it-has-room-for",
+        file="plan/update_choice.py",
+        old="        if room < 0:\n            break\n",
+        new="",
+        tests=(f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients",),
+    ),
+    Mutant(
+        name="a-place-on-the-host-is-kept-when-its-gradient-is-gone",
+        file="memory/store.py",
+        old="self.ledger.remove(self.state.home[ref], self.state.unit_bytes(ref))\n        self.state.shrink",
+        new="pass\n        self.state.shrink",
+        tests=(f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients",),
+    ),
+    Mutant(
+        name="what-waits-for-its-update-has-the-room-of-what-must-be-kept",
+        file="step/late_planes.py",
+        old="            if self._open:\n",
+        new="            if False:\n",
+        tests=(f"{FORECAST}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room",),
+    ),
     Mutant(
         name="a-chunk-is-updated-with-its-first-gradient",
         file="plan/whole_chunks.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import update_touches
+from patrickstar.plan.update_choice import UpdateChoice, choose_places
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, some
 
@@ -144,24 +146,62 @@ def instances(draw: st.DrawFn) -> tuple[Layout, Machine, Residency, Trace]:
 
 
 @some
-@given(instance=instances(), prefetch=st.sampled_from([0, 2, None]))
+@given(
+    instance=instances(),
+    prefetch=st.sampled_from([0, 2, None]),
+    on_host=st.frozensets(st.integers(0, 4)),
+    host_slots=st.integers(0, 3),
+)
 def test_the_plan_of_what_is_updated_whole_keeps_every_invariant_within_the_budget(
-    instance: tuple[Layout, Machine, Residency, Trace], prefetch: int | None
+    instance: tuple[Layout, Machine, Residency, Trace], prefetch: int | None, on_host: frozenset[int], host_slots: int
 ) -> None:
     layout, machine, state, trace = instance
+    if state.compute is Tier.DEVICE:
+        host_bytes = (state.slots_resting[Tier.HOST] + host_slots) * SLOT_BYTES
+        machine = Machine(machine.compute, {**machine.budget, Tier.HOST: host_bytes})
+    choice = UpdateChoice(tier=lambda chunk: Tier.HOST if chunk in on_host else state.compute)
     found = update_whole_chunks(
         trace,
         state=state,
         slots_of_gradient=lambda chunk: 1,
         capacity_bytes=machine.budget[machine.compute],
+        choose_places=partial(choose_places, machine=machine, peak_bytes=0, choice=choice),
     )
     if found is None:
         return
-    state.grow(dict.fromkeys(found.slots, state.compute), found.slots)
+    updates = [moment for moment in found.trace.moments if moment.updates is not None]
+    elsewhere = {moment.updates for moment in updates if moment.update_tier is Tier.HOST}
+    assert elsewhere <= on_host
+    assert {ref.chunk for ref, home in found.homes.items() if home is not state.compute} == (
+        elsewhere if state.compute is Tier.DEVICE else set()
+    )
+    state.grow(found.homes, found.slots)
     for _ in range(2):
         plan = make_plan(found.trace, layout=layout, machine=machine, start=state, frees=found.frees, prefetch=prefetch)
         assert (violations := check(plan, found.trace, layout, machine)) == [], show(violations, plan, found.trace)
         state = Residency.of(plan.end)
+
+
+def test_what_is_held_after_its_last_gradient_is_updated_where_it_is() -> None:
+    layout = layout_of(1, 1)
+    held = (PlaneRef(1, WEIGHT),)
+    moments = (arrival(1, layout), use(0, held=held), arrival(0, layout))
+    state = at_rest(layout, Tier.DEVICE)
+    machine = Machine(Tier.DEVICE, {Tier.DEVICE: 100 * SLOT_BYTES, Tier.HOST: PLENTY})
+    choice = UpdateChoice(tier=lambda chunk: Tier.HOST)
+    found = update_whole_chunks(
+        Trace(moments),
+        state=state,
+        slots_of_gradient=lambda chunk: 1,
+        capacity_bytes=100 * SLOT_BYTES,
+        choose_places=partial(choose_places, machine=machine, peak_bytes=0, choice=choice),
+    )
+    assert found is not None
+    assert {moment.updates: moment.update_tier for moment in found.trace.moments if moment.updates is not None} == {
+        1: None,
+        0: Tier.HOST,
+    }
+    assert found.homes == {PlaneRef(1, GRAD): Tier.DEVICE, PlaneRef(0, GRAD): Tier.HOST}
 
 
 @some

@@ -17,10 +17,24 @@ from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.testing.inside import manage_inside
+from tests.lanes import LANES
 from tests.parity.oracle import global_norm
 from tests.plan.builders import layout_of
 from tests.plan.test_weave import updates_of
-from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Pair, adamw, backward, mlp, options, train_step
+from tests.session.builders import (
+    CHUNK,
+    LAYERS,
+    MACHINES,
+    SLOT,
+    TIGHT,
+    Pair,
+    adamw,
+    backward,
+    mlp,
+    options,
+    store_of,
+    train_step,
+)
 from tests.session.masters import managed_step
 
 MakePair = Callable[..., Pair]
@@ -50,16 +64,68 @@ def test_no_bit_depends_on_where_a_chunk_is_updated(
     pair.expect_same()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("slots", [8, 40])
-def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(slots: int, kind: str) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("choice", [ON_HOST, ON_DEVICE, IN_TURN], ids=["host", "device", "in turn"])
+@pytest.mark.parametrize("prefetch", [0, 2, None])
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("slots", [9, 12, 20])
+def test_no_bit_depends_on_where_a_backward_updates_a_chunk(
+    slots: int, lanes: str, prefetch: int | None, choice: UpdateChoice, make_pair: MakePair
+) -> None:
+    pair = make_pair(
+        step="in_backward",
+        precision="fp32",
+        choice=choice,
+        make_lane=LANES[lanes](1),
+        with_options={"prefetch": prefetch},
+        device="emulated",
+        device_memory=slots * SLOT,
+    )
+    pair.train(5)
+    on_host = tiers_of(pair.session)[Tier.HOST]
+    assert on_host == {ON_HOST: LAYERS, ON_DEVICE: 0, IN_TURN: LAYERS // 2}[choice]
+    assert pair.session.stats().planned_steps == 5, pair.session.stats().reason
+    pair.expect_same()
+    assert not [ref for ref in store_of(pair.session).state.home if ref.plane == GRAD], "no gradient has a home"
+
+
+@pytest.mark.parametrize("room", [0, 2, LAYERS])
+def test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients(
+    room: int, make_pair: MakePair
+) -> None:
+    """Twelve bytes a parameter are enough, and more of the host is used where it is."""
+    whole = 3 * LAYERS * SLOT
+    pair = make_pair(
+        step="in_backward",
+        precision="fp32",
+        device="emulated",
+        device_memory=9 * SLOT,
+        host_memory=whole + room * SLOT,
+    )
+    pair.train(4)
+    assert tiers_of(pair.session)[Tier.HOST] == room
+    assert pair.session.stats().peak["host"] == whole + room * SLOT
+    pair.expect_same()
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [*((kind, "deferred") for kind in ("bf16", "fp16", "fp32")), ("bf16", "in_backward"), ("fp32", "in_backward")],
+)
+@pytest.mark.parametrize("tight", [True, False])
+def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(
+    tight: bool, kind: str, step: str
+) -> None:
     """Per element and step 2 bytes down and 2 up where an element has two, and the weight again where backward needs it and it has gone."""
     model, itemsize = mlp(layers=10), 4 if kind == "fp32" else 2
+    # A backward leaves room for an update of its own beside gradients that wait.
+    slots = (8 if step == "deferred" else 10) if tight else 40
     session = manage_inside(
         model,
         adamw(model),
         choice=ON_HOST,
         precision=kind,
+        step=step,
         device="emulated",
         device_memory=slots * CHUNK * itemsize + 4096,
         options=options(compute=kind, accumulate=1, loss_scale=patrickstar.LossScale(initial=2.0, dynamic=False)),
@@ -76,7 +142,7 @@ def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(sl
     assert up.keys() == {PlaneRef(chunk, WEIGHT) for chunk in range(chunks)}
     assert [action.ref.plane for action in copies if action.dst is Tier.HOST] == [GRAD] * chunks
     again = sum(up.values()) - chunks
-    assert (again > 0) is (slots == 8)
+    assert (again > 0) is tight
     wide = 2 if kind == "fp16" else 1  # an fp16 weight is the fp32 master that it is rounded from
     assert moved["D>H"] == itemsize * chunks * CHUNK
     assert moved["H>D"] == wide * itemsize * (chunks + again) * CHUNK

@@ -15,6 +15,7 @@ import patrickstar
 from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.formats import FP32
 from patrickstar.core.layout import TensorSpec, build_layout
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.actions import Update, UpdateWait
@@ -47,6 +48,7 @@ from tests.session.test_exceptions import Fragile, Trips, trip_in_backward
 MakePair = Callable[..., Pair]
 
 APART = UpdateChoice(apart=True)
+ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
 """Parameter by parameter."""
 ROOM = 8 * SLOT
 """Bytes of a device on which every chunk can be updated whole, and must move."""
@@ -138,7 +140,7 @@ def _compute(kind: str) -> dict[str, Any]:
 
 
 def test_an_update_goes_on_beside_the_backward_until_something_needs_it(whole: MakePair) -> None:
-    pair = whole(make_lane=lambda src, dst: ManualLane())
+    pair = whole(make_lane=lambda src, dst: ManualLane(), choice=ON_DEVICE)
     pair.train(3)
     begins, ends = dict[int, int](), dict[int, int]()
     for index, actions in enumerate(pair.session.plan.moments):

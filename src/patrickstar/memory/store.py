@@ -366,9 +366,12 @@ class ChunkStore:
         state.grow(homes, slots)
 
     def shrink(self, refs: Collection[PlaneRef]) -> None:
-        """Takes units out that are at home on the compute tier, and without contents."""
+        """Takes units out that are at home in memory, and without contents."""
         for ref in refs:
             self.release(ref)
+            self._leave_home(ref)
+            if self.state.home[ref] is not self._compute:
+                self.ledger.remove(self.state.home[ref], self.state.unit_bytes(ref))
         self.state.shrink(refs)
 
     def _leave_home(self, ref: PlaneRef) -> None:

@@ -210,12 +210,20 @@ def step_trace(
 
 def on_tiers(updates: Trace, tiers: Mapping[int, Tier]) -> Trace:
     """The moments of updates, those of some chunks on other tiers than the one that computes."""
-    moments = []
-    for moment in updates.moments:
-        tier = None if moment.updates is None else tiers.get(moment.updates)
-        touches = moment.touches if tier is None else tuple(touch._replace(tier=tier) for touch in moment.touches)
-        moments.append(replace(moment, touches=touches))
-    return Trace(tuple(moments))
+    return Trace(
+        tuple(
+            on_tier(moment, None if moment.updates is None else tiers.get(moment.updates)) for moment in updates.moments
+        )
+    )
+
+
+def on_tier(update: Moment, tier: Tier | None) -> Moment:
+    """The moment of an update on a tier; None: on the one that computes."""
+    return (
+        update
+        if tier is None
+        else replace(update, touches=tuple(touch._replace(tier=tier) for touch in update.touches))
+    )
 
 
 def updated_chunks(layout: Layout, names: Iterable[str], *, formats: Formats) -> Iterator[tuple[int, str]]:

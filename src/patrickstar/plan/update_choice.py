@@ -7,7 +7,7 @@ have that room are updated on the device, and the others on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from patrickstar.core.machine import Machine, Tier
@@ -16,7 +16,7 @@ from patrickstar.core.trace import Trace
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.room import capacity_of
 
-__all__ = ["UpdateChoice", "choose_tiers"]
+__all__ = ["Places", "UpdateChoice", "choose_places", "choose_tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,62 @@ class UpdateChoice:
     tier: Callable[[int], Tier] | None = None
 
 
-def choose_tiers(
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where chunks are updated in a backward.
+
+    Attributes:
+        state: with the homes of their gradients. tiers: by chunk, of updates that are not done on the tier that computes.
+    """
+
+    state: Residency
+    tiers: Mapping[int, Tier]
+
+
+def choose_places(
     updates: Trace, state: Residency, *, machine: Machine, peak_bytes: int, choice: UpdateChoice
+) -> Places:
+    """The tiers of updates in a backward, and with them homes for their gradients, in a copy of the state, which has these on the tier that computes.
+
+    A gradient needs no home below, and gets one where its chunk is updated there: on the host, for as many chunks, from the first update on, as that
+    has room for beside the rest.
+    """
+    found = state.copy()
+    if state.compute is Tier.HOST or Tier.DISK in state.home.values():  # a host above a disk has its room filled
+        return Places(found, {})
+    room = capacity_of(state, 0, host_bytes=machine.budget[Tier.HOST])[Tier.HOST]
+    gradients = [touch.ref for moment in updates.moments for touch in moment.touches if touch.ref.plane == GRAD]
+    for gradient in gradients:
+        room -= state.slots[gradient]
+        if room < 0:
+            break
+        found.grow({gradient: Tier.HOST}, {gradient: state.slots[gradient]})
+    tiers = choose_tiers(updates, found, machine=machine, peak_bytes=peak_bytes, choice=choice, beside=(WEIGHT,))
+    # What is updated on the tier that computes has its gradient there.
+    back = [ref for ref in gradients if ref.chunk not in tiers]
+    found.grow(dict.fromkeys(back, state.compute), {ref: state.slots[ref] for ref in back})
+    return Places(found, tiers)
+
+
+def choose_tiers(
+    updates: Trace,
+    state: Residency,
+    *,
+    machine: Machine,
+    peak_bytes: int,
+    choice: UpdateChoice,
+    beside: Collection[str] = (WEIGHT, GRAD),
 ) -> Mapping[int, Tier]:
     """The tiers, by chunk, of updates that are not done on the tier that computes.
 
     Args:
         updates: a moment for each, as if all were done where the step computes. state: where units rest.
-        peak_bytes: the most non-model bytes of any moment of a step.
+        peak_bytes: the most non-model bytes of any moment of a step. beside: the planes that are to find room beside these updates, whole.
     """
     if state.compute is Tier.HOST or (choice.apart and choice.tier is None):
         return {}
     room = machine.budget[state.compute] - peak_bytes
-    room -= sum(state.unit_bytes(ref) for ref in state.home if ref.plane in (WEIGHT, GRAD))
+    room -= sum(state.unit_bytes(ref) for ref in state.home if ref.plane in beside)
     found: dict[int, Tier] = {}
     for moment in updates.moments:
         assert moment.updates is not None, "a moment of no update"

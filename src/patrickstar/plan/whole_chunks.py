@@ -7,6 +7,9 @@ A trace has each parameter updated from the gradient that arrives. Where there i
 that computes, and the chunk is updated when its last gradient of this backward has come. Such a unit is let go of when the next chunk is updated, so
 that an update and the backward meanwhile have the same time. It never leaves: it has no home below.
 
+Below a device, a chunk whose states rest on the host is updated there (`plan/update_choice.py`): its gradient goes down as soon as it is complete, to
+a place that the host has for it in this backward.
+
 Room is enough where, at every moment at which such a unit is there, the largest update would fit as well, beside what is alive and held then: so
 whatever a backward that leaves its trace has waiting can be updated at once. What does not fit is updated parameter by parameter: no budget becomes
 larger.
@@ -17,9 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import on_tier
+from patrickstar.plan.update_choice import Places
 
 __all__ = ["WholeChunks", "update_whole_chunks"]
 
@@ -30,29 +36,42 @@ class WholeChunks:
 
     Attributes:
         trace: with a moment for the update of each of them. frees: as `make_plan` takes them.
-        slots: of each gradient's unit. arrivals: by chunk, how many moments bring a part of its gradient.
+        slots, homes: of each gradient's unit. arrivals: by chunk, how many moments bring a part of its gradient.
     """
 
     trace: Trace
     frees: tuple[tuple[int, PlaneRef], ...]
     slots: Mapping[PlaneRef, int]
+    homes: Mapping[PlaneRef, Tier]
     arrivals: Mapping[int, int]
 
 
 def update_whole_chunks(
-    trace: Trace, *, state: Residency, slots_of_gradient: Callable[[int], int], capacity_bytes: int
+    trace: Trace,
+    *,
+    state: Residency,
+    slots_of_gradient: Callable[[int], int],
+    capacity_bytes: int,
+    choose_places: Callable[[Trace, Residency], Places] = lambda _, state: Places(state, {}),
 ) -> WholeChunks | None:
     """The trace with as many chunks updated whole as find room, the last ones first; None where none does.
 
     Args:
         trace: of a forward and backward in which parameters are updated as their gradients arrive.
         state: where units are; sizes and homes are what counts. slots_of_gradient: by chunk. capacity_bytes: of the tier that computes.
+        choose_places: where such updates are done, and gradients rest; it is given them in order, and a state with gradients where computed.
     """
     came = _arrivals(trace, state)
     slots = {chunk: slots_of_gradient(chunk) for chunk in came}
     until = _choose(trace, came, slots, state, capacity_bytes)
     if not until:
         return None
+    grown, units = state.copy(), {PlaneRef(chunk, GRAD): slots[chunk] for chunk in until}
+    grown.grow(dict.fromkeys(units, state.compute), units)
+    in_order = sorted(until, key=lambda chunk: came[chunk][-1])
+    updates = {chunk: _update_of(chunk, trace.moments[came[chunk][-1]]) for chunk in in_order}
+    held_later = _held_after(trace, {chunk: came[chunk][-1] for chunk in until})
+    places = choose_places(Trace(tuple(update for chunk, update in updates.items() if chunk not in held_later)), grown)
     moments: list[Moment] = []
     updated_at: dict[int, int] = {}
     for index, moment in enumerate(trace.moments):
@@ -65,12 +84,31 @@ def update_whole_chunks(
         held = {*moment.held, *(touch.ref for touch in moment.touches if touch.ref in before)}
         moments.append(replace(moment, touches=(Touch(gradient, True),), held=tuple(held)))
         if index == came[chunk][-1]:
-            touches = (*moment.touches, Touch(gradient))
             updated_at[index] = len(moments)
-            moments.append(replace(moment, phase=Phase.STEP, touches=touches, updates=chunk))
-    frees = tuple((updated_at[last], PlaneRef(chunk, GRAD)) for chunk, last in until.items())
-    units = {PlaneRef(chunk, GRAD): slots[chunk] for chunk in until}
-    return WholeChunks(Trace(tuple(moments)), frees, units, {chunk: len(came[chunk]) for chunk in until})
+            moments.append(on_tier(updates[chunk], places.tiers.get(chunk)))
+    # What an update elsewhere has read is of no use here until the next.
+    ends = {chunk: came[chunk][-1] if chunk in places.tiers else last for chunk, last in until.items()}
+    frees = tuple((updated_at[last], PlaneRef(chunk, GRAD)) for chunk, last in ends.items())
+    homes = {ref: places.state.home[ref] for ref in units}
+    return WholeChunks(Trace(tuple(moments)), frees, units, homes, {chunk: len(came[chunk]) for chunk in until})
+
+
+def _update_of(chunk: int, last: Moment) -> Moment:
+    """The update of a chunk whose last gradient comes with this moment."""
+    return replace(last, phase=Phase.STEP, touches=(*last.touches, Touch(PlaneRef(chunk, GRAD))), updates=chunk)
+
+
+def _held_after(trace: Trace, last: Mapping[int, int]) -> set[int]:
+    """The chunks of which something is held after the last of their gradients has come: what is updated elsewhere leaves."""
+    owners: dict[PlaneRef, list[int]] = {}
+    for chunk, index in last.items():
+        for touch in trace.moments[index].touches:
+            owners.setdefault(touch.ref, []).append(chunk)
+    found: set[int] = set()
+    for index, moment in enumerate(trace.moments):
+        for ref in moment.held:
+            found.update(chunk for chunk in owners.get(ref, ()) if last[chunk] <= index)
+    return found
 
 
 def _arriving(moment: Moment) -> int | None:

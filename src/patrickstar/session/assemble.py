@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -305,7 +304,8 @@ def _build_session(
         always_meter=compute is Tier.DEVICE and budgets.stream_device is None,
         device_peak=None if budgets.stream_device is None else DevicePeak(budgets.stream_device),
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
-        choice=choice if gradients is GradientUse.CHUNK else replace(choice, apart=True),
+        choice=choice,
+        weaves=gradients is GradientUse.CHUNK and not choice.apart,
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes)

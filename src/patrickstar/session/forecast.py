@@ -27,7 +27,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, on_tiers, step_trace
-from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
+from patrickstar.plan.update_choice import Places, UpdateChoice, choose_places, choose_tiers
 from patrickstar.plan.weave import weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.session.smallest import let_gradients_go, smallest_budgets
@@ -141,11 +141,12 @@ def forecast(
         if in_backward:
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
         kept = KeptBlocks(budgets)
-        whole = (
-            _whole_chunks(step, state, layout, budgets, precision.formats) if in_backward and not choice.apart else None
-        )
+        whole = None
+        if in_backward and not choice.apart:
+            places = partial(choose_places, machine=budgets.machine_for(0), peak_bytes=step.peak, choice=choice)
+            whole = _whole_chunks(step, state, layout, budgets, formats=precision.formats, choose_places=places)
         if whole is not None:
-            state.grow(dict.fromkeys(whole.slots, state.compute), whole.slots)
+            state.grow(whole.homes, whole.slots)
             traces = (whole.trace, *traces[1:])
         first, *later = _steps(traces, state, budgets, weaves=in_chunks and not choice.apart, choice=choice)
         frees = gradients_freed if not in_backward else partial(_freed_in, whole)
@@ -162,7 +163,13 @@ def forecast(
 
 
 def _whole_chunks(
-    step: Trace, state: Residency, layout: Layout, budgets: Budgets, formats: Formats
+    step: Trace,
+    state: Residency,
+    layout: Layout,
+    budgets: Budgets,
+    *,
+    formats: Formats,
+    choose_places: Callable[[Trace, Residency], Places],
 ) -> WholeChunks | None:
     """The forward and backward in which chunks are updated whole; None where all are updated parameter by parameter."""
     machine = budgets.machine_for(worst_moment(step, start=state).nbytes)
@@ -171,6 +178,7 @@ def _whole_chunks(
         state=state,
         slots_of_gradient=lambda chunk: residency.slots_of(PlaneRef(chunk, GRAD), layout, formats),
         capacity_bytes=machine.budget[machine.compute],
+        choose_places=choose_places,
     )
 
 

@@ -215,6 +215,14 @@ class Executor:
                 self.carry_out_step(pending)
                 self.wait_for_updates()
 
+    def use_what_came(self, why: str) -> None:
+        """Has gradients that wait in chunks used, and takes no more of them in this backward. `why`: what the plan did not have."""
+        with self.lock:
+            if self.pending is not None and self.pending.is_woven:
+                self.pilot.stretch.depart(why)
+                self._use_what_came()
+                self.settle()
+
     def _use_what_came(self) -> None:
         """Has gradients that wait in chunks used: what is decided on the spot counts on their room."""
         if self.pending is not None and self.pending.arrivals:

@@ -57,11 +57,11 @@ class LatePlanes:
 
         self._open: set[PlaneRef] = set()
 
-    def open(self, slots: _Slots) -> None:
-        """Takes in the gradients of chunks that a backward updates whole, of these sizes: on the tier that computes, until `close`."""
-        new = {ref: count for ref, count in slots.items() if ref not in self._executor.store.state.home}
+    def open(self, homes: Mapping[PlaneRef, Tier], slots: _Slots) -> None:
+        """Takes in the gradients of chunks that a backward updates whole, with these homes in memory and of these sizes, until `close`."""
+        new = {ref: home for ref, home in homes.items() if ref not in self._executor.store.state.home}
         self._open.update(new)
-        self._executor.store.grow(dict.fromkeys(new, self._machine.compute), new)
+        self._executor.store.grow(new, {ref: slots[ref] for ref in new})
 
     def close(self, gradients: Collection[PlaneRef] | None = None) -> None:
         """Takes out what `open` has taken in, and has no contents any more. `gradients`: which of it; None: all."""
@@ -122,6 +122,10 @@ class LatePlanes:
             state.home.get(ref, state.compute) is state.compute and ref not in state.taken[state.compute]
             for ref in gradients
         ):
+            if self._open:
+                # What waits in chunks may have the room that is wanted now.
+                self._executor.use_what_came(f"the gradient of {name} has to wait until the backward ends")
+                self.close()
             self._take_in(gradients, why=f"the gradient of {name} cannot be used as it arrives")
 
     def _take_in(self, kept: Collection[PlaneRef], *, why: str) -> None:

@@ -26,8 +26,9 @@ from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
+from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import gradients_freed
-from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
+from patrickstar.plan.update_choice import Places, UpdateChoice, choose_places, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.step.budgets import Budgets
@@ -61,7 +62,8 @@ class Stretches:
         metering: counts live bytes. late_planes: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
         device_peak: what the allocator of a device has given out, where there is one that keeps it.
-        choice: when updates are done. whole_chunks: whether a backward updates chunks whole where there is room.
+        choice: where updates are done. weaves: whether they are woven into the next forward. whole_chunks: whether a backward updates chunks whole
+            where there is room.
         may_weave: whether nobody holds what an update would have to renew.
 
     Attributes:
@@ -84,6 +86,7 @@ class Stretches:
         always_meter: bool,
         device_peak: DevicePeak | None,
         choice: UpdateChoice,
+        weaves: bool,
         whole_chunks: bool,
         may_weave: Callable[[], bool],
     ) -> None:
@@ -100,11 +103,12 @@ class Stretches:
         self._always_meter = always_meter
         self._device_peak = device_peak
         self._choice = choice
+        self._weaves = weaves
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
 
         self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
-        self._plans: OrderedDict[Hashable, tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
+        self._plans: OrderedDict[tuple[Hashable, ...], tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
         self._whole: OrderedDict[Hashable, tuple[WholeChunks | None, Trace]] = OrderedDict()
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
@@ -201,7 +205,7 @@ class Stretches:
                 lets_go_at = own_moments(woven)[lets_go_at - 1] + 1
         frees += [(lets_go_at - 1, ref) for ref in sorted(let_go)]
         if whole is not None:
-            self._late_planes.open(whole.slots)
+            self._late_planes.open(whole.homes, whole.slots)
             trace, frees = whole.trace, [*frees, *whole.frees]
         stretch = self._stretch(kind, trace, following=self._next_of(kind), frees=tuple(frees))
         stretch.lets_go, stretch.lets_go_at, stretch.own_trace = let_go, lets_go_at, expected.trace
@@ -212,7 +216,7 @@ class Stretches:
         """The moments of a forward with the updates that are pending between them; None where these are better done before."""
         pending, expected = self._executor.pending, known.expected
         trace = expected.trace
-        if pending is None or trace is None or self._choice.apart or not self._may_weave():
+        if pending is None or trace is None or not self._weaves or not self._may_weave():
             return None
         if known.by_chance or expected.measure_next or expected.departures or len(pending.waiting) < len(pending.trace):
             return None
@@ -240,21 +244,29 @@ class Stretches:
             return None
         machine, trace = self._machine_for(trace), self._with_kept_bytes(trace)
         capacity = machine.budget[machine.compute]
-        key = id(trace), capacity
+        key = id(trace), capacity, self._largest_bytes
         if key not in self._whole:
             found = update_whole_chunks(
                 trace,
                 state=self._executor.store.state,
                 slots_of_gradient=self._late_planes.slots_of_gradient,
                 capacity_bytes=capacity,
+                choose_places=self._places_of,
             )
             self._whole[key] = found, trace
             if len(self._whole) > _KEPT_PLANS:
                 self._whole.popitem(last=False)
         return self._whole[key][0]
 
+    def _places_of(self, updates: Trace, state: Residency) -> Places:
+        """Where updates in a backward are best done, and their gradients rest."""
+        machine = self._budgets.machine_for(0, taken_bytes=self._taken_bytes())
+        return choose_places(updates, state, machine=machine, peak_bytes=self._largest_bytes, choice=self._choice)
+
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
         """The tiers, by chunk, of updates that are best not done where the step computes."""
+        if not self._weaves and self._choice.tier is None:
+            return {}
         tiers = choose_tiers(
             updates,
             self._executor.store.state,
@@ -268,7 +280,7 @@ class Stretches:
     def _next_of(self, kind: StretchKind) -> StretchKind:
         """The kind of stretch that is expected after one of this kind."""
         match kind:
-            case StretchKind.TRAINING | StretchKind.NORM if self._choice.apart:
+            case StretchKind.TRAINING | StretchKind.NORM if not self._weaves:
                 return StretchKind.UPDATE
             case StretchKind.TRAINING if StretchKind.NORM in self._follower:
                 return StretchKind.NORM
@@ -344,7 +356,7 @@ class Stretches:
         self.end()
         # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
         on_device = self._budgets.stream_device is not None
-        here = trace if self._choice.apart or on_device else self._where_it_is(trace)
+        here = trace if not self._weaves or on_device else self._where_it_is(trace)
         self._begin(self._stretch(StretchKind.NORM, here, following=self._next_of(StretchKind.NORM)))
         return here
 
@@ -395,7 +407,8 @@ class Stretches:
         goes_down = self._used_below if is_last else frozenset[PlaneRef]()
         key = (kind, id(trace), id(after), contents, self._taken_bytes(), frees, goes_down)
         if key not in self._plans:
-            earlier = sum((*other[:3], *other[4:]) == (*key[:3], *key[4:]) for other in self._plans)
+            is_same = (*key[:3], *key[4:])
+            earlier = sum((*other[:3], *other[4:]) == is_same for other in self._plans)
             plan = make_plan(
                 trace,
                 layout=self._layout,
