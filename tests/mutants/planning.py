@@ -10,10 +10,43 @@ RESIDENCY = "tests/plan/test_residency.py"
 ROOM_TESTS = "tests/plan/test_room.py"
 MAKE = "tests/plan/test_make.py"
 OVERLAP = "tests/plan/test_overlap.py"
+DISK = "tests/plan/test_overlap_disk.py"
+CAMPAIGN = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
 REPEATS = "tests/plan/test_repeats.py"
 ROOM = "slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes"
 
 PLANNING: tuple[Mutant, ...] = (
+    Mutant(
+        name="what-an-update-still-uses-leaves-the-host",
+        file="plan/overlap_disk.py",
+        old="            by_unit.pop(ref, None)\n",
+        new="            pass\n",
+        tests=(f"{CAMPAIGN}[gpt2-non-reentrant-x4-clip-deferred-next-use-minimum-emulated+disk]",),
+    ),
+    Mutant(
+        name="more-is-read-ahead-than-the-host-has-room-for",
+        file="plan/overlap_disk.py",
+        old="                self._free.add(-read.slots, at, index)\n",
+        new="",
+        tests=(f"{DISK}::test_no_more_is_read_ahead_than_the_host_has_slots_for",),
+    ),
+    Mutant(
+        name="what-is-read-ahead-has-no-room-at-the-moment-that-needs-it",
+        file="plan/overlap_disk.py",
+        old="            if max(before) + read.slots > self._capacity:\n",
+        new="            if False:\n",
+        tests=(f"{DISK}::test_what_goes_down_at_the_moment_itself_has_its_slots_there",),
+    ),
+    Mutant(
+        name="what-is-written-on-the-host-is-written-back-before",
+        file="plan/overlap_disk.py",
+        old="if touch.writes or touch.tier is Tier.HOST",
+        new="if False",
+        tests=(
+            f"{OVERLAP}::test_so_do_those_of_plans_that_use_units_on_the_host",
+            f"{DISK}::test_what_only_the_host_has_is_written_back_after_its_last_use_and_leaves_halfway",
+        ),
+    ),
     Mutant(
         name="what-came-during-a-step-stays-when-it-is-over",
         file="plan/make.py",

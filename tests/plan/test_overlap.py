@@ -15,6 +15,7 @@ from patrickstar.plan.check import check, show
 from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.overlap import overlap
+from patrickstar.plan.overlap_disk import overlap_disk
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
 from tests.plan.builders import (
@@ -141,7 +142,7 @@ def by_unit(plan: Plan) -> dict[object, list[Action]]:
 def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None) -> None:
     trace, layout, machine = instance.trace, instance.layout, instance.machine
     plan = make_plan(trace, following=instance.following, policy=policy, **instance.arguments)
-    early = overlap(plan, trace, moments_ahead=ahead)
+    early = overlap_disk(overlap(plan, trace, moments_ahead=ahead), trace, moments_ahead=ahead)
     found = check(early, trace, layout, machine)
     assert found == [], show(found, early, trace)
     assert Counter(early.actions()) == Counter(plan.actions())
@@ -165,7 +166,7 @@ def _issues(plan: Plan) -> list[tuple[Action, int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    instance=instances() | tight_instances(),
+    instance=instances() | instances(lower_tiers=True) | tight_instances(),
     policy=st.sampled_from(sorted(POLICIES)),
     ahead=st.none() | st.integers(0, 3),
 )

@@ -21,6 +21,7 @@ from patrickstar.plan.actions import Action, Update, UpdateWait, Wait
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
 from patrickstar.plan.overlap import overlap
+from patrickstar.plan.overlap_disk import overlap_disk
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
 from patrickstar.plan.residency import Residency, apply, mark_moment
@@ -103,7 +104,8 @@ def make_plan(
         )
         moments.append(tuple(actions))
     plan = Plan(layout.digest(), policy, machine, before, tuple(moments), state.snapshot(), freed)
-    return overlap(plan, trace, moments_ahead=prefetch, goes_down=goes_down)
+    plan = overlap(plan, trace, moments_ahead=prefetch, goes_down=goes_down)
+    return overlap_disk(plan, trace, moments_ahead=prefetch)
 
 
 def _before(

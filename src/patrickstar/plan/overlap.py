@@ -18,7 +18,8 @@ moments, and nothing else changes:
 The wait for an arrival stays at its use, and that for a write-back comes halfway between its issue and the use of the slots: what leaves has as much
 time as what comes. Copies into one tier are issued in the order in which they are needed. Slots in use never exceed what the moment leaves them.
 
-Only transfers between the tier that computes and the one below it are moved; what goes on to the disk below a device is not.
+Only transfers between the tier that computes and the one below it are moved; those between host and disk below a device are the matter of
+`plan/overlap_disk.py`.
 """
 
 from __future__ import annotations

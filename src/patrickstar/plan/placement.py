@@ -24,6 +24,9 @@ from patrickstar.plan.fit import refuse_homes
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 
 _TO_DISK: Final = (EXP_AVG_SQ, EXP_AVG, REST, GRAD, WEIGHT)
+_STAGING_SHARE: Final = (
+    64  # of the host, that what passes through between device and disk has at least, if it is more than a unit
+)
 _DISK_BELOW: Final = "a disk below it: disk=DIRECTORY"
 
 
@@ -91,7 +94,12 @@ def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int], *, disk_bytes: i
     if machine.compute is Tier.HOST:
         _refuse_full_disk({"model data": sum(sizes.values())}, disk_bytes)
         return dict.fromkeys(sizes, Tier.DISK)
-    spilled = _spill(sizes, host_bytes=machine.budget[Tier.HOST], disk=disk_bytes > 0)
+    host_bytes = machine.budget[Tier.HOST]
+    spilled = _spill(sizes, host_bytes=host_bytes, disk=disk_bytes > 0)
+    if spilled:
+        # Transfers of several units at once need room on the host, if the disk has room for what gives that.
+        more = _spill(sizes, host_bytes=host_bytes, disk=True, staging=host_bytes // _STAGING_SHARE)
+        spilled = more if sum(sizes[ref] for ref in more) <= disk_bytes else spilled
     _refuse_full_disk({"model data": sum(sizes[ref] for ref in spilled)}, disk_bytes)
     return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in sizes}
 
