@@ -63,6 +63,12 @@ class Options:
     stress_seed: int | None = None
     """Makes every transfer, and every slot that is given back, late by a random time, the same for the same seed. For tests: no bit depends on it."""
 
+    reduce: str = "fp32"
+    """The type that gradients are summed in over ranks. Others than fp32 arrive in a later version."""
+
+    collective_timeout: int = 600
+    """Seconds after which ranks that wait for another give up. Other times arrive in a later version."""
+
     def __new__(cls, *_: Any, **given: Any) -> Options:
         unknown = [name for name in given if name not in cls.__dataclass_fields__]
         refuse([unknown_argument(name, cls.__dataclass_fields__) for name in unknown], of="Options")
@@ -92,7 +98,7 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"chunked_loss"})
+_TO_COME: Final = frozenset({"chunked_loss", "reduce", "collective_timeout"})
 
 
 def _names(name: str, value: object) -> list[str]:
