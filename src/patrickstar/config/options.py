@@ -48,7 +48,8 @@ class Options:
 
     embedding_rows: bool = False
     """Whether the tables of `nn.Embedding` modules stay on the host while a device computes, and only rows that a batch looks up cross the link,
-    and their gradients. For tables that are larger than a chunk and that no linear shares. The bits are the same either way."""
+    and their gradients. For tables that are larger than a chunk and that no linear shares. With `device="cuda"` they still cross tile by tile,
+    whole, and a warning says so. The bits are the same either way."""
 
     chunked_loss: bool | None = None
     """Whether the loss is computed without whole logits. Arrives in a later version."""
