@@ -7,15 +7,21 @@ from random import Random
 from typing import Final
 
 from patrickstar.memory.links import MakeLane, lanes_of
+from patrickstar.memory.stressed_lane import StressedLane
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
 
-__all__ = ["LANES"]
+__all__ = ["COMBINED", "LANES"]
 
 
-def _in_random_order(seed: int) -> MakeLane:
+def _in_random_order(seed: int, works: int = 1) -> MakeLane:
     random = Random(seed)
-    return lambda src, dst: RandomLane(random)
+    return lambda src, dst: RandomLane(random, works=works)
+
+
+def _late(seed: int, works: int) -> MakeLane:
+    random, threads = Random(seed), _threads(works)
+    return lambda src, dst: StressedLane(threads(src, dst), Random(random.random()))
 
 
 def _threads(works: int) -> MakeLane:
@@ -32,3 +38,17 @@ LANES: Final[Mapping[str, Callable[[int], MakeLane]]] = {
     "four works a lane": lambda seed: _threads(4),
 }
 """By name, given a seed."""
+
+
+COMBINED: Final[Mapping[tuple[str, int | None], Callable[[int], MakeLane]]] = {
+    ("as issued", None): LANES["as it comes"],
+    ("late by chance", None): LANES["late by chance"],
+    ("as late as their wait", None): LANES["as late as their wait"],
+    **{("as issued", works): lambda seed, works=works: _threads(works) for works in (1, 2, 4)},  # type: ignore[misc]
+    **{("late by chance", works): lambda seed, works=works: _late(seed, works) for works in (1, 2, 4)},  # type: ignore[misc]
+    **{
+        ("in a random order", works): lambda seed, works=works: _in_random_order(seed, works)  # type: ignore[misc]
+        for works in (1, 2, 4)
+    },
+}
+"""By when works are done and how many of a lane at once, given a seed. None: as many as the library's own lanes do."""

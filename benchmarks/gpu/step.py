@@ -67,9 +67,25 @@ def run(arguments: Namespace, result: Result) -> None:
                     row = sides.turn(name, Turn(sequences, tokens, trace=arguments.trace / "step.json.gz"))
                     result.set(profile=(row or {}).get("profile"))
             sides.finish(name)
+        _deferred(
+            sides,
+            Side("managed", shape, step="deferred", device_memory=little, host_memory=host, **common),
+            turn,
+            result=result,
+            rounds=rounds,
+        )
         for key, measured in list(result.found.items()):
-            if key.startswith(("states off,", "all off,")):
+            if key.startswith(("states off,", "all off,", "deferred,")):
                 took = {n: sorted(s)[len(s) // 2] for n, s in measured["seconds"].items() if s}
                 at = {n: tflops(shape.numel(), measured["tokens_a_step"], s) for n, s in took.items()}
                 result.set(**{key: {**measured, "model_tflops": at}})
     result.end()
+
+
+def _deferred(sides: Sides, side: Side, turn: Turn, *, result: Result, rounds: int) -> None:
+    """All off, and updates after the backward, against the plain side, which updates in its backward: reported, with nothing to reach."""
+    if sides.begin("deferred", side, within_s=240) is None:
+        return
+    key = f"deferred, {turn.sequences * turn.tokens} tokens"
+    compare(sides, ("plain", "deferred"), turn, result=result, key=key, rounds=rounds)
+    sides.finish("deferred")

@@ -58,7 +58,11 @@ def test_passes_are_measured_beside_a_copy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sides_take_turns_and_each_has_a_ratio(tmp_path: Path) -> None:
     found = run_part("step", tmp_path)
-    for key, name in (("states off, 32 tokens", "states off"), ("all off, 16 tokens", "all off")):
+    for key, name in (
+        ("states off, 32 tokens", "states off"),
+        ("all off, 16 tokens", "all off"),
+        ("deferred, 32 tokens", "deferred"),
+    ):
         (plain,), (ours,) = (found[key]["seconds"][side] for side in ("plain", name))
         assert found[key]["speed_over_first"][name]["median"] == plain / ours
         assert found[key]["model_tflops"][name] == 6 * found["numel"] * found[key]["tokens_a_step"] / ours / 1e12
@@ -196,13 +200,15 @@ def test_figures_of_a_tiny_scale_are_none(page: Any, tmp_path: Path) -> None:
 
 def test_figures_stand_where_they_belong(page: Any, tmp_path: Path) -> None:
     spread = {"median": 0.96, "least": 0.95, "most": 0.97, "count": 6}
-    write(tmp_path, "step", numel=4e9, **{"all off, 16384 tokens": {"speed_over_first": {"all off": spread}}})
+    sides = {f"{name}, 16384 tokens": {"speed_over_first": {name: spread}} for name in ("all off", "deferred")}
+    write(tmp_path, "step", numel=4e9, **sides)
     write(tmp_path, "fsdp2", steps={"speed_over_first": {"managed": {**spread, "median": 5.0}}})
     write(tmp_path, "deepspeed", missing={"deepspeed": "NotMeasuredError: deepspeed is not installed"})
     write(tmp_path, "eight", complete=False, **{"8192 tokens": {"profile": {"kernels_share": 0.98}}})
     write(tmp_path, "placement", equal=False)
     found = rows(page.targets())
     assert found["all off the device, in backward, 16k tokens, 4.0B"] == "96.0% (95.0% to 97.0%, 6 times)"
+    assert found["all off the device, deferred, 16k tokens, 4.0B"] == "96.0% (95.0% to 97.0%, 6 times)"
     assert found["against FSDP2 with CPU offload"].startswith("5.00 x")
     assert found["against DeepSpeed ZeRO-3 with CPU offload"] == "not measured: deepspeed is not installed"
     assert found["the device idles, 8B, 8k tokens"] == "2.0%"

@@ -23,6 +23,8 @@ def test_the_defaults_are_what_nobody_needs_to_set():
         "poison": False,
         "emulated_link": None,
         "stress_seed": None,
+        "reduce": "fp32",
+        "collective_timeout": 600,
     }
 
 
@@ -96,6 +98,8 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
     [
         {"chunked_loss": True},
         {"chunked_loss": False},
+        {"reduce": "16bit"},
+        {"collective_timeout": 60},
     ],
 )
 def test_an_option_of_a_later_version_takes_its_default_only(early):

@@ -8,9 +8,8 @@ from itertools import combinations
 
 import pytest
 
-from tests.lanes import LANES
 from tests.parity.cover import every, few, pairs, wide
-from tests.parity.lanes import CHOICES, DEPTHS, choice_named, depth_of, lanes_named
+from tests.parity.lanes import DEALT, Dealt, choice_of, dealt, shows_choice
 from tests.parity.limits import LIMITED, LIMITS
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS
@@ -111,36 +110,42 @@ def test_every_row_has_its_budget_and_its_plans() -> None:
         assert set(LIMITS[name]) == (set() if row.budget == "fits" else set(LIMITED[row.tier]))
 
 
-def test_all_lanes_meet_every_value_in_pairs_and_every_model_in_all_rows() -> None:
-    for rows, dimensions in ((PAIRS, [name for name in DIMENSIONS if name != "model"]), ((*PAIRS, *WIDE), ["model"])):
-        met = {(lanes_named(row), name, getattr(row, name)) for row in rows for name in dimensions}
-        every_value = {(name, getattr(row, name)) for row in rows for name in dimensions}
-        assert met == {(lanes, *value) for lanes in LANES for value in every_value}
+def shown(row: Row) -> list[tuple[str, object]]:
+    """What is dealt to a row, but for a choice of updates that makes no difference there."""
+    values = dealt(row)._asdict()
+    if not shows_choice(row, values["choice"]):
+        del values["choice"]
+    return list(values.items())
 
 
-def test_all_depths_meet_all_lanes_every_value_in_pairs_and_every_model_in_all_rows() -> None:
-    assert {(depth_of(row), lanes_named(row)) for row in PAIRS} == {
-        (depth, lanes) for depth in DEPTHS for lanes in LANES
-    }
-    for rows, dimensions in ((PAIRS, [name for name in DIMENSIONS if name != "model"]), ((*PAIRS, *WIDE), ["model"])):
-        met = {(depth_of(row), name, getattr(row, name)) for row in rows for name in dimensions}
-        every_value = {(name, getattr(row, name)) for row in rows for name in dimensions}
-        assert met == {(depth, *value) for depth in DEPTHS for value in every_value}
+def test_every_pair_of_values_that_are_dealt_stands_in_the_few_rows_that_are_run_each_time() -> None:
+    possible = {pair for one in DEALT for pair in combinations(one._asdict().items(), 2)}
+    assert possible - {pair for row in few(PAIRS) for pair in combinations(shown(row), 2)} == set()
 
 
-def test_all_choices_of_updates_meet_all_depths_and_lanes_every_value_in_pairs_and_every_model_in_all_rows() -> None:
-    deferred = [row for row in PAIRS if row.step == "deferred"]
-    assert {(choice_named(row), depth_of(row)) for row in deferred} == {
-        (name, depth) for name in CHOICES for depth in DEPTHS
-    }
-    assert {(choice_named(row), lanes_named(row)) for row in deferred} == {
-        (name, lanes) for name in CHOICES for lanes in LANES
-    }
-    for rows, dimensions in ((PAIRS, [name for name in DIMENSIONS if name != "model"]), ((*PAIRS, *WIDE), ["model"])):
-        of_deferred = [row for row in rows if row.step == "deferred"]
-        met = {(choice_named(row), name, getattr(row, name)) for row in of_deferred for name in dimensions}
-        every_value = {(name, getattr(row, name)) for row in of_deferred for name in dimensions}
-        assert met == {(choice, *value) for choice in CHOICES for value in every_value}
+def test_every_value_that_is_dealt_meets_every_value_of_a_rows_own_in_all_rows(everything: list[Row]) -> None:
+    rows = (*PAIRS, *WIDE)
+    for field in Dealt._fields:
+        met = {(dict(shown(row)).get(field, "none"), name, getattr(row, name)) for row in rows for name in DIMENSIONS}
+        values = {getattr(one, field) for one in DEALT}
+        possible = {
+            (value, name, getattr(row, name))
+            for row in everything
+            for value in values
+            if field != "choice" or shows_choice(row, value)
+            for name in DIMENSIONS
+        }
+        assert possible - met == set(), field
+
+
+def test_chunks_are_updated_on_either_tier_by_each_rows_own_chance() -> None:
+    rows = [row for row in (*PAIRS, *WIDE) if dealt(row).choice == "woven, on either"]
+    splits = set()
+    for row in rows:
+        tier = choice_of(row).tier
+        assert tier is not None
+        splits.add(tuple(map(tier, range(20))))
+    assert len(splits) > len(rows) // 2
 
 
 @pytest.mark.campaign

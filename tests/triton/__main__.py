@@ -18,10 +18,12 @@ The tests in tests/triton install a Triton of their own into build/triton, some 
 # Triton asks once, when it is imported, whether it is to interpret kernels or to compile them: a process for each.
 PARTS = ("interpreted", "compiled")
 NO_TESTS = 5  # pytest's exit code
+NOT_INSTALLED = 1
 
 
 def main(options: list[str]) -> int:
-    missing = environment.why_not()
+    never = environment.why_never()
+    missing = never or environment.why_not()
     if missing is None:
         try:
             found = environment.installed()
@@ -29,7 +31,7 @@ def main(options: list[str]) -> int:
             missing = f"it could not be installed: {failure}"
     if missing is not None:
         print(NOTE.format(line="!" * 100, why=missing), file=sys.stderr)
-        return 0
+        return 0 if never else NOT_INSTALLED  # nobody can mend the platform
     paths = [option for option in options if Path(option.partition("::")[0]).exists()]
     codes = []
     for part in PARTS:

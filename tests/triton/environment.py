@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["CACHE", "EnvironmentFailure", "folder", "installed", "why_not"]
+__all__ = ["CACHE", "EnvironmentFailure", "folder", "installed", "why_never", "why_not"]
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENT = ROOT / "requirements" / "triton.txt"
@@ -25,10 +25,15 @@ class EnvironmentFailure(Exception):
     """pip could not install it."""
 
 
-def why_not() -> str | None:
-    """What is missing here to run it, or None."""
+def why_never() -> str | None:
+    """Why there can be no Triton on this platform, or None."""
     if platform.system() != "Linux":
         return f"Triton is there for Linux, and this is {platform.system()}"
+    return None
+
+
+def why_not() -> str | None:
+    """What is missing here to run it, or None."""
     if importlib.util.find_spec("numpy") is None:
         return "its interpreter needs numpy, which is not installed"
     BUILDS.mkdir(parents=True, exist_ok=True)

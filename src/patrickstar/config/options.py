@@ -48,7 +48,8 @@ class Options:
 
     embedding_rows: bool = False
     """Whether the tables of `nn.Embedding` modules stay on the host while a device computes, and only rows that a batch looks up cross the link,
-    and their gradients. For tables that are larger than a chunk and that no linear shares. The bits are the same either way."""
+    and their gradients. For tables that are larger than a chunk and that no linear shares. With `device="cuda"` they still cross tile by tile,
+    whole, and a warning says so. The bits are the same either way."""
 
     chunked_loss: bool | None = None
     """Whether the loss is computed without whole logits. Arrives in a later version."""
@@ -62,6 +63,12 @@ class Options:
 
     stress_seed: int | None = None
     """Makes every transfer, and every slot that is given back, late by a random time, the same for the same seed. For tests: no bit depends on it."""
+
+    reduce: str = "fp32"
+    """The type that gradients are summed in over ranks. Others than fp32 arrive in a later version."""
+
+    collective_timeout: int = 600
+    """Seconds after which ranks that wait for another give up. Other times arrive in a later version."""
 
     def __new__(cls, *_: Any, **given: Any) -> Options:
         unknown = [name for name in given if name not in cls.__dataclass_fields__]
@@ -92,7 +99,7 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"chunked_loss"})
+_TO_COME: Final = frozenset({"chunked_loss", "reduce", "collective_timeout"})
 
 
 def _names(name: str, value: object) -> list[str]:

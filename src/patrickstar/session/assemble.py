@@ -248,6 +248,10 @@ def _build_session(
     events = Events(model=model, named=named, touches=touches, compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
     by_rows = gathers_rows(budgets)
+    if budgets.stream_device is not None and any(group.table for group in layout.groups):
+        _log.warning(
+            "embedding_rows=True gathers no rows on a GPU yet: its tables cross the link tile by tile, whole, at each use. The bits are the same"
+        )
     binding = Binding(
         named,
         layout,

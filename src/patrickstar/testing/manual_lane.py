@@ -1,12 +1,13 @@
 """Lanes without threads whose works are done when they are told, or waited for: so that a race becomes a test of two orders.
 
-Only the thread that waits does anything: a work of a lane with threads that comes after one of these would wait for ever.
+Only the thread that waits does anything, or has it done: a work of a lane with threads that comes after one of these would wait for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from random import Random
+from threading import Thread
 
 from patrickstar.errors import StateError
 from patrickstar.memory.lanes import CompletedTicket, Ticket, Work, end_of
@@ -62,15 +63,32 @@ class ManualLane:
 
 
 class RandomLane(ManualLane):
-    """A lane that does some other works in a random order before one that is waited for: who takes an order for granted is found out."""
+    """A lane that does some other works in a random order before one that is waited for: who takes an order for granted is found out.
 
-    def __init__(self, random: Random) -> None:
+    `works`: done at once, each in a thread, of those that come after nothing that is still to be done.
+    """
+
+    def __init__(self, random: Random, *, works: int = 1) -> None:
         super().__init__()
         self._random = random
+        self._works = works
 
     def wait_for(self, ticket: ManualTicket) -> None:
         while not ticket.done:
-            self.do(self._random.choice(self._pending))
+            ready = [one for one in self._pending if one.ready] if self._works > 1 else []
+            if len(ready) > 1:
+                self._do_at_once(self._random.sample(ready, min(self._works, len(ready))))
+            else:
+                self.do(self._random.choice(self._pending))
+
+    def _do_at_once(self, tickets: list[ManualTicket]) -> None:
+        for ticket in tickets:
+            self._pending.remove(ticket)
+        threads = [Thread(target=ticket.end) for ticket in tickets]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 class ManualTicket:
@@ -87,6 +105,11 @@ class ManualTicket:
     @property
     def done(self) -> bool:
         return self._end is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that it comes after is done."""
+        return all(ticket.done for ticket in self._after)
 
     def wait(self) -> None:
         if self._end is None:
