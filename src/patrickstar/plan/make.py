@@ -35,7 +35,7 @@ from patrickstar.plan.staging import NoRoom, Order
 # states repeat after hundreds of steps or never. From the seventh plan on, therefore, nothing is there when a step ends that was not there when it
 # began, but for what its last moment uses. What stays from step to step can then only become less, until it is the same; and since what was there at
 # the beginning is the last to leave in between, it is the same soon. The first six plans, which are more than most stretches need to repeat, are
-# made without this.
+# made without this. Of a step of several forwards each has so many.
 _FREE_PLANS: Final = 6
 
 

@@ -409,6 +409,7 @@ class Stretches:
         if key not in self._plans:
             is_same = (*key[:3], *key[4:])
             earlier = sum((*other[:3], *other[4:]) == is_same for other in self._plans)
+            earlier //= max(self._forwards, self._forwards_a_step, 1)  # each forward of a step begins elsewhere
             plan = make_plan(
                 trace,
                 layout=self._layout,
