@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
-from patrickstar.errors import StateError
+from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import DONE, CompletedTicket, InlineLane, Lane
 from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.stressed_lane import StressedLane
 from patrickstar.memory.thread_lane import PacedLane, ThreadLane
+from patrickstar.memory.workers import Job, Workers
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
 from tests.forked import in_forked_child
 
@@ -176,10 +182,82 @@ def test_a_work_that_ends_its_thread_is_a_failure_like_any_other() -> None:
         raise SystemExit(3)
 
     ticket = lane.issue(leave)
-    with pytest.raises(SystemExit):
+    with pytest.raises(DeviceError, match=r"a work of the lane test was ended by SystemExit\(3\)"):
         ticket.wait()
     lane.issue(lambda: None).wait()
     lane.close()
+
+
+def end_of(thread: threading.Thread) -> None:
+    """Has a thread end as soon as it runs any Python."""
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def threads_of(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(f"patrickstar {name}")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is what is done to them
+@pytest.mark.parametrize("works", [1, 2])
+def test_a_thread_that_ends_while_it_waits_for_works_is_replaced(works: int) -> None:
+    lane = ThreadLane("idle", works=works)
+    lane.issue(lambda: None).wait()
+    for thread in threads_of("idle"):
+        end_of(thread)
+    done = list[int]()
+    for ticket in [lane.issue(partial(done.append, number)) for number in range(6)]:
+        with suppress(DeviceError):  # of the one that was being done
+            ticket.wait()
+    assert len(done) >= 6 - works
+    lane.close()
+    assert not threads_of("idle")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is what is done to them
+def test_a_work_whose_thread_ends_has_failed_and_the_others_are_done() -> None:
+    lane, begun, may_end = ThreadLane("busy"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        while not may_end.wait(0.01):
+            pass
+
+    first, second = lane.issue(work), lane.issue(lambda: None)
+    assert begun.wait(60)
+    end_of(*threads_of("busy"))
+    with pytest.raises(DeviceError, match="the lane busy"):
+        first.wait()
+    second.wait()
+    lane.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is what is done to them
+def test_a_thread_that_ends_between_two_works_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a work was taken, and before it is begun."""
+    taking = Workers._next
+
+    def take(self: Workers, me: threading.Thread) -> Job | None:
+        taking(self, me)
+        raise SystemExit
+
+    monkeypatch.setattr(Workers, "_next", take)
+    lane = ThreadLane("between")
+    ticket = lane.issue(lambda: None)
+    with pytest.raises(DeviceError, match="the thread of the lane between was ended while it was doing this"):
+        ticket.wait()
+    monkeypatch.undo()
+    lane.issue(lambda: None).wait()
+    lane.close()
+
+
+def test_a_program_ends_though_a_lane_is_not_closed_and_what_was_issued_is_done() -> None:
+    program = (
+        "import time; from patrickstar.memory.thread_lane import ThreadLane\n"
+        "lane = ThreadLane('test'); lane.issue(lambda: time.sleep(0.2) or print('done', flush=True))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "done\n"
 
 
 def test_where_the_system_gives_no_thread_a_wait_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

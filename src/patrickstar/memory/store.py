@@ -27,7 +27,7 @@ from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
-from patrickstar.errors import DeviceError
+from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_failure import DeviceFailureError, located
 from patrickstar.memory.disk import DiskPool
@@ -295,7 +295,9 @@ class ChunkStore:
     def _wait(self, ref: PlaneRef, tier: Tier) -> None:
         try:
             self._tickets[ref, tier].wait_until_settled()
-        except DeviceError as error:
+        except (StateError, torch.AcceleratorError):  # of the lane or the device, not of this transfer
+            raise
+        except Exception as error:
             src = self.state.in_flight[ref][0].label
             this = f"{ref} on its way from the {src} to the {tier.label}, issued at {self._issued_at.get(ref) or 'this moment'}"
             if isinstance(error, DeviceFailureError):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from threading import Lock
 
 from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import Ticket, Work, when_all_settled
+from patrickstar.memory.workers import Job, Workers
 
 __all__ = ["PacedLane", "ThreadLane"]
 
@@ -45,7 +48,8 @@ class ThreadLane:
 
     def __init__(self, name: str, *, works: int = 1) -> None:
         self.name = name
-        self._pool = ThreadPoolExecutor(works, thread_name_prefix=f"patrickstar {name}")
+        self._workers = Workers(name, works)
+        weakref.finalize(self, self._workers.stop, waits=False).atexit = False  # the workers see to that
         self._ends: set[Future[None]] = set()
         self._lock = Lock()
         self._process = os.getpid()
@@ -60,12 +64,15 @@ class ThreadLane:
         return _Ticket(end)
 
     def _start(self, work: Work, after: Collection[Ticket], end: Future[None]) -> None:
+        def fail(error: Exception) -> None:
+            with suppress(InvalidStateError):  # it is over
+                end.set_exception(error)
+
+        name = self.name
         try:
-            self._pool.submit(_do, work, after, end)
-        except RuntimeError as error:  # it is closed, or the system gives no thread
-            if not end.done():
-                kind = StateError if "shutdown" in str(error) else DeviceError
-                end.set_exception(kind(f"the lane {self.name} does nothing any more: {error}"))
+            self._workers.submit(Job(lambda: _do(work, after, end, name), fail))
+        except StateError as error:
+            fail(error)
 
     def _forget(self, end: Future[None]) -> None:
         with self._lock:
@@ -81,7 +88,7 @@ class ThreadLane:
 
     def close(self) -> None:
         self.drain()
-        self._pool.shutdown()
+        self._workers.stop()
 
 
 class PacedLane(ThreadLane):
@@ -114,14 +121,16 @@ class PacedLane(ThreadLane):
         return super().issue(paced, after)
 
 
-def _do(work: Work, after: Collection[Ticket], end: Future[None]) -> None:
-    if end.done():  # it could not be started, and somebody has been told
-        return
+def _do(work: Work, after: Collection[Ticket], end: Future[None], lane: str) -> None:
     try:
         for ticket in after:
             ticket.wait()
         work()
-    except BaseException as error:  # whatever it is: somebody waits for the end
+    except Exception as error:
         end.set_exception(error)
+    except BaseException as error:  # what ends a thread is no interruption of whoever waits
+        failure = DeviceError(f"a work of the lane {lane} was ended by {error!r}")
+        failure.__cause__ = error
+        end.set_exception(failure)
     else:
         end.set_result(None)
