@@ -22,7 +22,7 @@ from torch import Tensor
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 
-__all__ = ["BLOCK_NUMEL", "SplitKernel", "WideningKernel", "blocks", "join", "scaled_blocks", "split"]
+__all__ = ["BLOCK_NUMEL", "Scratch", "SplitKernel", "WideningKernel", "blocks", "join", "scaled_blocks", "split"]
 
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
