@@ -321,4 +321,11 @@ STREAMS: tuple[Mutant, ...] = (
             "tests/cuda/test_waits.py::test_halves_are_written_on_a_device_without_a_wait_and_as_on_the_host[False]",
         ),
     ),
+    Mutant(
+        name="a-refused-registration-leaves-its-error",
+        file="memory/pinned_space.py",
+        old="        _take_last_error()\n",
+        new="",
+        tests=(f"{HERE}::test_where_no_memory_can_be_pinned_the_bits_are_the_same[(0.0, 0)]",),
+    ),
 )
