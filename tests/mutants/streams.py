@@ -326,6 +326,6 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/pinned_space.py",
         old="        _take_last_error()\n",
         new="",
-        tests=(f"{HERE}::test_where_no_memory_can_be_pinned_the_bits_are_the_same[(0.0, 0)]",),
+        tests=("tests/cuda/test_spaces.py::test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel[(0.0, 0)]",),
     ),
 )
