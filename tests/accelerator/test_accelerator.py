@@ -274,11 +274,16 @@ def test_memory_of_the_host_is_registered_and_refused(accelerator: Accelerator) 
     assert runtime.cudaHostRegister(*place, 0) == 0
     assert tensor.is_pinned()
     assert runtime.cudaHostRegister(*place, 0) != 0  # it is already
+    with pytest.raises(torch.AcceleratorError, match="of an earlier call"):
+        torch.ones(1, device="cuda")
     assert runtime.cudaHostUnregister(place[0]) == 0
     assert not tensor.is_pinned()
     assert runtime.cudaHostUnregister(place[0]) != 0
     accelerator.configure(refuses_registration=True)
     assert runtime.cudaHostRegister(*place, 0) == 2
+    with pytest.raises(torch.AcceleratorError, match="of an earlier call"):
+        torch.ones(1, device="cuda")
+    torch.ones(1, device="cuda")
 
 
 def test_memory_that_is_in_a_copy_is_not_unregistered_unseen(accelerator: Accelerator) -> None:

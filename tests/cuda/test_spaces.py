@@ -229,3 +229,11 @@ def test_an_arena_that_is_closed_while_slots_are_in_use_gives_all_its_memory_bac
     arena.take(3)
     arena.close()
     assert accelerator.driver_bytes() == before
+
+
+def test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel(accelerator: Accelerator) -> None:
+    accelerator.configure(0.3, 1, refuses_registration=True)
+    space = PinnedSpace(1 << 20, unit_bytes=4096, name="host")
+    space.prepare(0, 4096)
+    assert torch.ones(1, device="cuda").cpu().item() == 1
+    space.close()

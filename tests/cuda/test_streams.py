@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from patrickstar import Options
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
+from tests.cuda.twins import CHUNK, TIGHT, WIDTH, batch, mlp, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -73,7 +74,10 @@ class OnTwoStreams(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.side = torch.cuda.Stream()
+        self.side = self.stream_beside()
+
+    def stream_beside(self) -> torch.Stream:
+        return torch.cuda.Stream()
 
     def forward(self, x: Tensor) -> Tensor:
         main = torch.cuda.current_stream()
@@ -87,6 +91,63 @@ class OnTwoStreams(nn.Module):
             beside.record_stream(main)
             x = here + beside
         return x
+
+
+class OnOneStream(OnTwoStreams):
+    def stream_beside(self) -> torch.Stream:
+        return torch.cuda.current_stream()
+
+
+PRECISIONS = [
+    pytest.param({"precision": precision, "options": Options(chunk_size=CHUNK, poison=True, compute=compute)}, id=name)
+    for name, precision, compute in (
+        ("fp32", "fp32", None),
+        ("bf16", "bf16", "bf16"),
+        ("bf16 in fp32", "bf16", "fp32"),
+        ("fp16", "fp16", "fp16"),
+        ("fp16 in fp32", "fp16", "fp32"),
+    )
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_that_two_streams_use_have_the_same_bits_in_all_precisions(
+    precision: dict[str, Any], accelerator: Accelerator
+) -> None:
+    def train() -> dict[str, Tensor]:
+        with twins(model, device_memory=2 * TIGHT, **precision) as pair:
+            session = pair.session
+            for number in range(3):
+                with torch.no_grad():
+                    pair.model(batch(number))
+                session.scaler.scale(pair.model(batch(number)).float().square().mean()).backward()
+                session.scaler.step(session.optimizer)
+                session.scaler.update()
+                session.optimizer.zero_grad()
+            return {name: value.cpu() for name, value in session.state_dict().items()}
+
+    model = OnTwoStreams
+    beside = train()
+    model = OnOneStream
+    for name, value in train().items():
+        assert torch.equal(value, beside[name]), name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_view_of_a_weight_from_another_stream_is_ready(precision: dict[str, Any], accelerator: Accelerator) -> None:
+    """A view takes no kernel in plain PyTorch, so that nobody has to wait for the stream on which it is made."""
+    side = torch.cuda.Stream()
+    with twins(**precision) as pair, torch.no_grad():
+        expected = pair.model(batch()).cpu()
+        with torch.cuda.stream(side):
+            view = pair.model[0].weight.t()
+        assert torch.equal(pair.model(batch()).cpu(), expected)
+        inputs = batch().to(view.dtype)
+        product = inputs @ view
+        del view
+        with torch.cuda.stream(side):
+            torch.empty(CHUNK, device="cuda").fill_(float("nan"))
+        assert torch.equal(product.cpu(), (inputs @ pair.model[0].weight.t()).cpu())
 
 
 def test_a_weight_that_two_streams_use_is_ready_on_both(accelerator: Accelerator) -> None:

@@ -42,7 +42,7 @@ SIXTEEN_BITS = (
     Mutant(
         name="fp16-weights-compute-with-bits-that-fp16-does-not-have",
         file="step/copies.py",
-        old="        if self._rounded is None or copy.dtype is self._rounded.dtype:",
+        old="        if self._scratch is None or copy.dtype is self._rounding:",
         new="        if True:",
         tests=(f"{SIXTEEN}::test_every_machine_has_the_bits_of_masters_kept_by_hand[fp16-fp32-deferred-emulated]",),
     ),

@@ -20,6 +20,15 @@ SIDE = tuple(
     )
     for schedule in ("(0.0, 0)", "(0.3, 1)", "(1.0, 0)")
 )
+PRECISE = tuple(
+    f"{HERE}::test_weights_that_two_streams_use_have_the_same_bits_in_all_precisions[(0.0, 0)-{precision}]"
+    for precision in ("fp16", "fp16 in fp32")
+)
+VIEW = tuple(
+    f"{HERE}::test_a_view_of_a_weight_from_another_stream_is_ready[{schedule}-{precision}]"
+    for schedule in ("(0.0, 0)", "(0.3, 1)")
+    for precision in ("bf16 in fp32", "fp16")
+)
 FAILURE = "tests/cuda/test_device_failure.py"
 LANE = "tests/cuda/test_stream_lane.py"
 STORE = "tests/cuda/test_store.py"
@@ -277,5 +286,46 @@ STREAMS: tuple[Mutant, ...] = (
         old="error.where or where",
         new="where",
         tests=(f"{FAILURE}::test_the_innermost_place_is_named",),
+    ),
+    Mutant(
+        name="streams-share-the-scratch-of-conversions",
+        file="optim/masters.py",
+        old="""        if device.type != "cpu":
+            yield self._made(device)
+            return
+        try:
+""",
+        new="        try:\n",
+        tests=PRECISE,
+    ),
+    Mutant(
+        name="a-stream-does-not-wait-for-a-copy-of-anothers",
+        file="memory/copy_streams.py",
+        old="            ticket.wait_on_device()\n",
+        new="",
+        tests=(*VIEW, *PRECISE),
+    ),
+    Mutant(
+        name="a-copy-goes-while-another-stream-uses-it",
+        file="memory/copy_streams.py",
+        old="            copy.record_stream(stream)\n",
+        new="",
+        tests=(*VIEW, *PRECISE),
+    ),
+    Mutant(
+        name="a-device-is-asked-whether-masters-are-finite",
+        file="optim/masters.py",
+        old="if not master.is_cpu or not bool(",
+        new="if not bool(",
+        tests=(
+            "tests/cuda/test_waits.py::test_halves_are_written_on_a_device_without_a_wait_and_as_on_the_host[False]",
+        ),
+    ),
+    Mutant(
+        name="a-refused-registration-leaves-its-error",
+        file="memory/pinned_space.py",
+        old="        _take_last_error()\n",
+        new="",
+        tests=("tests/cuda/test_spaces.py::test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel[(0.0, 0)]",),
     ),
 )

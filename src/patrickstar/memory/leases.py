@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from patrickstar.core.planes import PlaneRef
+from patrickstar.memory.copy_streams import CopyStreams
 
 __all__ = ["AssembledKey", "CopyKey", "Key", "Leases", "Located", "WeightKey"]
 
@@ -69,6 +70,7 @@ class Leases:
         self._copies: dict[Key, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, torch.device]] = {}
         self._assembled: dict[Key, int] = {}
         self._count: dict[Key, int] = {}
+        self._streams = CopyStreams()
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
         # bookkeeping. The callback only notes it; `settle` draws the consequences at a time of our choosing.
         self._dead: deque[int] = deque()
@@ -90,8 +92,11 @@ class Leases:
         tensor = known() if known is not None else None
         if tensor is None:
             tensor = self._living_copy(key)
-        if tensor is None:
+        if tensor is not None:
+            self._streams.use(key, tensor)
+        else:
             tensor = self._note(key, make(key))
+            self._streams.written(key, tensor)
             # Not the storage's device: that of a fake tensor is on meta.
             self._copies[key] = weakref.ref(tensor.untyped_storage()), tensor.dtype, tensor.device
             if isinstance(key, AssembledKey):
@@ -122,6 +127,10 @@ class Leases:
                 storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)
             )
 
+    def copy_written(self, key: CopyKey, tensor: torch.Tensor) -> None:
+        """Notes that what is held in the stead of a slot has been written on the current stream: uses on others come after that."""
+        self._streams.written(key, tensor)
+
     def forget(self, name: str) -> None:
         """Forgets the copy of this parameter: what is asked for next is a new one."""
         self._tensor.pop(name, None)
@@ -149,6 +158,7 @@ class Leases:
         self._tensor.pop(ref, None)
         self._held.discard(ref)
         self._copies.pop(ref, None)
+        self._streams.forget(ref)
         self._assembled.pop(ref, None)
 
     def disown(self, ref: Key) -> None:

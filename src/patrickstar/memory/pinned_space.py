@@ -9,6 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Collection
+from contextlib import suppress
 
 import torch
 
@@ -52,6 +53,7 @@ class PinnedSpace(HostSpace):
             self._pinned.add(self._start + at)
             return
         self._refused = True
+        _take_last_error()
         _log.warning(
             "the system pins no more than %d bytes of the host's memory (error %d of cudaHostRegister): the rest stays pageable, and copies of it "
             "take two to three times as long and keep the host waiting. Containers and WSL bound pinned memory; so does `ulimit -l`.",
@@ -71,6 +73,15 @@ class PinnedSpace(HostSpace):
         _unpin(self._pinned, self._owner)  # what is still used stays memory, and is pageable from now on
         self._pinned.clear()
         super().close(kept)
+
+
+def _take_last_error() -> None:
+    """Takes the error that a refusal has left to the runtime: the next kernel that torch launches would raise it, wherever that is.
+
+    torch clears it as it raises it, and has no other call that does.
+    """
+    with suppress(torch.AcceleratorError, torch.OutOfMemoryError):
+        torch.empty(1, device="cuda").fill_(0)
 
 
 def _unpin(addresses: set[int], owner: int) -> None:

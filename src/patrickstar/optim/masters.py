@@ -22,7 +22,7 @@ from torch import Tensor
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 
-__all__ = ["BLOCK_NUMEL", "SplitKernel", "WideningKernel", "blocks", "join", "scaled_blocks", "split"]
+__all__ = ["BLOCK_NUMEL", "Scratch", "SplitKernel", "WideningKernel", "blocks", "join", "scaled_blocks", "split"]
 
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
@@ -120,7 +120,8 @@ def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | Non
         master: fp32. weight: bf16. rest: int16. scratch: int32, to be written over; made where there is none. All contiguous and of one length.
     """
     bits = master.view(torch.int32)
-    if not bool(torch.isfinite(master.sum())):  # one pass, where looking for NaN takes ten: a finite sum has none
+    # On the host one pass, where looking for NaN takes ten: a finite sum has none. A device would have to be waited for.
+    if not master.is_cpu or not bool(torch.isfinite(master.sum())):
         bits = torch.where(torch.isnan(master), (bits & -0x80000000) | _NAN, bits)
     rest.copy_(bits)  # the lower 16 bits are the remainder of rounding the rest, as a signed number
     upper = torch.add(bits, _HALF, out=scratch).bitwise_right_shift_(16)

@@ -70,6 +70,7 @@ class Assembling:
                 self._gradients.copy_into(key.name, copy)
             else:
                 self._weights.copy_average_into(key.name, key.plane, copy)
+            self._binding.leases.copy_written(key, copy)
 
     def changed(self, key: AssembledKey, *, wholly: bool) -> None:
         """Writes a tensor that was put together, and has been written in place, back into its chunks.

@@ -9,7 +9,7 @@ from patrickstar.core.layout import Part
 from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import Error
-from patrickstar.optim.masters import BLOCK_NUMEL, blocks, split
+from patrickstar.optim.masters import Scratch, blocks, split
 from patrickstar.parameters.binding import Binding
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor
@@ -28,7 +28,8 @@ class Copies:
         self._touches = touches
         # Scratch for a value that has 16 bits and computes in fp32.
         rounding = precision.rounding
-        self._rounded = None if rounding is None else torch.empty(BLOCK_NUMEL, dtype=rounding, device=binding.device)
+        self._rounding = rounding
+        self._scratch = None if rounding is None else Scratch(rounding)
 
     def make(self, name: str) -> Tensor:
         """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
@@ -48,6 +49,7 @@ class Copies:
                 if not state.is_newest(ref, state.compute):
                     self._executor.moment(Phase.STEP, name, (Touch(ref),))
                 self._convert(self._kept(part), copy[_span(part)])
+            self._binding.leases.copy_written(name, copy)
 
     def changed(self, name: str) -> None:
         """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
@@ -88,12 +90,13 @@ class Copies:
         return self._executor.store.tensor(ref)[start : start + part.stop - part.start]
 
     def _convert(self, kept: Tensor, copy: Tensor) -> None:
-        if self._rounded is None or copy.dtype is self._rounded.dtype:
+        if self._scratch is None or copy.dtype is self._rounding:
             copy.copy_(kept)
             return
-        for block in blocks(copy.numel()):
-            rounded = self._rounded[: block.stop - block.start].copy_(kept[block])
-            copy[block].copy_(rounded)
+        with self._scratch.taken(copy.device) as (whole,):
+            for block in blocks(copy.numel()):
+                rounded = whole[: block.stop - block.start].copy_(kept[block])
+                copy[block].copy_(rounded)
 
 
 def _span(part: Part) -> slice:

@@ -58,6 +58,9 @@ class Memory {
 
 Memory& memory();
 
+// The runtime's last error of this thread: a refused registration leaves it, and the next launch raises and takes it.
+inline thread_local int last_error = 0;
+
 // What torch's allocator of the device has taken.
 size_t reserved_bytes();
 

@@ -37,7 +37,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("register_host", [](size_t address, size_t size) {
     Lock lock(scheduler().state);
     char* start = reinterpret_cast<char*>(address);
-    if (memory().refuses_registration || memory().find(start) || memory().find(start + size - 1)) return false;
+    if (memory().refuses_registration || memory().find(start) || memory().find(start + size - 1)) {
+      last_error = 2;
+      return false;
+    }
     memory().blocks.emplace(start, Block{start, size, 0, true, {}, {}, {}});
     return true;
   });

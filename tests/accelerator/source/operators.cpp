@@ -305,6 +305,7 @@ class Call {
 
 void call(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   scheduler().raise_failure();
+  if (std::exchange(last_error, 0)) throw c10::AcceleratorError({__func__, __FILE__, uint32_t(__LINE__)}, 2, "CUDA error: out of memory, of an earlier call");
   NoAutograd no_autograd;
   auto results = Call(operation, stack).run();
   stack->erase(stack->end() - long(operation.schema().arguments().size()), stack->end());
