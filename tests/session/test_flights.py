@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import nn
 from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.memory.lanes import Lane
+from patrickstar.memory.lanes import Lane, Ticket, Work
+from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan.actions import Copy, Update, Wait
 from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
@@ -195,6 +197,70 @@ def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_don
         pair.expect_same()
         pair.session.close()
     assert failed, "no transfer has failed"
+
+
+class EndsThread(ThreadLane):
+    """A lane of which one work ends its thread, or raises what nobody expects."""
+
+    error: type[BaseException] | None = None
+
+    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+        error, EndsThread.error = EndsThread.error, None
+
+        def end() -> None:
+            assert error is not None
+            raise error
+
+        return super().issue(work if error is None else end, after, nbytes=nbytes)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, RuntimeError, OSError])
+@pytest.mark.parametrize("machine", ["cpu+disk", "emulated"])
+def test_a_thread_that_ends_or_fails_in_any_way_is_a_failed_transfer(
+    machine: str, error: type[BaseException], make_pair: MakePair, tmp_path: Path
+) -> None:
+    failed = 0
+    pair = make_pair(make_lane=lambda src, dst: EndsThread(f"{src} to {dst}"), **MACHINES[machine](tmp_path / "disk"))
+    pair.train(2)
+    for number in range(2, 5):
+        EndsThread.error = error
+        try:
+            backward(pair.model, number=number)
+        except DeviceError as failure:
+            assert re.search(r"this was c\d+\.\w+ on its way from the \w+ to the \w+, issued at .", str(failure))
+            failed += 1
+        EndsThread.error = None
+        pair.optimizer.zero_grad()
+        pair.train(1, first=number)
+        pair.expect_same()
+    assert failed, "no transfer has failed"
+    pair.session.close()
+
+
+def test_a_disk_that_is_full_in_an_early_write_back_is_named_with_the_moment_that_began_it(
+    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
+) -> None:
+    early = 0
+    for after in range(0, 12, 2):
+        pair = make_pair(**on_disk)
+        pair.train(2)
+        arm(faulty, "pwritev", errno.ENOSPC, after=after)
+        try:
+            backward(pair.model, number=2)
+        except DeviceError as failure:
+            store, found = store_of(pair.session), re.search(r"this was (c\d+\.\w+) .*, issued at (.+)", str(failure))
+            assert found, str(failure)
+            assert os.strerror(errno.ENOSPC) in str(failure)
+            noticed = re.search(r"a transfer at (.+) was not done", pair.session._parts.executor.pilot.stretch.reason)
+            assert noticed
+            early += noticed[1] != found[2]
+            assert not store.state.in_flight
+        faulty.faults.clear()
+        pair.optimizer.zero_grad()
+        pair.train(2, first=2)
+        pair.expect_same()
+        pair.session.close()
+    assert early, "no write-back was early"
 
 
 def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
