@@ -116,6 +116,7 @@ def forecast(
         copied=precision.copied(layout),
         gathers_rows=gathers_rows(budgets),
         scales=precision.scales,
+        grain_bytes=budgets.grain_bytes,
     )
     try:
         step = with_retention(tracer.trace(model, named, (), cast_inputs(batch, precision.compute)), budgets)

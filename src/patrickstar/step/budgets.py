@@ -21,6 +21,7 @@ _CPU = torch.device("cpu")
 # What a tier's budget is of what is free there, where none is given.
 HOST_SHARE = 0.8
 DEVICE_SHARE = 0.9
+_DEVICE_GRAIN_BYTES = 512  # torch's allocator of CUDA: kMinBlockSize
 _FLOOR_BYTES = 240 * MIB  # and what kernels keep for each thread
 _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
@@ -54,6 +55,11 @@ class Budgets:
     def stream_device(self) -> torch.device | None:
         """The device whose streams move and compute, if there is one."""
         return None if self.device.type == "cpu" else self.device
+
+    @property
+    def grain_bytes(self) -> int:
+        """What the allocator of activations gives out whole ones of; it counts where these are small."""
+        return 1 if self.stream_device is None else _DEVICE_GRAIN_BYTES
 
     @property
     def bind(self) -> bool:

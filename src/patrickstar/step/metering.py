@@ -16,11 +16,12 @@ __all__ = ["Metering"]
 class Metering:
     """The meter of one session. Counts from the beginning of a forward to the end of its backward; the meter is left when the next stretch begins.
 
-    It is left too when a session is dropped in the middle of a step, without being closed.
+    It is left too when a session is dropped in the middle of a step, without being closed. `grain_bytes`: as for `LiveBytes`.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, *, grain_bytes: int = 1) -> None:
         self._executor = executor
+        self._grain_bytes = grain_bytes
 
         self._meter: LiveBytes | None = None
         self._abandoned: weakref.finalize[Any, Any] | None = None
@@ -29,7 +30,8 @@ class Metering:
         """Switches the meter on, which it gives. `acts`: whether chunks may leave for what it counts."""
         # torch holds a mode that is on: through it, it must not hold a session that everybody else has dropped.
         leases, executor = weakref.proxy(self._executor.store.leases), weakref.proxy(self._executor)
-        meter = LiveBytes(partial(Leases.is_counted, leases), partial(Executor.live_changed, executor))
+        is_slot, at_change = partial(Leases.is_counted, leases), partial(Executor.live_changed, executor)
+        meter = LiveBytes(is_slot, at_change, grain_bytes=self._grain_bytes)
         meter.__enter__()
         self._abandoned = weakref.finalize(self, meter.retire)
         self._abandoned.atexit = False

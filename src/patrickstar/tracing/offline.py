@@ -33,7 +33,7 @@ from patrickstar.parameters.lookups import RowGradients, WaitingRows
 from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
-from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
+from patrickstar.torch_private import Plain, Undispatched, at_end_of_backward, backward_id, inside_backward_node
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.trial_values import Endless, KnownValues
@@ -64,11 +64,11 @@ class Foreseen:
 class _Twin:
     """A session that owns no bytes: writes down what a step asks for."""
 
-    def __init__(self, touches: Touches, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, grain_bytes: int) -> None:
         self._touches = touches
         self._dtypes = dtypes
         self.leases = Leases(self._slot)
-        self.meter = LiveBytes(self._is_slot)
+        self.meter = LiveBytes(self._is_slot, grain_bytes=grain_bytes)
         self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
         self._making_slot = False
@@ -213,6 +213,7 @@ class OfflineTracer:
         make_touches: fresh ones for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
+        grain_bytes: of the allocator where the step is to run, which gives out whole ones of these.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class OfflineTracer:
         copied: Collection[str] = (),
         gathers_rows: bool = False,
         scales: bool = False,
+        grain_bytes: int = 1,
     ) -> None:
         self._layout = layout
         self._make_touches = make_touches
@@ -233,6 +235,7 @@ class OfflineTracer:
         self._copied = copied
         self._gathers_rows = gathers_rows
         self._scales = scales
+        self._grain_bytes = grain_bytes
 
     def foresee(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -303,7 +306,7 @@ class OfflineTracer:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self._make_touches()
-            owner = _Twin(touches, self._dtypes)
+            owner = _Twin(touches, self._dtypes, grain_bytes=self._grain_bytes)
             try:
                 twin, twins = _twin_of(model, named, self._dtypes, fake_mode)
                 stack.enter_context(fake_mode)
@@ -394,7 +397,8 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     """A tensor of the same values on the CPU, where a twin computes: fake tensors of a device cannot be differentiated everywhere."""
     if tensor.device.type == "cpu":
         return tensor
-    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+    with Undispatched():  # a mode of fake tensors would give a fake one, which has no values
+        return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
 
 
 def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:

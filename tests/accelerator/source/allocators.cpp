@@ -13,6 +13,7 @@ using c10::Device;
 using c10::DataPtr;
 
 constexpr size_t kUnit = 512;
+constexpr size_t kSmall = size_t(1) << 20;
 thread_local int stream_of_thread = 0;
 
 bool have_passed(const std::vector<MarkRef>& marks) {
@@ -112,7 +113,7 @@ class Caching final : public c10::DeviceAllocator {
 
   // Whole segments count as large ones from 1 MiB on, as torch's do.
   static void count(StatArray& stats, size_t size, bool more) {
-    for (size_t kind : {size_t(0), size_t(size < (size_t(1) << 20) ? 1 : 2)}) {
+    for (size_t kind : {size_t(0), size_t(size < kSmall ? 1 : 2)}) {
       more ? stats[kind].increase(size) : stats[kind].decrease(size);
     }
   }
@@ -162,7 +163,8 @@ class Caching final : public c10::DeviceAllocator {
     settle_what_has_passed();
     auto& blocks = free_[stream];
     auto fitting = blocks.lower_bound(size);
-    if (fitting != blocks.end() && fitting->first <= std::max(2 * size, size + 4096)) {
+    // torch cuts what is left off a block, but for a large block's last MiB: a block of just that size stands for the part.
+    if (fitting != blocks.end() && fitting->first <= (size > kSmall ? size + kSmall : size)) {
       char* start = fitting->second;
       blocks.erase(fitting);
       return start;
