@@ -184,6 +184,11 @@ class Layout:
         return sum(part.numel for part in self.slices.values())
 
     @property
+    def largest_numel(self) -> int:
+        """Elements of the largest tensor."""
+        return max((place.numel for place in self.slices.values()), default=0)
+
+    @property
     def padding(self) -> float:
         """Share of the chunks' space that holds no element of a tensor."""
         return 1 - self.model_numel / (self.n_chunks * self.chunk_numel)

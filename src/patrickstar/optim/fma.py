@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from patrickstar.optim.scratch import grains
+
 __all__ = ["Emulated", "Native", "Operations", "exact_fma", "fusing_operations"]
 
 
@@ -29,6 +31,10 @@ class Operations(Protocol):
         """exp_avg_sq = fma(add * grad, grad, exp_avg_sq * keep)."""
         ...
 
+    def scratch_bytes(self, numel: int) -> int:
+        """The most bytes that one of them takes of a device for so many elements."""
+        ...
+
 
 class Native:
     """torch's operations."""
@@ -41,6 +47,9 @@ class Native:
 
     def decay_square_(self, exp_avg_sq: torch.Tensor, grad: torch.Tensor, keep: float, add: float) -> None:
         exp_avg_sq.mul_(keep).addcmul_(grad, grad, value=add)
+
+    def scratch_bytes(self, numel: int) -> int:
+        return grains(4 * numel)
 
 
 class Emulated:
@@ -58,6 +67,9 @@ class Emulated:
 
     def decay_square_(self, exp_avg_sq: torch.Tensor, grad: torch.Tensor, keep: float, add: float) -> None:
         exp_avg_sq.copy_(exact_fma(grad * add, grad, exp_avg_sq * keep))
+
+    def scratch_bytes(self, numel: int) -> int:
+        return 9 * grains(8 * numel)
 
 
 def exact_fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:

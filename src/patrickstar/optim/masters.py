@@ -21,6 +21,7 @@ from torch import Tensor
 
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
+from patrickstar.optim.scratch import block_numel
 
 __all__ = ["BLOCK_NUMEL", "Scratch", "SplitKernel", "WideningKernel", "blocks", "join", "scaled_blocks", "split"]
 
@@ -57,10 +58,13 @@ class Scratch:
         self._unused: list[tuple[Tensor, ...]] = []
 
     @contextmanager
-    def taken(self, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-        """A context with a block of each type, which nobody else uses. Those of a GPU are its allocator's again afterwards, in the stream's order."""
+    def taken(self, device: torch.device, numel: int = BLOCK_NUMEL) -> Iterator[tuple[Tensor, ...]]:
+        """A context with a block of each type, which nobody else uses. Those of a GPU are its allocator's again afterwards, in the stream's order.
+
+        `numel`: elements of a block of a GPU's.
+        """
         if device.type != "cpu":
-            yield self._made(device)
+            yield self._made(device, numel)
             return
         try:
             whole = self._unused.pop()
@@ -71,8 +75,12 @@ class Scratch:
         finally:
             self._unused.append(whole)
 
-    def _made(self, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(BLOCK_NUMEL, dtype=dtype, device=device) for dtype in self._dtypes)
+    def _made(self, device: torch.device, numel: int = BLOCK_NUMEL) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(numel, dtype=dtype, device=device) for dtype in self._dtypes)
+
+
+def _numel_at_once(plane: Tensor) -> int:
+    return BLOCK_NUMEL if plane.is_cpu else block_numel(plane.numel(), most=BLOCK_NUMEL)
 
 
 class WideningKernel:
@@ -104,8 +112,9 @@ class WideningKernel:
             weight, exp_avg, exp_avg_sq: fp32. grad: of any floating type, widened before anything else. All flat, contiguous, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        with self._scratch.taken(weight.device) as (whole,):
-            for block in blocks(weight.numel()):
+        numel = _numel_at_once(weight)
+        with self._scratch.taken(weight.device, numel) as (whole,):
+            for block in blocks(weight.numel(), of=numel):
                 gradient = whole[: block.stop - block.start]
                 gradient.copy_(grad[block])
                 for factor in factors:
@@ -166,8 +175,9 @@ class SplitKernel:
             exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """
-        with self._scratch.taken(weight.device) as whole:
-            for block in blocks(weight.numel()):
+        numel = _numel_at_once(weight)
+        with self._scratch.taken(weight.device, numel) as whole:
+            for block in blocks(weight.numel(), of=numel):
                 master, gradient, bits = (scratch[: block.stop - block.start] for scratch in whole)
                 join(weight[block], rest[block], master, scratch=bits)
                 gradient.copy_(grad[block])

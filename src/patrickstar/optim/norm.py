@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from patrickstar.optim.masters import scaled_blocks
+from patrickstar.optim.scratch import grains, tree_numel
 
 __all__ = ["BLOCK_NUMEL", "GlobalNorm", "Norm", "clip_factor", "rounded_root", "sum_left_to_right"]
 
@@ -48,13 +49,17 @@ class GlobalNorm:
     its place, so no number of threads, instruction set, kernel or device changes a bit. A tensor comes in the order in which it lies in memory,
     in pieces of any length: the result depends on the tensors alone.
 
-    `device`: where squares are taken. The host waits for it once, for the result.
+    `device`: where squares are taken. The host waits for it once, for the result. `largest`: elements of the largest tensor, if that is known: no
+    more than it needs is taken for its squares.
     """
 
-    def __init__(self, device: torch.device | str | None = "cpu") -> None:
-        self._squares = torch.empty(_BLOCKS * BLOCK_NUMEL, dtype=torch.float64, device=device or "cpu")
-        self._scratch = torch.empty(_BLOCKS * BLOCK_NUMEL // 2, dtype=torch.float64, device=device or "cpu")
+    def __init__(self, device: torch.device | str | None = "cpu", *, largest: int | None = None) -> None:
+        most = _BLOCKS * BLOCK_NUMEL
+        numel = most if largest is None else tree_numel(largest, most=most)
+        self._squares = torch.empty(numel, dtype=torch.float64, device=device or "cpu")
+        self._scratch = torch.empty(numel // 2, dtype=torch.float64, device=device or "cpu")
         self._filled = 0
+        self._has_cut = False  # a block, which ends a tensor
         self._numbers: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -65,6 +70,9 @@ class GlobalNorm:
             self._add(block)
 
     def _add(self, piece: torch.Tensor) -> None:
+        assert not (self._has_cut and piece.numel()), (
+            f"a tensor of more elements than {len(self._squares)}, the largest"
+        )
         start = 0
         while start < piece.numel():
             taken = min(piece.numel() - start, len(self._squares) - self._filled)
@@ -78,6 +86,18 @@ class GlobalNorm:
         """Ends the current tensor: the next piece starts another one, with a block of its own."""
         if self._filled:
             self._sum()
+        self._has_cut = False
+
+    @staticmethod
+    def scratch_bytes(largest: int, tensors: int) -> int:
+        """The most bytes that a norm of so many tensors takes of a device, the largest of so many elements."""
+        numel = tree_numel(largest, most=_BLOCKS * BLOCK_NUMEL)
+        # The block before is there until the next one is made.
+        scaled = grains(4 * min(largest, BLOCK_NUMEL)) + grains(4 * min(max(0, largest - BLOCK_NUMEL), BLOCK_NUMEL))
+        groups = tensors * (
+            2 + largest // (_BLOCKS * BLOCK_NUMEL)
+        )  # of blocks that are added up at once, whose numbers are kept
+        return grains(8 * numel) + grains(4 * numel) + scaled + (groups + 3) * grains(1) + grains(8 * groups)
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
         """Adds a whole tensor at once, in the order of its indices."""
@@ -99,6 +119,7 @@ class GlobalNorm:
         blocks, rest = divmod(filled, BLOCK_NUMEL)
         if blocks:
             self._numbers.append(self._trees(0, blocks, BLOCK_NUMEL // _WIDTH))
+        self._has_cut = bool(rest)
         if rest:
             # Rows of zeros add nothing: a tree of fewer rows has the same sum.
             rows, start = 1 << (-(-rest // _WIDTH) - 1).bit_length(), blocks * BLOCK_NUMEL

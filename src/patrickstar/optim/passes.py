@@ -20,6 +20,8 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import SplitKernel, WideningKernel
 from patrickstar.optim.norm import GlobalNorm, Norm
+from patrickstar.optim.reference import Reference
+from patrickstar.optim.scratch import PassBytes, block_numel, grains
 
 __all__ = ["Passes", "TorchPasses"]
 
@@ -71,8 +73,12 @@ class Passes(Protocol):
         """Writes what two halves come to (`masters.join`)."""
         ...
 
-    def norm(self, device: torch.device | None) -> Norm:
-        """An empty global norm, whose squares are taken on this device. None: on the host."""
+    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
+        """An empty global norm, whose squares are taken on this device; None: on the host. `largest`: elements of the largest tensor, if known."""
+        ...
+
+    def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
+        """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
         ...
 
 
@@ -132,5 +138,15 @@ class TorchPasses:
     def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
         masters.join(weight, rest, master)
 
-    def norm(self, device: torch.device | None) -> Norm:
-        return GlobalNorm(device)
+    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
+        return GlobalNorm(device, largest=largest)
+
+    def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
+        block = block_numel(numel, most=masters.BLOCK_NUMEL)
+        widened = grains(4 * block)
+        whole, of_block = (
+            map(self._kernel.scratch_bytes, (numel, block)) if isinstance(self._kernel, Reference) else (0, 0)
+        )
+        # Halves are joined and split in blocks of three types, and splitting looks for NaN.
+        update = 3 * widened + max(of_block, 4 * widened) if is_split else max(whole, widened + of_block)
+        return PassBytes(update, GlobalNorm.scratch_bytes(largest, tensors))

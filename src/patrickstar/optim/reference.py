@@ -7,6 +7,7 @@ import torch
 from patrickstar.optim.fma import Operations, fusing_operations
 from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.kernel import check_planes
+from patrickstar.optim.scratch import block_numel, grains
 
 __all__ = ["BLOCK_NUMEL", "Reference"]
 
@@ -26,6 +27,11 @@ class Reference:
     def __init__(self, *, operations: Operations | None = None) -> None:
         self._operations = operations or fusing_operations()
 
+    def scratch_bytes(self, numel: int) -> int:
+        """The most bytes that an update of so many elements takes of a device beside the planes."""
+        block = min(numel, block_numel(numel, most=BLOCK_NUMEL))
+        return self._operations.scratch_bytes(block) + 2 * grains(8 * block)
+
     @torch.no_grad()
     def update(
         self,
@@ -39,8 +45,9 @@ class Reference:
     ) -> None:
         check_planes(weight, grad, exp_avg, exp_avg_sq, step=step)
         scalars = Coefficients.at(hyper, step)
-        for start in range(0, weight.numel(), BLOCK_NUMEL):
-            block = slice(start, start + BLOCK_NUMEL)
+        numel = BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=BLOCK_NUMEL)
+        for start in range(0, weight.numel(), numel):
+            block = slice(start, start + numel)
             self._update_block(weight[block], grad[block], exp_avg[block], exp_avg_sq[block], scalars)
 
     def _update_block(

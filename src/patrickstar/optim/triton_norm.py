@@ -26,11 +26,15 @@ class TritonNorm:
     Blocks that lie in a piece are summed where they lie; what is left of one at a piece's ends is collected in fp32 until it is whole.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, largest: int | None = None) -> None:
         self._device = device
+        # Of smaller tensors one launch sums no more than there is.
+        self._span = (
+            _SPAN_NUMEL if largest is None else min(_SPAN_NUMEL, max(1, -(-largest // BLOCK_NUMEL)) * BLOCK_NUMEL)
+        )
         self._collected = torch.empty(BLOCK_NUMEL, device=device)
-        self._subtrees = torch.empty(_SPAN_NUMEL // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=device)
-        self._rows = torch.empty(_SPAN_NUMEL // BLOCK_NUMEL * 16, dtype=torch.float64, device=device)
+        self._subtrees = torch.empty(self._span // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=device)
+        self._rows = torch.empty(self._span // BLOCK_NUMEL * 16, dtype=torch.float64, device=device)
         self._filled = 0
         self._numbers: list[Tensor] = []
 
@@ -88,7 +92,7 @@ class TritonNorm:
         """Adds blocks to the total, of which the last one may be cut."""
         scales, in_memory = factor_arguments(factors, self._device)
         with current(self._device):
-            for span in blocks(part.numel(), of=_SPAN_NUMEL):
+            for span in blocks(part.numel(), of=self._span):
                 numel = span.stop - span.start
                 n_subtrees, n_blocks = -(-numel // _SUBTREE_NUMEL), -(-numel // BLOCK_NUMEL)
                 numbers = torch.empty(n_blocks, dtype=torch.float64, device=self._device)

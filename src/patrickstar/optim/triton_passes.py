@@ -10,6 +10,7 @@ from torch import Tensor
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.norm import Norm
+from patrickstar.optim.scratch import PassBytes, triton_bytes
 from patrickstar.optim.triton_launch import WIDENED, factor_arguments, launch
 from patrickstar.optim.triton_norm import TritonNorm
 
@@ -93,9 +94,12 @@ class TritonPasses:
         _check_halves(weight, rest, master)
         launch(kernels.join_kernel, (weight, rest, master))
 
-    def norm(self, device: torch.device | None) -> Norm:
+    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
         assert device is not None, "a norm of the host's is another family's"
-        return TritonNorm(device)
+        return TritonNorm(device, largest=largest)
+
+    def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:  # noqa: ARG002
+        return triton_bytes(largest, tensors)  # one launch updates in registers
 
 
 def _can_put(source: Tensor, target: Tensor) -> bool:

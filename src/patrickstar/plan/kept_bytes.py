@@ -32,6 +32,5 @@ def with_kept_bytes(trace: Trace, *, kept_bytes: int, budget_bytes: int, start: 
     moments = []
     for moment, slots in zip(trace.moments, slots_needed(trace, start=start), strict=True):
         kept = min(kept_bytes, budget_bytes - slots * start.slot_bytes)
-        nonmodel, live = max(moment.nonmodel_bytes, kept), max(moment.live_bytes, kept)
-        moments.append(replace(moment, nonmodel_bytes=nonmodel, live_bytes=live))
+        moments.append(replace(moment, nonmodel_bytes=max(moment.nonmodel_bytes, kept)))
     return Trace(tuple(moments))

@@ -193,28 +193,29 @@ def step_trace(
     *,
     formats: Formats,
     in_plane: bool,
+    scratch_bytes: int = 0,
 ) -> Trace:
     """The moments of an update of these parameters: one for each chunk that holds a piece of one.
 
     Args:
         formats: which chunks are trained, and have a split master.
-        in_plane: whether gradients lie in chunks.
+        in_plane: whether gradients lie in chunks. scratch_bytes: what each update takes of the tier that computes, where it is done there.
     """
     moments = []
     for chunk, label in updated_chunks(layout, names, formats=formats):
         gradient = [Touch(PlaneRef(chunk, GRAD))] if in_plane else []
         touches = update_touches(chunk, layout, formats, *gradient)
-        moments.append(Moment(Phase.STEP, label, touches, updates=chunk))
+        moments.append(Moment(Phase.STEP, label, touches, nonmodel_bytes=scratch_bytes, updates=chunk))
     return Trace(tuple(moments))
 
 
 def on_tiers(updates: Trace, tiers: Mapping[int, Tier]) -> Trace:
-    """The moments of updates, those of some chunks on other tiers than the one that computes."""
-    return Trace(
-        tuple(
-            on_tier(moment, None if moment.updates is None else tiers.get(moment.updates)) for moment in updates.moments
-        )
-    )
+    """The moments of updates, those of some chunks on other tiers than the one that computes, of which they take nothing then."""
+    moments = []
+    for moment in updates.moments:
+        tier = None if moment.updates is None else tiers.get(moment.updates)
+        moments.append(moment if tier is None else replace(on_tier(moment, tier), nonmodel_bytes=0))
+    return Trace(tuple(moments))
 
 
 def on_tier(update: Moment, tier: Tier | None) -> Moment:
@@ -235,12 +236,12 @@ def updated_chunks(layout: Layout, names: Iterable[str], *, formats: Formats) ->
             yield chunk, label
 
 
-def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats) -> Trace:
-    """The moments of a pass that reads these parameters' gradients, in layout order."""
+def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats, scratch_bytes: int = 0) -> Trace:
+    """The moments of a pass that reads these parameters' gradients, in layout order. `scratch_bytes`: what the pass takes all the time."""
     wanted = set(names)
     return Trace(
         tuple(
-            Moment(Phase.STEP, name, touches)
+            Moment(Phase.STEP, name, touches, nonmodel_bytes=scratch_bytes, live_bytes=scratch_bytes)
             for name in layout.slices
             if name in wanted
             for part, touches in gradient_parts(layout, name, writes=False)

@@ -44,7 +44,7 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
     before: dict[int, list[Moment]] = {}
     in_order = sorted(updates.moments, key=lambda update: _due(update, first_use, last))
     for number, update in enumerate(in_order):
-        own = sum(state.unit_bytes(ref) for ref in pinned_at(update) if ref not in at_home)
+        own = update.nonmodel_bytes + sum(state.unit_bytes(ref) for ref in pinned_at(update) if ref not in at_home)
         # What is updated elsewhere has to go there, and the weight has to come back.
         timely = update if update.update_tier is None else in_order[max(0, number - _AHEAD)]
         at = _due(timely, first_use, last) if own + alive <= room else 0
@@ -87,10 +87,11 @@ def _alive_bytes(moment: Moment, state: Residency, at_home: set[PlaneRef]) -> in
 
 def _as_at(update: Moment, trace: Trace, index: int, *, kept_bytes: int) -> Moment:
     """The update as a moment just before that of this number: what is alive and held then is so meanwhile."""
-    moment = trace.moments[index]
+    moment, scratch = trace.moments[index], update.nonmodel_bytes
     if not index:
-        return replace(update, nonmodel_bytes=kept_bytes, live_bytes=kept_bytes)
+        return replace(update, nonmodel_bytes=kept_bytes + scratch, live_bytes=kept_bytes)
     before = trace.moments[index - 1]
     held = {*moment.held, *(touch.ref for touch in moment.touches if touch.ref in before.held)}
     touched = {touch.ref for touch in update.touches}
-    return replace(update, held=tuple(held - touched), nonmodel_bytes=moment.live_bytes, live_bytes=moment.live_bytes)
+    live = moment.live_bytes
+    return replace(update, held=tuple(held - touched), nonmodel_bytes=live + scratch, live_bytes=live)

@@ -33,6 +33,7 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.optim.passes import Passes
 from patrickstar.optim.user_optimizer import check_optimizer, read_groups
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import names_by_id
@@ -49,7 +50,7 @@ from patrickstar.session.loading import Loading
 from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
-from patrickstar.session.start import gathers_rows, gradient_use, layout_of, resting_state
+from patrickstar.session.start import gathers_rows, gradient_use, layout_of, resting_state, with_pass_bytes
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.copies import Copies
@@ -117,7 +118,11 @@ def assemble(
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     formats = SessionFormats(types.formats)
-    state = resting_state(layout, budgets, gradients=gradients, formats=formats.now)
+    passes = {} if optimizer is None else choose_kernels(budgets.device)  # without an optimizer there are no gradients
+    budgets = with_pass_bytes(budgets, layout, formats.now, passes=passes)
+    state = resting_state(
+        layout, budgets, gradients=gradients, formats=formats.now, clips=memory.max_grad_norm is not None
+    )
     store = _build_store(
         state,
         layout,
@@ -141,6 +146,7 @@ def assemble(
             store=store,
             source=source,
             choice=choice,
+            passes=passes,
         )
     except BaseException:
         store.close()
@@ -228,6 +234,7 @@ def _build_session(
     store: ChunkStore,
     source: Loading | None,
     choice: UpdateChoice,
+    passes: Mapping[str, Passes],
 ) -> Session:
     machine, options = budgets.machine, memory.options
     compute = machine.compute
@@ -314,7 +321,6 @@ def _build_session(
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes)
-    passes = {} if original is None else choose_kernels(budgets.device)  # without an optimizer there are no gradients
     in_chunks = Gradients(
         layout,
         executor,

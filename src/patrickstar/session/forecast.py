@@ -31,7 +31,14 @@ from patrickstar.plan.update_choice import Places, UpdateChoice, choose_places, 
 from patrickstar.plan.weave import weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.session.smallest import let_gradients_go, smallest_budgets
-from patrickstar.session.start import add_gradients, gathers_rows, gradient_use, layout_of, resting_state
+from patrickstar.session.start import (
+    add_gradients,
+    gathers_rows,
+    gradient_use,
+    layout_of,
+    resting_state,
+    with_pass_bytes,
+)
 from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.events import cast_inputs
 from patrickstar.step.freed_blocks import KeptBlocks
@@ -106,6 +113,7 @@ def forecast(
     gradients = gradient_use(memory, budgets, precision)
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
     formats = SessionFormats(precision.formats)
+    budgets = with_pass_bytes(budgets, layout, formats.now)
     tracer = OfflineTracer(
         layout,
         lambda: Touches(
@@ -125,9 +133,15 @@ def forecast(
     clips = clip or memory.max_grad_norm is not None
     in_chunks = gradients is GradientUse.CHUNK
     late = _updated_late(step, layout) if in_backward else trainable
-    update = _update(layout, named, late, precision.formats, in_chunks=in_chunks or in_backward)
+    update = _update(
+        layout, named, late, precision.formats, in_chunks=in_chunks or in_backward, scratch_bytes=budgets.passes.update
+    )
     updates = [update] if late or not in_backward else []
-    norms = [norm_trace(layout, trainable, formats=precision.formats)] if clips and in_chunks else []
+    norms = (
+        [norm_trace(layout, trainable, formats=precision.formats, scratch_bytes=budgets.passes.norm)]
+        if clips and in_chunks
+        else []
+    )
     traces = (step, *norms, *updates)
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -233,8 +247,9 @@ def _update(
     formats: Formats,
     *,
     in_chunks: bool,
+    scratch_bytes: int,
 ) -> Trace:
-    trace = step_trace(layout, trainable, formats=formats, in_plane=in_chunks)
+    trace = step_trace(layout, trainable, formats=formats, in_plane=in_chunks, scratch_bytes=scratch_bytes)
     if in_chunks:
         return trace
     beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors

@@ -17,16 +17,27 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError, LayoutError
+from patrickstar.optim.passes import Passes
+from patrickstar.optim.scratch import triton_bytes
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
 from patrickstar.plan.placement import place, place_gradients, place_on_all_tiers
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.touches import step_trace
+from patrickstar.plan.touches import norm_trace, step_trace
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.precision import Precision, lies_in
 
-__all__ = ["add_gradients", "find_tables", "find_tiles", "gathers_rows", "gradient_use", "layout_of", "resting_state"]
+__all__ = [
+    "add_gradients",
+    "find_tables",
+    "find_tiles",
+    "gathers_rows",
+    "gradient_use",
+    "layout_of",
+    "resting_state",
+    "with_pass_bytes",
+]
 
 
 def layout_of(
@@ -129,6 +140,29 @@ def gathers_rows(budgets: Budgets) -> bool:
     return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget and budgets.stream_device is None
 
 
+def with_pass_bytes(
+    budgets: Budgets, layout: Layout, formats: Formats, *, passes: Mapping[str, Passes] | None = None
+) -> Budgets:
+    """The budgets, with what passes over planes take of a device whose memory torch gives out.
+
+    Args:
+        passes: by type of device; None: those of a GPU.
+    """
+    if budgets.stream_device is None:
+        return budgets
+    here = None if passes is None else passes.get(budgets.device.type)
+    if passes is not None and here is None:
+        return budgets  # nothing is trained
+    largest, tensors = layout.largest_numel, len(layout.slices)
+    is_split = any(formats.is_split(chunk, layout) for chunk in range(layout.n_chunks))
+    taken = (
+        triton_bytes(largest, tensors)
+        if here is None
+        else here.scratch_bytes(layout.chunk_numel, is_split=is_split, largest=largest, tensors=tensors)
+    )
+    return replace(budgets, passes=taken)
+
+
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
     """The use of gradients: with nothing to move them out of the way for, they stay where PyTorch puts them."""
     if memory.step == "in_backward":
@@ -138,18 +172,26 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
     return GradientUse.CHUNK if in_chunks else GradientUse.TENSOR
 
 
-def resting_state(layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats) -> Residency:
+def resting_state(
+    layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats, clips: bool = False
+) -> Residency:
     """The state with every unit at home, without contents yet. Gradients that are used as they arrive have no home: see Note [Homes of gradients].
 
+    Args:
+        clips: whether each step takes the norm of its gradients.
+
     Raises:
-        BudgetError: no batch could fit: homes, a weight on its own, or the update of a chunk do not.
+        BudgetError: no batch could fit: homes, a weight on its own, the norm, or the update of a chunk do not.
     """
     machine, planes = budgets.machine, gradients.planes
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]
     if gradients is not GradientUse.NONE:
         in_chunks = gradients is GradientUse.CHUNK
-        traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks))
+        scratch = budgets.passes.update
+        traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, scratch_bytes=scratch))
+        if clips and in_chunks:
+            traces.append(norm_trace(layout, layout.slices, formats=formats, scratch_bytes=budgets.passes.norm))
 
     def with_homes(home: Mapping[PlaneRef, Tier]) -> Residency:
         state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)

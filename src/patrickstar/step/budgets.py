@@ -12,6 +12,7 @@ from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
+from patrickstar.optim.scratch import NONE, PassBytes
 from patrickstar.step.resources import Resources
 from patrickstar.units import MIB, format_bytes, parse_size
 
@@ -48,6 +49,8 @@ class Budgets:
     retains: float
     extra_bytes: int = 0
     fixed_bytes: int = 0
+    passes: PassBytes = NONE
+    """What passes over planes take of the device, where one computes that moves and computes by streams."""
     device: torch.device = _CPU
     """Where the model computes, as torch names it: the CPU's for an emulated device too."""
 

@@ -9,6 +9,7 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
+from patrickstar.optim.scratch import NONE, PassBytes
 from patrickstar.plan.touches import norm_trace, on_tiers, step_trace
 
 __all__ = ["StepTraces"]
@@ -21,13 +22,21 @@ class StepTraces:
     """Traces of norm and update, the very same one for the same question: plans are kept by trace.
 
     Args:
-        in_chunks: whether gradients lie in chunks.
+        in_chunks: whether gradients lie in chunks. passes: what these take of the tier that computes.
     """
 
-    def __init__(self, layout: Layout, formats: SessionFormats, *, in_chunks: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        formats: SessionFormats,
+        *,
+        in_chunks: bool,
+        passes: PassBytes = NONE,
+    ) -> None:
         self._layout = layout
         self._formats = formats
         self._in_chunks = in_chunks
+        self._passes = passes
 
         self._known: dict[_Key, Trace] = {}
 
@@ -35,14 +44,22 @@ class StepTraces:
         """The trace of the norm of these parameters' gradients."""
         key = self._key("norm", names)
         if key not in self._known:
-            self._known[key] = norm_trace(self._layout, names, formats=self._formats.now)
+            self._known[key] = norm_trace(
+                self._layout, names, formats=self._formats.now, scratch_bytes=self._passes.norm
+            )
         return self._known[key]
 
     def step(self, names: Iterable[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
         """The trace of the update of these parameters. `tiers`: of chunks that are not updated where the step computes."""
         key = self._key("step", names, frozenset(tiers.items()))
         if key not in self._known:
-            trace = step_trace(self._layout, names, formats=self._formats.now, in_plane=self._in_chunks)
+            trace = step_trace(
+                self._layout,
+                names,
+                formats=self._formats.now,
+                in_plane=self._in_chunks,
+                scratch_bytes=self._passes.update,
+            )
             self._known[key] = on_tiers(trace, tiers)
         return self._known[key]
 

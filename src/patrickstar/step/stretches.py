@@ -17,7 +17,7 @@ from torch import nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.planes import EXP_AVG, GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.fit import Need, expect_room, worst_moment
@@ -67,7 +67,7 @@ class Stretches:
         may_weave: whether nobody holds what an update would have to renew.
 
     Attributes:
-        planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
+        budgets: as given. planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stretches:
     ) -> None:
         self._executor = executor
         self._layout = layout
-        self._budgets = budgets
+        self.budgets = budgets
         self._freed_blocks = freed_blocks
         self._policy = policy
         self._prefetch = prefetch
@@ -119,7 +119,7 @@ class Stretches:
         self._current: KnownForward | None = None
         self._recorded = False
         self._ended: Stretch | None = None
-        self._largest_bytes = 0
+        self._largest_bytes = budgets.passes.update
         self._step_reasons: list[str] = []
         self._was_planned = False
         self.planned_steps = 0
@@ -221,13 +221,13 @@ class Stretches:
         if known.by_chance or expected.measure_next or expected.departures or len(pending.waiting) < len(pending.trace):
             return None
         need = max(self._need(trace).nbytes, self._need(pending.trace).nbytes)
-        machine = self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
+        machine = self.budgets.machine_for(need, taken_bytes=self._taken_bytes())
         capacity = machine.budget[machine.compute]
         trace = self._with_kept_bytes(trace)
         key = id(trace), id(pending.trace), capacity
         if key not in self._woven:
             state = self._executor.store.state
-            fixed = self._budgets.fixed_bytes
+            fixed = self.budgets.fixed_bytes
             woven = weave(trace, pending.trace, state=state, capacity_bytes=capacity, kept_bytes=fixed)
             self._woven[key] = woven, (trace, pending.trace)
             if len(self._woven) > _KEPT_PLANS:
@@ -260,7 +260,7 @@ class Stretches:
 
     def _places_of(self, updates: Trace, state: Residency) -> Places:
         """Where updates in a backward are best done, and their gradients rest."""
-        machine = self._budgets.machine_for(0, taken_bytes=self._taken_bytes())
+        machine = self.budgets.machine_for(0, taken_bytes=self._taken_bytes())
         return choose_places(updates, state, machine=machine, peak_bytes=self._largest_bytes, choice=self._choice)
 
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
@@ -270,7 +270,7 @@ class Stretches:
         tiers = choose_tiers(
             updates,
             self._executor.store.state,
-            machine=self._budgets.machine_for(0, taken_bytes=self._taken_bytes()),
+            machine=self.budgets.machine_for(0, taken_bytes=self._taken_bytes()),
             peak_bytes=self._largest_bytes,
             choice=self._choice,
         )
@@ -313,10 +313,10 @@ class Stretches:
                 known.reason = _UNTRACEABLE.format(problem)
                 _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
             else:
-                known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
+                known.trace = known.offline = with_retention(foreseen.trace, self.budgets)
                 known.by_chance = foreseen.by_chance
                 need = worst_moment(known.trace, start=self._late_planes.with_room_for(known.trace))
-                expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
+                expect_room(need, self.budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
         # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
         self._reserve(known.expected)
         self._known[key] = known
@@ -355,7 +355,7 @@ class Stretches:
         """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""
         self.end()
         # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
-        on_device = self._budgets.stream_device is not None
+        on_device = self.budgets.stream_device is not None
         here = trace if not self._weaves or on_device else self._where_it_is(trace)
         self._begin(self._stretch(StretchKind.NORM, here, following=self._next_of(StretchKind.NORM)))
         return here
@@ -394,6 +394,8 @@ class Stretches:
     def _stretch(
         self, kind: StretchKind, trace: Trace, *, following: StretchKind, frees: tuple[tuple[int, PlaneRef], ...] = ()
     ) -> Stretch:
+        if self._device_peak is not None:
+            self._largest_bytes = max(self._largest_bytes, trace.peak)  # scratch of updates and of the norm, too
         state, trace = self._executor.store.state, self._with_kept_bytes(trace)
         after = self._follower.get(following)
         contents = (
@@ -491,7 +493,7 @@ class Stretches:
             self._count_reactive(reason)
 
     def _learn(self, known: KnownForward, recorded: Trace, stretch: Stretch) -> None:
-        recorded = with_retention(recorded, self._budgets)
+        recorded = with_retention(recorded, self.budgets)
         whole = (
             any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.kind is StretchKind.EVALUATION
         )
@@ -564,11 +566,11 @@ class Stretches:
     # budgets
 
     def _budget_bytes(self) -> int:
-        machine = self._budgets.machine
+        machine = self.budgets.machine
         return machine.budget[machine.compute] - self._taken_bytes()
 
     def _machine_for(self, trace: Trace) -> Machine:
-        return self._budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
+        return self.budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
 
     def _with_kept_bytes(self, trace: Trace) -> Trace:
         """The trace with what an allocator of a device keeps at every moment."""
@@ -590,17 +592,21 @@ class Stretches:
 
 
 def with_retention(trace: Trace, budgets: Budgets) -> Trace:
-    """The trace as the process sees it: the allocator may take more than what is alive, and kernels keep something between their calls."""
-    retains, fixed = budgets.retains, budgets.fixed_bytes
-    if retains == 1 and not fixed:
+    """The trace as the process sees it.
+
+    The allocator may take more than what is alive, kernels keep something between calls, and an update of a gradient that arrives takes scratch.
+    """
+    retains, fixed, scratch = budgets.retains, budgets.fixed_bytes, budgets.passes.update
+    if retains == 1 and not fixed and not scratch:
         return trace
 
     def seen(nbytes: int) -> int:
         return int(nbytes * retains) + fixed
 
-    return Trace(
-        tuple(
-            replace(moment, nonmodel_bytes=seen(moment.nonmodel_bytes), live_bytes=seen(moment.live_bytes))
-            for moment in trace.moments
-        )
-    )
+    moments = []
+    for moment in trace.moments:
+        nonmodel = moment.nonmodel_bytes
+        if scratch and any(touch.ref.plane == EXP_AVG and touch.tier is None for touch in moment.touches):
+            nonmodel = max(nonmodel, moment.live_bytes + scratch)
+        moments.append(replace(moment, nonmodel_bytes=seen(nonmodel), live_bytes=seen(moment.live_bytes)))
+    return Trace(tuple(moments))

@@ -93,7 +93,9 @@ class Training:
         executor.store.update_work = self._work
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
-        self._traces = StepTraces(layout, formats, in_chunks=not binding.gradients.stay)
+        self._traces = StepTraces(
+            layout, formats, in_chunks=not binding.gradients.stay, passes=stretches.budgets.passes
+        )
         self._whole_updates = WholeUpdates(executor, binding, is_watched=is_watched)
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()

@@ -192,7 +192,9 @@ class Updates:
             return norm.result()
 
     def _norm(self) -> Norm:
-        return self._passes["cpu" if self._device is None else self._device.type].norm(self._device)
+        if self._device is None:
+            return self._passes["cpu"].norm(None)
+        return self._passes[self._device.type].norm(self._device, largest=self._layout.largest_numel)
 
     def _units(self, phase: Phase, label: str, touches: Sequence[Touch]) -> dict[PlaneRef, Tensor]:
         """The units that a moment touches, resident."""
