@@ -13,6 +13,7 @@ __all__ = [
     "Plain",
     "Undispatched",
     "Unseen",
+    "allocated_bytes",
     "at_end_of_backward",
     "attach_out_of_memory_observer",
     "backward_id",
@@ -54,6 +55,14 @@ backward_id = torch._C._current_graph_task_id
 
 is_profiled = torch._C._autograd._profiler_enabled
 """Tells whether a profiler is on."""
+
+
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """The bytes that torch's allocator of a device has given out, now and at most. `torch.accelerator.memory_stats` sorts a hundred other numbers."""
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return 0, 0
+    counts = torch._C._accelerator_getDeviceStats(device.index or 0)["allocated_bytes"]["all"]
+    return counts["current"], counts["peak"]
 
 
 def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:

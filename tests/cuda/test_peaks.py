@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import patrickstar
+from patrickstar.errors import BudgetError
 from patrickstar.optim.fma import Emulated, Native, Operations
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
+from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
-from tests.cuda.twins import WIDTH, batch, mlp, twins
+from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -59,7 +64,7 @@ def test_a_forecast_is_what_the_allocator_then_gives_out(accelerator: Accelerato
         pair.model(inputs).square().mean().backward()
         took = torch.accelerator.max_memory_allocated() - before
         foreseen = pair.session.trace.peak
-        assert took <= foreseen <= 1.5 * took  # more is reserved for a loss outside of the model than this one takes
+        assert took <= foreseen <= 2 * took  # more is reserved for a loss outside of the model than this one takes
 
 
 def most_of(work: Callable[[], object]) -> int:
@@ -107,3 +112,168 @@ def test_a_norm_takes_no_more_than_plans_have_for_it(numel: int, accelerator: Ac
     planned = passes.scratch_bytes(1, is_split=False, largest=numel, tensors=len(tensors)).norm
     took = most_of(take)
     assert took <= planned <= 2 * took + 8_192
+
+
+class Hungry(torch.autograd.Function):
+    """Takes memory in its kernel that no trace shows, and gives it back."""
+
+    nbytes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            torch.empty(Hungry.nbytes, dtype=torch.uint8, device=x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+class HungryLayer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hungry.apply(super().forward(x))
+
+
+def loss_after_restart(model: nn.Module, inputs: Tensor) -> Tensor:
+    """A loss of a forward whose peak shows, whatever has been before."""
+    torch.accelerator.reset_peak_memory_stats()
+    loss: Tensor = model(inputs).square().mean()
+    return loss
+
+
+def hungry_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[HungryLayer(WIDTH, WIDTH) for _ in range(5)])
+
+
+def test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the step that has taught it is above the budget; the refusal's budget is enough, and a byte less is not."""
+    accelerator.configure(0.3, 1)
+    monkeypatch.setattr(Hungry, "nbytes", 1 << 20)
+    with twins(hungry_mlp, device_memory=TIGHT) as pair, caplog.at_level(logging.WARNING, logger="patrickstar"):
+        pair.train(1, loss_of=loss_after_restart)
+        (said,) = (record.message for record in caplog.records if "than was foreseen" in record.message)
+        assert "chunks and they took more than the device_memory of 192.00 KiB" in said
+        with pytest.raises(BudgetError, match="were not foreseen: such a step has taken them") as raised:
+            pair.model(batch(1))
+        refusal = raised.value
+        assert refusal.tier == "device"
+        assert refusal.moment
+        assert refusal.needed_bytes == refusal.smallest_bytes > refusal.available_bytes == TIGHT
+        with torch.no_grad():
+            monkeypatch.setattr(Hungry, "nbytes", 0)
+            assert torch.equal(pair.model(batch(1)[:4]), pair.plain(batch(1)[:4]))  # another kind of forward
+        pair.expect_same()
+    monkeypatch.setattr(Hungry, "nbytes", 1 << 20)
+    for memory in (refusal.smallest_bytes, refusal.smallest_bytes - 1):
+        with twins(hungry_mlp, device_memory=memory) as pair:
+            pair.train(1, loss_of=loss_after_restart)
+            if memory < refusal.smallest_bytes:
+                with pytest.raises(BudgetError):
+                    pair.model(batch(1))
+            else:
+                pair.train(2, first=1)
+                pair.expect_same()
+
+
+def test_what_a_budget_has_room_for_is_planned_anew_and_trains_within_it(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator.configure(0.3, 1)
+    monkeypatch.setattr(Hungry, "nbytes", 3 * TIGHT)
+    with twins(hungry_mlp, device_memory=5 * TIGHT) as pair:
+        pair.train(4, loss_of=loss_after_restart)
+        assert min(moment.nonmodel_bytes for moment in pair.session.trace.moments) > 3 * TIGHT
+        assert 3 * TIGHT < pair.session.stats().peak["device"] <= 5 * TIGHT
+        pair.expect_same()
+
+
+def test_a_session_does_not_count_its_neighbours_activations(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither in turns nor in the middle of each other's steps."""
+    accelerator.configure(0.3, 1)
+    with twins() as small, twins(hungry_mlp, device_memory=32 << 20) as large:
+        for number in range(3):
+            small.train(1, first=number)
+            monkeypatch.setattr(Hungry, "nbytes", 1 << 20)
+            large.train(1, first=number)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="patrickstar"):
+            torch.accelerator.reset_peak_memory_stats()
+            monkeypatch.setattr(Hungry, "nbytes", 8 << 20)
+            loss = small.model(batch(3)).square().mean()
+            held = large.model(batch(3))
+            loss.backward()
+            del held, loss
+            small.session.optimizer.zero_grad()
+            small.train(1, first=3)
+            said = [record.message for record in caplog.records if "than was foreseen" in record.message]
+            assert not said
+        assert small.session.stats().peak["device"] <= TIGHT
+        small.expect_same()
+
+
+def test_a_session_does_not_count_what_its_user_keeps(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator.configure(0.3, 1)
+    with twins() as pair, caplog.at_level(logging.INFO, logger="patrickstar"):
+        kept = []
+        for number in range(3):
+            pair.train(1, first=number)
+            kept.append(torch.empty(8 << 20, dtype=torch.uint8, device="cuda"))
+        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert pair.session.stats().peak["device"] <= TIGHT
+        pair.expect_same()
+
+
+def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerator: Accelerator) -> None:
+    """As the driver and torch count, at the end of every module and gradient: with chunks that are whole granules, nothing is shared."""
+    granule = 2 << 20
+    accelerator.configure(0.3, 1)
+    wide = 724  # a weight is a granule, and a little
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(wide, wide) for _ in range(5)])
+
+    def most_bytes() -> int:
+        return accelerator.driver_bytes() + torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+
+    inputs = [torch.randn(8, wide, generator=torch.Generator().manual_seed(n)).cuda() for n in range(4)]
+    model = build()
+    budget = 8 * granule
+    gc.collect()
+    before = most_bytes()
+    with manage_inside(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        device="cuda",
+        device_memory=budget,
+        precision="fp32",
+        options=patrickstar.Options(chunk_size=granule // 4, poison=True),
+    ) as session:
+        seen = list[int]()
+
+        def look(*_: object) -> None:
+            seen.append(most_bytes() - before)
+
+        def look_now_and_backward(_: nn.Module, __: object, output: Tensor) -> None:
+            if output.is_cuda:  # not while the forward is traced
+                look()
+                output.register_hook(look)
+
+        for layer in model:
+            layer.register_forward_hook(look_now_and_backward)
+        for x in inputs:
+            model(x).square().mean().backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        assert budget // 2 < max(seen) <= budget
+        assert max(seen) <= session.stats().peak["device"] + granule
+        assert session.stats().peak["device"] <= budget
+        assert session.stats().moved["D>H"] > 0

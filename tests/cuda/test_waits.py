@@ -173,30 +173,6 @@ def most_bytes(accelerator: Accelerator) -> int:
     return accelerator.driver_bytes() + torch.accelerator.memory_stats()["allocated_bytes.all.current"]
 
 
-def test_slots_and_activations_stay_within_the_budget(accelerator: Accelerator) -> None:
-    accelerator.configure(0.3, 1)
-    before = most_bytes(accelerator)
-    with twins() as pair:
-        seen = list[int]()
-
-        def look(*_: object) -> None:
-            seen.append(most_bytes(accelerator) - before)
-
-        def look_now_and_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
-            look()
-            output.register_hook(look)
-
-        for layer in pair.model:
-            layer.register_forward_hook(look_now_and_backward)
-        for number in range(5):
-            pair.model(batch(number)).square().mean().backward()
-            pair.session.optimizer.step()
-            pair.session.optimizer.zero_grad()
-        granules = 2 << 20  # what the driver maps at a time, of slots that are smaller
-        assert max(seen) <= TIGHT + granules
-        assert pair.session.stats().peak["device"] <= TIGHT
-
-
 HUNGER = 1 << 17
 
 
@@ -232,7 +208,9 @@ def test_more_than_was_foreseen_is_said_and_planned_with(
         pair.model(batch(0)).square().mean().backward()
         pair.session.optimizer.zero_grad()
         pair.train(3, first=1)
-        said = [record.message for record in caplog.records if "of the device, where" in record.message]
+        said = [
+            record.message for record in caplog.records if "more at some moment than was foreseen" in record.message
+        ]
         assert len(said) == 1
         assert pair.session.stats().planned_steps == 3
         assert min(moment.nonmodel_bytes for moment in pair.session.trace.moments) > HUNGER

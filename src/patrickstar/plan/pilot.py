@@ -81,6 +81,8 @@ class Stretch:
     own_trace: Trace | None = None  # that of its forward and backward alone, where others' moments are woven between
     whole: WholeChunks | None = None  # the chunks that its backward updates whole
     opened_at: int = -1  # the moment before which what must happen has happened already
+    foreseen: Trace | None = None  # that of the plan, without what an allocator keeps
+    excess_bytes: int = 0  # by which some moment took more of a device than that
     worth: Worth | None = field(default=None, repr=False)
 
     def depart(self, reason: str) -> None:

@@ -279,9 +279,11 @@ def _build_session(
         spare_bytes=budgets.spare_bytes,
         costs=machine.costs,
     )
+    device_peak = None if budgets.stream_device is None else DevicePeak(budgets.stream_device)
     executor = Executor(
         pilot,
         store,
+        device_peak=device_peak,
         pressure=_pressure(budgets),
         meter_bound=_meter_bound(budgets, set_aside=budgets.spare_bytes + budgets.fixed_bytes),
     )
@@ -314,7 +316,7 @@ def _build_session(
         metering=Metering(executor, grain_bytes=budgets.grain_bytes),
         late_planes=late_planes,
         always_meter=compute is Tier.DEVICE and budgets.stream_device is None,
-        device_peak=None if budgets.stream_device is None else DevicePeak(budgets.stream_device),
+        device_peak=device_peak,
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
         choice=choice,
         weaves=gradients is GradientUse.CHUNK and not choice.apart,

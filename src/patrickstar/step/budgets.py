@@ -14,7 +14,7 @@ from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
 from patrickstar.optim.scratch import NONE, PassBytes
 from patrickstar.step.resources import Resources
-from patrickstar.units import MIB, format_bytes, parse_size
+from patrickstar.units import KIB, MIB, format_bytes, parse_size
 
 __all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources"]
 
@@ -23,6 +23,7 @@ _CPU = torch.device("cpu")
 HOST_SHARE = 0.8
 DEVICE_SHARE = 0.9
 _DEVICE_GRAIN_BYTES = 512  # torch's allocator of CUDA: kMinBlockSize
+_SMALL_TENSORS_BYTES = 4 * KIB  # of a step on a device: a loss that is kept, factors, counts, a grain for each
 _FLOOR_BYTES = 240 * MIB  # and what kernels keep for each thread
 _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
@@ -91,7 +92,10 @@ class Budgets:
         return min(_EXPECTED_BYTES, self.machine.budget[Tier.HOST] // _SPARE_SHARE) if self.extra_bytes else 0
 
     def __str__(self) -> str:
-        return ", ".join(f"{tier.label} {format_bytes(self.machine.given(tier))}" for tier in self.machine.budget)
+        given = ", ".join(f"{tier.label} {format_bytes(self.machine.given(tier))}" for tier in self.machine.budget)
+        if self.stream_device is None or self.fixed_bytes < MIB:
+            return given
+        return f"{given}; of the device's {format_bytes(self.fixed_bytes)} are for what libraries keep there"
 
 
 def resolve_device(device: str | None) -> str:
@@ -161,7 +165,8 @@ def find_budgets(
     wanted = memory.device_memory
     budget[Tier.DEVICE] = default if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total)
     device = torch.device(has.device) if has.on_gpu else _CPU
-    return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0, device=device)
+    fixed = _SMALL_TENSORS_BYTES + has.workspace_bytes if has.on_gpu else 0
+    return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0, fixed_bytes=fixed, device=device)
 
 
 def _floor_bytes(threads: int) -> int:

@@ -22,6 +22,7 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create, Drop, Update
 from patrickstar.plan.pilot import Pilot, Planned, Stretch
 from patrickstar.plan.recorder import TraceRecorder
+from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.pressure import Pressure
 from patrickstar.torch_private import Plain, backward_id
@@ -47,6 +48,7 @@ class Executor:
 
     Args:
         pressure: the bound on the process itself, if any. meter_bound: the bound on live bytes while they are metered, if any.
+        device_peak: what the allocator of a device has given out, where there is one that keeps it.
 
     Attributes:
         recorder: writes down what happens, where somebody wants to know.
@@ -65,6 +67,7 @@ class Executor:
         *,
         pressure: Pressure | None = None,
         meter_bound: MeterBound | None = None,
+        device_peak: DevicePeak | None = None,
     ) -> None:
         self.pilot = pilot
         self.store = store
@@ -72,6 +75,7 @@ class Executor:
         self._compute = store.state.compute
         self._pressure = pressure
         self._meter_bound = meter_bound
+        self._device_peak = device_peak
 
         self.recorder: TraceRecorder | None = None
         self.pending: PendingStep | None = None
@@ -98,6 +102,7 @@ class Executor:
     ) -> None:
         with self.lock:
             store, pilot = self.store, self.pilot
+            self.look_at_device()
             held = store.leases.held()
             if self.recorder is not None and phase is not Phase.STEP:
                 self.recorder.moment(phase, label, touches, held, rows_bytes)
@@ -111,7 +116,7 @@ class Executor:
             now = self._nonmodel_now()
             if actions:
                 # What is alive between two moments is part of both.
-                store.hold_beside(now if self.meter is not None else min(now, self._nonmodel_before))
+                store.hold_beside(now if self._is_measured() else min(now, self._nonmodel_before))
                 self._carry_out(actions, f"{phase} {label}")
             if store.committed_slots > store.limit_slots:
                 store.trim()
@@ -182,7 +187,7 @@ class Executor:
         with self.lock:
             store, pilot = self.store, self.pilot
             self._update_before(())
-            if self.meter is None:
+            if not self._is_measured():
                 # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
                 store.hold_beside(min(self._nonmodel_at(pilot.stretch, 0), self._nonmodel_before))
             actions = pilot.opening(store.leases.held())
@@ -365,8 +370,25 @@ class Executor:
         moment = stretch.course.trace.moments[stretch.position - 1]
         return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
 
+    def look_at_device(self) -> None:
+        """Notes what the allocator of a device has given out since the last moment, and by how much that is more than was foreseen."""
+        found = None if self._device_peak is None else self._device_peak.look()
+        if found is None:
+            return
+        self.store.hold_beside(found)
+        stretch = self.pilot.stretch
+        if stretch.foreseen is not None and isinstance(stretch.course, Planned) and stretch.position:
+            more = found - stretch.foreseen.moments[stretch.position - 1].nonmodel_bytes
+            stretch.excess_bytes = max(stretch.excess_bytes, more)
+
+    def _is_measured(self) -> bool:
+        """Tells whether what lies beside chunks is known by more than a trace."""
+        return self.meter is not None or (self._device_peak is not None and self._device_peak.now is not None)
+
     def _nonmodel_now(self) -> int:
-        """Bytes of non-model data: as metered, else as the trace has them, else what is reserved for them."""
+        """Bytes of non-model data: as the allocator or a meter has them, else as the trace does, else what is reserved for them."""
+        if self._device_peak is not None and self._device_peak.now is not None:
+            return self._device_peak.now
         if self.meter is not None:
             return self.meter.live
         stretch = self.pilot.stretch

@@ -39,6 +39,7 @@ class KnownForward:
         measurements: how often a measured trace has taken the place of another. departures: steps in a row that did not go as the trace.
         measure_next: whether the next step is to be measured. reserved: the trace for whose gradients there is room.
         lets_go_at: the moment, between forward and backward, before which gradients of the step before are let go of; 0: there is none.
+        excess_bytes: by how much more a step of this kind took of a device than its trace has, at the worst of its moments.
         twice: what is known of those steps that differentiate a gradient; None before the first.
     """
 
@@ -52,6 +53,7 @@ class KnownForward:
     measure_next: bool = False
     reserved: Trace | None = None
     lets_go_at: int = 0
+    excess_bytes: int = 0
     twice: KnownForward | None = None
 
     _was_twice: bool = field(default=False, repr=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +12,13 @@ from patrickstar.memory.allocator import allocator
 from patrickstar.memory.driver import granule_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.torch_private import computes_bf16, computes_fp16
+from patrickstar.units import KIB, MIB
 
-__all__ = ["Resources"]
+__all__ = ["Resources", "workspace_bytes"]
 
 _FAST_BF16_FROM = (8, 0)  # compute capability; before, bf16 is computed in fp32
+_HOPPER = (9, 0)
+_MULTIPLYING_THREADS = 2
 _FAST_FP16_FROM = (7, 0)
 
 
@@ -26,6 +31,7 @@ class Resources:
         host_free_bytes, host_total_bytes: what the process may take of the host's memory, and all that it has.
         device_free_bytes, device_total_bytes: the same of a GPU; 0 where there is none. granule_bytes: memory of the GPU comes in whole ones of
             these; 0: in pages.
+        workspace_bytes: what libraries keep on the GPU all the time, in memory that torch gives them.
         disk_free_bytes: what is free for the disk tier; None: to be asked of its directory.
         threads: that compute on the host. retains, extra_bytes: what the host's allocator takes, as `memory.allocator.Allocator` has it.
         resident_bytes: of the process before it is given a model.
@@ -38,6 +44,7 @@ class Resources:
     device_free_bytes: int = 0
     device_total_bytes: int = 0
     granule_bytes: int = 0
+    workspace_bytes: int = 0
     disk_free_bytes: int | None = None
     threads: int = 1
     retains: float = 1.0
@@ -58,6 +65,7 @@ class Resources:
             device_free_bytes=free,
             device_total_bytes=total,
             granule_bytes=granule_bytes(torch.device(device).index or 0) if on_gpu else 0,
+            workspace_bytes=_workspace_bytes(torch.device(device)) if on_gpu else 0,
             threads=torch.get_num_threads(),
             retains=known.retains,
             extra_bytes=known.extra_bytes,
@@ -68,6 +76,27 @@ class Resources:
     def on_gpu(self) -> bool:
         """True where a GPU computes."""
         return self.device not in ("cpu", "emulated")
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """Bytes that cuBLAS keeps: torch gives it a workspace for each thread and stream that multiplies, here of forward and of backward.
+
+    Torch's rule (`CublasHandlePool.cpp`): what `CUBLAS_WORKSPACE_CONFIG` says, else 32 MiB from Hopper on, and 8 MiB and 128 KiB before.
+    """
+    if torch.version.cuda is None:  # a device that tests bring has no such library
+        return 0
+    is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
+    return _MULTIPLYING_THREADS * workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""), is_hopper=is_hopper)
+
+
+def workspace_bytes(config: str, *, is_hopper: bool) -> int:
+    """Bytes of one workspace of cuBLAS. `config`: as in `CUBLAS_WORKSPACE_CONFIG`, `:4096:8` for eight of 4096 KiB; empty: torch's default."""
+    parts = re.findall(r":(\d+):(\d+)", config)
+    if parts:
+        return sum(int(size) * int(count) for size, count in parts) * KIB
+    if config:
+        return 4096 * KIB  # what torch takes for what it cannot read
+    return 32 * MIB if is_hopper else (2 * 4096 + 8 * 16) * KIB
 
 
 def _fast_types_of_processor() -> frozenset[str]:

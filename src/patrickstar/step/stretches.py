@@ -113,6 +113,8 @@ class Stretches:
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
         self._kept: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
+        self._raised: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
+        self._has_told = False
         self._follower: dict[StretchKind, Trace] = {}
         self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
@@ -138,8 +140,6 @@ class Stretches:
             BudgetError: the forward does not fit. Nothing has changed then.
         """
         self.end()
-        if self._device_peak is not None:
-            self._device_peak.begin()
         known = self._explore(model, named, args, kwargs)
         expected = known.expected
         recorded = torch.is_grad_enabled()
@@ -165,7 +165,8 @@ class Stretches:
         self._executor.settle()
         self.end()
         if expected.trace is None:
-            reserve = max(self._largest_bytes, 0 if self._largest_bytes else self._budget_bytes() // _UNKNOWN_SHARE)
+            is_first = self._largest_bytes <= self.budgets.passes.update
+            reserve = max(self._largest_bytes, self._budget_bytes() // _UNKNOWN_SHARE if is_first else 0)
             return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
         whole = self._update_whole_chunks(known) if kind is StretchKind.TRAINING else None
         stretch = self._forward(kind, expected, whole=whole)
@@ -207,7 +208,13 @@ class Stretches:
         if whole is not None:
             self._late_planes.open(whole.homes, whole.slots)
             trace, frees = whole.trace, [*frees, *whole.frees]
-        stretch = self._stretch(kind, trace, following=self._next_of(kind), frees=tuple(frees))
+        excess = expected.excess_bytes if trace is expected.trace else 0  # what is woven has been given that already
+        try:
+            stretch = self._stretch(kind, trace, following=self._next_of(kind), frees=tuple(frees), excess_bytes=excess)
+        except BudgetError as refusal:
+            if not excess or refusal.tier != self.budgets.machine.compute.label:
+                raise
+            raise _as_learned(refusal, excess) from None
         stretch.lets_go, stretch.lets_go_at, stretch.own_trace = let_go, lets_go_at, expected.trace
         stretch.whole = whole
         return stretch
@@ -223,7 +230,7 @@ class Stretches:
         need = max(self._need(trace).nbytes, self._need(pending.trace).nbytes)
         machine = self.budgets.machine_for(need, taken_bytes=self._taken_bytes())
         capacity = machine.budget[machine.compute]
-        trace = self._with_kept_bytes(trace)
+        trace = self._with_kept_bytes(self._with_excess(trace, expected.excess_bytes))
         key = id(trace), id(pending.trace), capacity
         if key not in self._woven:
             state = self._executor.store.state
@@ -242,7 +249,10 @@ class Stretches:
             return None
         if expected is not known or known.by_chance or expected.measure_next or expected.departures:
             return None
-        machine, trace = self._machine_for(trace), self._with_kept_bytes(trace)
+        machine, trace = (
+            self._machine_for(trace),
+            self._with_kept_bytes(self._with_excess(trace, expected.excess_bytes)),
+        )
         capacity = machine.budget[machine.compute]
         key = id(trace), capacity, self._largest_bytes
         if key not in self._whole:
@@ -389,13 +399,22 @@ class Stretches:
             self._follower[stretch.kind] = stretch.trace
         if stretch.reason:
             self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
+        if self._device_peak is not None:
+            self._device_peak.begin()
         self._executor.pilot.begin(stretch)
 
     def _stretch(
-        self, kind: StretchKind, trace: Trace, *, following: StretchKind, frees: tuple[tuple[int, PlaneRef], ...] = ()
+        self,
+        kind: StretchKind,
+        trace: Trace,
+        *,
+        following: StretchKind,
+        frees: tuple[tuple[int, PlaneRef], ...] = (),
+        excess_bytes: int = 0,
     ) -> Stretch:
         if self._device_peak is not None:
             self._largest_bytes = max(self._largest_bytes, trace.peak)  # scratch of updates and of the norm, too
+        foreseen = trace = self._with_excess(trace, excess_bytes)
         state, trace = self._executor.store.state, self._with_kept_bytes(trace)
         after = self._follower.get(following)
         contents = (
@@ -429,7 +448,7 @@ class Stretches:
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        return Stretch(kind, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak)
+        return Stretch(kind, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak, foreseen=foreseen)
 
     def end_update(self) -> bool:
         """Ends the stretch of the optimizer's step, if that has one of its own; tells whether it has."""
@@ -445,6 +464,7 @@ class Stretches:
         self._norms.clear()
         self._whole.clear()
         self._kept.clear()
+        self._raised.clear()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 
@@ -452,6 +472,7 @@ class Stretches:
         """Ends the stretch that was under way."""
         stretch = self._executor.pilot.stretch
         self._executor.wait_for_updates()
+        self._executor.look_at_device()
         if stretch.reason:
             self._freed_blocks.return_at_once(f"the {stretch.kind} was not as planned")
         recorder, self._executor.recorder = self._executor.recorder, None
@@ -464,7 +485,7 @@ class Stretches:
             elif not self._recorded:
                 known.learn(stretch, None)
         self._metering.stop()
-        self._learn_peak()
+        self._learn_peak(stretch, known)
         if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
             if stretch.kind is StretchKind.EVALUATION or (
                 stretch.kind is StretchKind.TRAINING and not stretch.gave_gradients
@@ -503,17 +524,61 @@ class Stretches:
         self._largest_bytes = max(self._largest_bytes, recorded.peak)
         known.learn(stretch, recorded)
 
-    def _learn_peak(self) -> None:
+    def _learn_peak(self, stretch: Stretch, known: KnownForward | None) -> None:
         """Plans with what a device's allocator has given out, from now on, where that is more than was foreseen."""
-        risen = 0 if self._device_peak is None else self._device_peak.risen()
-        if risen <= self._largest_bytes:
+        if self._device_peak is None or stretch.kind is StretchKind.OUTSIDE or stretch is self._ended:
             return
-        _log.info(
-            "activations and workspaces took %s of the device, where %s were foreseen: plans are made anew, with more room for them",
-            format_bytes(risen),
-            format_bytes(self._largest_bytes),
+        self._device_peak.stop()
+        most, excess, base = self._device_peak.most, stretch.excess_bytes, 0
+        if known is not None and known.expected.trace is not None:
+            if stretch.foreseen is None:
+                excess = most - known.expected.trace.peak
+            else:
+                base = known.expected.excess_bytes
+                if stretch.reason:
+                    excess = max(excess, most - stretch.foreseen.peak)
+            if excess > 0:
+                self._tell_of_more(stretch, most, excess)
+                known.expected.excess_bytes = base + excess
+        elif most > self._largest_bytes:
+            self._tell_of_more(stretch, most, most - self._largest_bytes)
+        self._largest_bytes = max(self._largest_bytes, most)
+
+    def _tell_of_more(self, stretch: Stretch, most: int, excess: int) -> None:
+        """Says that a stretch took more of a device than was foreseen: aloud the first time, or where that was more than its budget has."""
+        budget = self._budget_bytes()
+        is_over = self._executor.store.ledger.peak(self.budgets.machine.compute) > budget
+        _log.log(
+            logging.INFO if self._has_told else logging.WARNING,
+            "activations and workspaces took %s of the device in the %s, %s more at some moment than was foreseen: plans are made anew, with more "
+            "room for them%s",
+            format_bytes(most),
+            stretch.kind,
+            format_bytes(excess),
+            f". In this one, chunks and they took more than the device_memory of {format_bytes(budget)}"
+            if is_over
+            else "",
         )
-        self._largest_bytes = risen
+        self._has_told = True
+
+    def _with_excess(self, trace: Trace, excess_bytes: int) -> Trace:
+        """The trace with so many more non-model bytes at every moment, but no more than the device's allocator has ever given out in a stretch."""
+        if not excess_bytes:
+            return trace
+        key = id(trace), self._largest_bytes, excess_bytes
+        if key not in self._raised:
+            most = self._largest_bytes
+            moments = (
+                replace(
+                    moment, nonmodel_bytes=max(moment.nonmodel_bytes, min(most, moment.nonmodel_bytes + excess_bytes))
+                )
+                for moment in trace.moments
+            )
+            self._raised[key] = Trace(tuple(moments)), trace
+            if len(self._raised) > _KEPT_PLANS:
+                self._raised.popitem(last=False)
+        self._raised.move_to_end(key)
+        return self._raised[key][0]
 
     def leave_room(self, nbytes: int) -> int:
         """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that activations then have."""
@@ -533,6 +598,9 @@ class Stretches:
             self._recorded = True
         self._executor.pilot.stretch.reserve_bytes = 0  # activations are gone with the graph
         self._executor.pilot.stretch.is_over = True
+        self._executor.look_at_device()
+        if self._device_peak is not None:
+            self._device_peak.stop()
         self._metering.pause()
 
     def abandon(self) -> None:
@@ -589,6 +657,19 @@ class Stretches:
 
     def _need(self, trace: Trace) -> Need:
         return worst_moment(trace, start=self._executor.store.state)
+
+
+def _as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
+    """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
+    return BudgetError(
+        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} were not foreseen: such a step has taken them, and this one has not begun",
+        tier=refusal.tier,
+        moment=refusal.moment,
+        needed_bytes=refusal.needed_bytes,
+        available_bytes=refusal.available_bytes,
+        smallest_bytes=refusal.smallest_bytes,
+        fixed_bytes=refusal.fixed_bytes,
+    )
 
 
 def with_retention(trace: Trace, budgets: Budgets) -> Trace:

@@ -170,16 +170,18 @@ class Updates:
         """
         wanted = set(names)
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
-        norm = self._norm()
+        norm: Norm | None = None
         with self._executor.apart():
             for name in self._layout.slices:
                 if name in wanted:
                     for part, touches in gradient_parts(self._layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
                         (unit,) = self._executor.use(Phase.STEP, name, here)
+                        norm = norm or self._norm()  # not before there is room for its scratch
                         norm.add(unit[part.start : part.stop], factors.get(name, ()))
-                    norm.end_tensor()
-            return norm.result()
+                    if norm is not None:
+                        norm.end_tensor()
+            return (norm or self._norm()).result()
 
     def norm_of(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The global norm of gradients that are tensors of their own: by name, 1-D in slot order."""
