@@ -188,8 +188,8 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="slots-take-what-activations-have-left-for-a-moment",
-        file="step/stretches.py",
-        old="        if self._device_peak is None:\n            return trace\n",
+        file="step/device_level.py",
+        old="        if self._peak is None:\n            return trace\n",
         new="        if True:\n            return trace\n",
         tests=("tests/cuda/test_waits.py::test_a_step_never_waits_for_the_device[in_backward-60-(0.0, 0)]",),
     ),
@@ -202,8 +202,8 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="what-a-device-has-given-out-is-not-learned",
-        file="step/stretches.py",
-        old="        self._largest_bytes = risen\n",
+        file="step/device_level.py",
+        old="        self.rise(most)\n",
         new="",
         tests=("tests/cuda/test_waits.py::test_more_than_was_foreseen_is_said_and_planned_with",),
     ),

@@ -354,6 +354,7 @@ def _build_session(
             hypers=hypers,
             max_grad_norm=memory.max_grad_norm,
             is_watched=lambda: events.watches,
+            pass_bytes=budgets.passes,
             before_end=events.bring_rows,
         )
         assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=training.steps)

@@ -21,7 +21,6 @@ from patrickstar.core.planes import EXP_AVG, GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.fit import Need, expect_room, worst_moment
-from patrickstar.plan.kept_bytes import with_kept_bytes
 from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
@@ -32,6 +31,7 @@ from patrickstar.plan.update_choice import Places, UpdateChoice, choose_places, 
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.step.budgets import Budgets
+from patrickstar.step.device_level import DeviceLevel, refused_as_learned
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.executor import Executor
 from patrickstar.step.freed_blocks import FreedBlocks
@@ -41,7 +41,6 @@ from patrickstar.step.metering import Metering
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
-from patrickstar.units import format_bytes
 
 __all__ = ["Stretches", "with_retention"]
 
@@ -67,7 +66,7 @@ class Stretches:
         may_weave: whether nobody holds what an update would have to renew.
 
     Attributes:
-        budgets: as given. planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
+        planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Stretches:
     ) -> None:
         self._executor = executor
         self._layout = layout
-        self.budgets = budgets
+        self._budgets = budgets
         self._freed_blocks = freed_blocks
         self._policy = policy
         self._prefetch = prefetch
@@ -101,7 +100,7 @@ class Stretches:
         self._metering = metering
         self._late_planes = late_planes
         self._always_meter = always_meter
-        self._device_peak = device_peak
+        self._level = DeviceLevel(device_peak, least_bytes=budgets.passes.update)
         self._choice = choice
         self._weaves = weaves
         self._whole_chunks = whole_chunks
@@ -112,16 +111,12 @@ class Stretches:
         self._whole: OrderedDict[Hashable, tuple[WholeChunks | None, Trace]] = OrderedDict()
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
-        self._kept: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
-        self._raised: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
-        self._has_told = False
         self._follower: dict[StretchKind, Trace] = {}
         self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
         self._current: KnownForward | None = None
         self._recorded = False
         self._ended: Stretch | None = None
-        self._largest_bytes = budgets.passes.update
         self._step_reasons: list[str] = []
         self._was_planned = False
         self.planned_steps = 0
@@ -165,8 +160,7 @@ class Stretches:
         self._executor.settle()
         self.end()
         if expected.trace is None:
-            is_first = self._largest_bytes <= self.budgets.passes.update
-            reserve = max(self._largest_bytes, self._budget_bytes() // _UNKNOWN_SHARE if is_first else 0)
+            reserve = max(self._level.nbytes, self._budget_bytes() // _UNKNOWN_SHARE if self._level.is_unknown else 0)
             return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
         whole = self._update_whole_chunks(known) if kind is StretchKind.TRAINING else None
         stretch = self._forward(kind, expected, whole=whole)
@@ -212,9 +206,9 @@ class Stretches:
         try:
             stretch = self._stretch(kind, trace, following=self._next_of(kind), frees=tuple(frees), excess_bytes=excess)
         except BudgetError as refusal:
-            if not excess or refusal.tier != self.budgets.machine.compute.label:
+            if not excess or refusal.tier != self._budgets.machine.compute.label:
                 raise
-            raise _as_learned(refusal, excess) from None
+            raise refused_as_learned(refusal, excess) from None
         stretch.lets_go, stretch.lets_go_at, stretch.own_trace = let_go, lets_go_at, expected.trace
         stretch.whole = whole
         return stretch
@@ -228,13 +222,13 @@ class Stretches:
         if known.by_chance or expected.measure_next or expected.departures or len(pending.waiting) < len(pending.trace):
             return None
         need = max(self._need(trace).nbytes, self._need(pending.trace).nbytes)
-        machine = self.budgets.machine_for(need, taken_bytes=self._taken_bytes())
+        machine = self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
         capacity = machine.budget[machine.compute]
-        trace = self._with_kept_bytes(self._with_excess(trace, expected.excess_bytes))
+        trace = self._with_kept_bytes(self._level.with_excess(trace, expected.excess_bytes))
         key = id(trace), id(pending.trace), capacity
         if key not in self._woven:
             state = self._executor.store.state
-            fixed = self.budgets.fixed_bytes
+            fixed = self._budgets.fixed_bytes
             woven = weave(trace, pending.trace, state=state, capacity_bytes=capacity, kept_bytes=fixed)
             self._woven[key] = woven, (trace, pending.trace)
             if len(self._woven) > _KEPT_PLANS:
@@ -251,10 +245,10 @@ class Stretches:
             return None
         machine, trace = (
             self._machine_for(trace),
-            self._with_kept_bytes(self._with_excess(trace, expected.excess_bytes)),
+            self._with_kept_bytes(self._level.with_excess(trace, expected.excess_bytes)),
         )
         capacity = machine.budget[machine.compute]
-        key = id(trace), capacity, self._largest_bytes
+        key = id(trace), capacity, self._level.nbytes
         if key not in self._whole:
             found = update_whole_chunks(
                 trace,
@@ -270,8 +264,8 @@ class Stretches:
 
     def _places_of(self, updates: Trace, state: Residency) -> Places:
         """Where updates in a backward are best done, and their gradients rest."""
-        machine = self.budgets.machine_for(0, taken_bytes=self._taken_bytes())
-        return choose_places(updates, state, machine=machine, peak_bytes=self._largest_bytes, choice=self._choice)
+        machine = self._budgets.machine_for(0, taken_bytes=self._taken_bytes())
+        return choose_places(updates, state, machine=machine, peak_bytes=self._level.nbytes, choice=self._choice)
 
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
         """The tiers, by chunk, of updates that are best not done where the step computes."""
@@ -280,8 +274,8 @@ class Stretches:
         tiers = choose_tiers(
             updates,
             self._executor.store.state,
-            machine=self.budgets.machine_for(0, taken_bytes=self._taken_bytes()),
-            peak_bytes=self._largest_bytes,
+            machine=self._budgets.machine_for(0, taken_bytes=self._taken_bytes()),
+            peak_bytes=self._level.nbytes,
             choice=self._choice,
         )
         self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
@@ -323,10 +317,10 @@ class Stretches:
                 known.reason = _UNTRACEABLE.format(problem)
                 _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
             else:
-                known.trace = known.offline = with_retention(foreseen.trace, self.budgets)
+                known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
                 known.by_chance = foreseen.by_chance
                 need = worst_moment(known.trace, start=self._late_planes.with_room_for(known.trace))
-                expect_room(need, self.budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
+                expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
         # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
         self._reserve(known.expected)
         self._known[key] = known
@@ -334,7 +328,7 @@ class Stretches:
         if len(self._known) > _KEPT_KINDS:
             self._known.popitem(last=False)
         if known.trace is not None:
-            self._largest_bytes = max(self._largest_bytes, known.trace.peak)
+            self._level.rise(known.trace.peak)
         return known
 
     def _reserve(self, known: KnownForward) -> None:
@@ -365,7 +359,7 @@ class Stretches:
         """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""
         self.end()
         # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
-        on_device = self.budgets.stream_device is not None
+        on_device = self._budgets.stream_device is not None
         here = trace if not self._weaves or on_device else self._where_it_is(trace)
         self._begin(self._stretch(StretchKind.NORM, here, following=self._next_of(StretchKind.NORM)))
         return here
@@ -399,8 +393,7 @@ class Stretches:
             self._follower[stretch.kind] = stretch.trace
         if stretch.reason:
             self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
-        if self._device_peak is not None:
-            self._device_peak.begin()
+        self._level.begin()
         self._executor.pilot.begin(stretch)
 
     def _stretch(
@@ -412,9 +405,8 @@ class Stretches:
         frees: tuple[tuple[int, PlaneRef], ...] = (),
         excess_bytes: int = 0,
     ) -> Stretch:
-        if self._device_peak is not None:
-            self._largest_bytes = max(self._largest_bytes, trace.peak)  # scratch of updates and of the norm, too
-        foreseen = trace = self._with_excess(trace, excess_bytes)
+        self._level.rise_on_device(trace)
+        foreseen = trace = self._level.with_excess(trace, excess_bytes)
         state, trace = self._executor.store.state, self._with_kept_bytes(trace)
         after = self._follower.get(following)
         contents = (
@@ -463,8 +455,7 @@ class Stretches:
         self._woven.clear()
         self._norms.clear()
         self._whole.clear()
-        self._kept.clear()
-        self._raised.clear()
+        self._level.forget_traces()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 
@@ -485,7 +476,10 @@ class Stretches:
             elif not self._recorded:
                 known.learn(stretch, None)
         self._metering.stop()
-        self._learn_peak(stretch, known)
+        if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
+            budget = self._budget_bytes()
+            is_over = self._executor.store.ledger.peak(self._budgets.machine.compute) > budget
+            self._level.learn(stretch, known, is_over=is_over, budget_bytes=budget)
         if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
             if stretch.kind is StretchKind.EVALUATION or (
                 stretch.kind is StretchKind.TRAINING and not stretch.gave_gradients
@@ -514,77 +508,19 @@ class Stretches:
             self._count_reactive(reason)
 
     def _learn(self, known: KnownForward, recorded: Trace, stretch: Stretch) -> None:
-        recorded = with_retention(recorded, self.budgets)
+        recorded = with_retention(recorded, self._budgets)
         whole = (
             any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.kind is StretchKind.EVALUATION
         )
         if not recorded.moments or not whole:
             known.expected.measure_next = False
             return
-        self._largest_bytes = max(self._largest_bytes, recorded.peak)
+        self._level.rise(recorded.peak)
         known.learn(stretch, recorded)
-
-    def _learn_peak(self, stretch: Stretch, known: KnownForward | None) -> None:
-        """Plans with what a device's allocator has given out, from now on, where that is more than was foreseen."""
-        if self._device_peak is None or stretch.kind is StretchKind.OUTSIDE or stretch is self._ended:
-            return
-        self._device_peak.stop()
-        most, excess, base = self._device_peak.most, stretch.excess_bytes, 0
-        if known is not None and known.expected.trace is not None:
-            if stretch.foreseen is None:
-                excess = most - known.expected.trace.peak
-            else:
-                base = known.expected.excess_bytes
-                if stretch.reason:
-                    excess = max(excess, most - stretch.foreseen.peak)
-            if excess > 0:
-                self._tell_of_more(stretch, most, excess)
-                known.expected.excess_bytes = base + excess
-        elif most > self._largest_bytes:
-            self._tell_of_more(stretch, most, most - self._largest_bytes)
-        self._largest_bytes = max(self._largest_bytes, most)
-
-    def _tell_of_more(self, stretch: Stretch, most: int, excess: int) -> None:
-        """Says that a stretch took more of a device than was foreseen: aloud the first time, or where that was more than its budget has."""
-        budget = self._budget_bytes()
-        is_over = self._executor.store.ledger.peak(self.budgets.machine.compute) > budget
-        _log.log(
-            logging.INFO if self._has_told else logging.WARNING,
-            "activations and workspaces took %s of the device in the %s, %s more at some moment than was foreseen: plans are made anew, with more "
-            "room for them%s",
-            format_bytes(most),
-            stretch.kind,
-            format_bytes(excess),
-            f". In this one, chunks and they took more than the device_memory of {format_bytes(budget)}"
-            if is_over
-            else "",
-        )
-        self._has_told = True
-
-    def _with_excess(self, trace: Trace, excess_bytes: int) -> Trace:
-        """The trace with so many more non-model bytes at every moment, but no more than the device's allocator has ever given out in a stretch."""
-        if not excess_bytes:
-            return trace
-        key = id(trace), self._largest_bytes, excess_bytes
-        if key not in self._raised:
-            most = self._largest_bytes
-            moments = (
-                replace(
-                    moment, nonmodel_bytes=max(moment.nonmodel_bytes, min(most, moment.nonmodel_bytes + excess_bytes))
-                )
-                for moment in trace.moments
-            )
-            self._raised[key] = Trace(tuple(moments)), trace
-            if len(self._raised) > _KEPT_PLANS:
-                self._raised.popitem(last=False)
-        self._raised.move_to_end(key)
-        return self._raised[key][0]
 
     def leave_room(self, nbytes: int) -> int:
         """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that activations then have."""
-        assert self._device_peak is not None, "only a device's allocator runs out of memory"
-        self._largest_bytes = max(self._largest_bytes, self._device_peak.short_of(nbytes))
-        return self._largest_bytes
+        return self._level.leave_room(nbytes)
 
     def differentiates(self) -> None:
         """Notes that the backward under way makes a graph: the step differentiates a gradient."""
@@ -599,8 +535,7 @@ class Stretches:
         self._executor.pilot.stretch.reserve_bytes = 0  # activations are gone with the graph
         self._executor.pilot.stretch.is_over = True
         self._executor.look_at_device()
-        if self._device_peak is not None:
-            self._device_peak.stop()
+        self._level.stop()
         self._metering.pause()
 
     def abandon(self) -> None:
@@ -634,42 +569,18 @@ class Stretches:
     # budgets
 
     def _budget_bytes(self) -> int:
-        machine = self.budgets.machine
+        machine = self._budgets.machine
         return machine.budget[machine.compute] - self._taken_bytes()
 
     def _machine_for(self, trace: Trace) -> Machine:
-        return self.budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
+        return self._budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
 
     def _with_kept_bytes(self, trace: Trace) -> Trace:
         """The trace with what an allocator of a device keeps at every moment."""
-        if self._device_peak is None:
-            return trace
-        budget = self._budget_bytes()
-        key = id(trace), self._largest_bytes, budget
-        if key not in self._kept:
-            start = self._executor.store.state
-            kept = with_kept_bytes(trace, kept_bytes=self._largest_bytes, budget_bytes=budget, start=start)
-            self._kept[key] = kept, trace
-            if len(self._kept) > _KEPT_PLANS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key][0]
+        return self._level.with_kept_bytes(trace, budget_bytes=self._budget_bytes(), start=self._executor.store.state)
 
     def _need(self, trace: Trace) -> Need:
         return worst_moment(trace, start=self._executor.store.state)
-
-
-def _as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
-    """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
-    return BudgetError(
-        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} were not foreseen: such a step has taken them, and this one has not begun",
-        tier=refusal.tier,
-        moment=refusal.moment,
-        needed_bytes=refusal.needed_bytes,
-        available_bytes=refusal.available_bytes,
-        smallest_bytes=refusal.smallest_bytes,
-        fixed_bytes=refusal.fixed_bytes,
-    )
 
 
 def with_retention(trace: Trace, budgets: Budgets) -> Trace:

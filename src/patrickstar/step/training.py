@@ -22,6 +22,7 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
+from patrickstar.optim.scratch import NONE, PassBytes
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
@@ -52,7 +53,7 @@ class Training:
     Args:
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
         max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
-        is_watched: tells whether somebody may write to weights unseen.
+        is_watched: tells whether somebody may write to weights unseen. pass_bytes: what passes take of the tier that computes.
 
     Attributes:
         backwards: the backward calls under way.
@@ -74,6 +75,7 @@ class Training:
         max_grad_norm: float | None,
         formats: SessionFormats,
         is_watched: Callable[[], bool],
+        pass_bytes: PassBytes = NONE,
         before_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._binding = binding
@@ -93,9 +95,8 @@ class Training:
         executor.store.update_work = self._work
         self.steps: dict[str, int] = {}
         self.step_seconds = 0.0
-        self._traces = StepTraces(
-            layout, formats, in_chunks=not binding.gradients.stay, passes=stretches.budgets.passes
-        )
+        in_chunks = not binding.gradients.stay
+        self._traces = StepTraces(layout, formats, in_chunks=in_chunks, passes=pass_bytes)
         self._whole_updates = WholeUpdates(executor, binding, is_watched=is_watched)
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()

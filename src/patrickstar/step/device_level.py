@@ -1,0 +1,159 @@
+"""The level that activations and workspaces of a session have come to, and the room that plans leave them on a device.
+
+A forecast may be low: kernels take what no trace shows. By how much is known once a step of that kind has been. From then on its plans have that much
+more at every moment, up to the level; where that is more than the budget has, the next such step is refused before it begins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from patrickstar.core.trace import Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan.kept_bytes import with_kept_bytes
+from patrickstar.plan.pilot import Stretch
+from patrickstar.plan.residency import Residency
+from patrickstar.step.device_peak import DevicePeak
+from patrickstar.step.known_forwards import KnownForward
+from patrickstar.units import format_bytes
+
+__all__ = ["DeviceLevel", "refused_as_learned"]
+
+_KEPT_TRACES = 64
+_log = logging.getLogger("patrickstar")
+
+
+class DeviceLevel:
+    """Learns what stretches take of a device, and gives traces with room for it. Where the host computes, it only keeps the largest number.
+
+    Args:
+        peak: what the allocator of a device has given out, where there is one that keeps it. least_bytes: the level before the first stretch.
+
+    Attributes:
+        nbytes: the most non-model bytes of any moment so far, foreseen or taken.
+    """
+
+    def __init__(self, peak: DevicePeak | None, *, least_bytes: int = 0) -> None:
+        self._peak = peak
+        self._least_bytes = least_bytes
+        self.nbytes = least_bytes
+        self._has_told = False
+        self._traces: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()  # each with the one it is made from
+
+    @property
+    def is_unknown(self) -> bool:
+        """True before anything is known of any forward."""
+        return self.nbytes <= self._least_bytes
+
+    def rise(self, nbytes: int) -> None:
+        """Notes that a moment takes so much."""
+        self.nbytes = max(self.nbytes, nbytes)
+
+    def rise_on_device(self, trace: Trace) -> None:
+        """Notes what a stretch without activations takes: scratch of updates and of the norm."""
+        if self._peak is not None:
+            self.rise(trace.peak)
+
+    def begin(self) -> None:
+        """Begins to count for a stretch."""
+        if self._peak is not None:
+            self._peak.begin()
+
+    def stop(self) -> None:
+        """Counts no more: the stretch is over, or its activations are gone."""
+        if self._peak is not None:
+            self._peak.stop()
+
+    def learn(self, stretch: Stretch, known: KnownForward | None, *, is_over: bool, budget_bytes: int) -> None:
+        """Plans with what a stretch has taken, from now on, where that is more than was foreseen, which is said.
+
+        Args:
+            known: what is known of its forward. is_over: whether more was held than the budget in bytes has.
+        """
+        if self._peak is None:
+            return
+        self._peak.stop()
+        most, excess, trace = self._peak.most, 0, None if known is None else known.expected.trace
+        if known is None or trace is None:
+            excess = most - self.nbytes
+        elif stretch.foreseen is None:
+            excess = known.expected.excess_bytes = max(0, most - trace.peak)
+        else:
+            # Moments of a plan that was left do not tell by how much.
+            excess = max(stretch.excess_bytes, most - stretch.foreseen.peak if stretch.reason else 0)
+            known.expected.excess_bytes += excess
+        if excess > 0:
+            over = f". In this one, chunks and they took more than the device_memory of {format_bytes(budget_bytes)}"
+            _log.log(
+                logging.INFO if self._has_told else logging.WARNING,
+                "activations and workspaces took %s of the device in the %s, %s more at some moment than was foreseen: plans are made anew, with "
+                "more room for them%s",
+                format_bytes(most),
+                stretch.kind,
+                format_bytes(excess),
+                over if is_over else "",
+            )
+            self._has_told = True
+        self.rise(most)
+
+    def leave_room(self, nbytes: int) -> int:
+        """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that activations then have."""
+        assert self._peak is not None, "only a device's allocator runs out of memory"
+        self.rise(self._peak.short_of(nbytes))
+        return self.nbytes
+
+    # traces
+
+    def with_excess(self, trace: Trace, excess_bytes: int) -> Trace:
+        """The trace with so many more non-model bytes at every moment, up to the level."""
+        if not excess_bytes:
+            return trace
+
+        def seen(nbytes: int) -> int:
+            return max(nbytes, min(self.nbytes, nbytes + excess_bytes))
+
+        def make() -> Trace:
+            raised = (replace(moment, nonmodel_bytes=seen(moment.nonmodel_bytes)) for moment in trace.moments)
+            return Trace(tuple(raised))
+
+        return self._made(trace, ("more", excess_bytes), make)
+
+    def with_kept_bytes(self, trace: Trace, *, budget_bytes: int, start: Residency) -> Trace:
+        """The trace with what an allocator of a device keeps at every moment."""
+        if self._peak is None:
+            return trace
+        return self._made(
+            trace,
+            ("kept", budget_bytes),
+            lambda: with_kept_bytes(trace, kept_bytes=self.nbytes, budget_bytes=budget_bytes, start=start),
+        )
+
+    def forget_traces(self) -> None:
+        """Forgets the traces that were made: units have other sizes."""
+        self._traces.clear()
+
+    def _made(self, trace: Trace, how: tuple[str, int], make: Callable[[], Trace]) -> Trace:
+        """The trace that is made so, the very same one for the same question: plans are kept by trace."""
+        key = id(trace), self.nbytes, how
+        if key not in self._traces:
+            self._traces[key] = make(), trace
+            if len(self._traces) > _KEPT_TRACES:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        return self._traces[key][0]
+
+
+def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
+    """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
+    return BudgetError(
+        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} were not foreseen: such a step has taken them, and this one has not begun",
+        tier=refusal.tier,
+        moment=refusal.moment,
+        needed_bytes=refusal.needed_bytes,
+        available_bytes=refusal.available_bytes,
+        smallest_bytes=refusal.smallest_bytes,
+        fixed_bytes=refusal.fixed_bytes,
+    )
