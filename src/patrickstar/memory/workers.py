@@ -23,7 +23,7 @@ class Job:
 
 
 class Workers:
-    """Up to `count` threads, started when there is a job for them.
+    """Threads, up to `count` of them, started when there is a job for them.
 
     A thread may be ended by anybody, at any time: what it was doing then has failed, and what is left in the queue is done by another one. Where
     nobody has stopped them by the end of the program, the queue is emptied first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,12 +10,13 @@ import torch
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
 from patrickstar.step.resources import Resources
 from patrickstar.units import MIB, format_bytes, parse_size
 
-__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources"]
+__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources", "with_retention"]
 
 _CPU = torch.device("cpu")
 # What a tier's budget is of what is free there, where none is given.
@@ -166,3 +167,20 @@ def _disk_budget(directory: Path, wanted: int | str | None, *, free: int | None)
     if wanted is None:
         return int(free * DISK_SHARE)
     return parse_size(wanted, name="disk_memory", total_bytes=free)
+
+
+def with_retention(trace: Trace, budgets: Budgets) -> Trace:
+    """The trace as the process sees it: the allocator may take more than what is alive, and kernels keep something between their calls."""
+    retains, fixed = budgets.retains, budgets.fixed_bytes
+    if retains == 1 and not fixed:
+        return trace
+
+    def seen(nbytes: int) -> int:
+        return int(nbytes * retains) + fixed
+
+    return Trace(
+        tuple(
+            replace(moment, nonmodel_bytes=seen(moment.nonmodel_bytes), live_bytes=seen(moment.live_bytes))
+            for moment in trace.moments
+        )
+    )

@@ -28,10 +28,10 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import gradients_freed
-from patrickstar.plan.update_choice import Places, UpdateChoice, choose_places, choose_tiers
+from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
-from patrickstar.step.budgets import Budgets
+from patrickstar.step.budgets import Budgets, with_retention
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.executor import Executor
 from patrickstar.step.freed_blocks import FreedBlocks
@@ -43,7 +43,7 @@ from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
 from patrickstar.units import format_bytes
 
-__all__ = ["Stretches", "with_retention"]
+__all__ = ["Stretches"]
 
 _KEPT_KINDS = 64
 _KEPT_PLANS = 64
@@ -258,8 +258,8 @@ class Stretches:
                 self._whole.popitem(last=False)
         return self._whole[key][0]
 
-    def _places_of(self, updates: Trace, state: Residency) -> Places:
-        """Where updates in a backward are best done, and their gradients rest."""
+    def _places_of(self, updates: Trace, state: Residency) -> UpdatePlaces:
+        """The tiers where updates in a backward are best done, and their gradients rest."""
         machine = self._budgets.machine_for(0, taken_bytes=self._taken_bytes())
         return choose_places(updates, state, machine=machine, peak_bytes=self._largest_bytes, choice=self._choice)
 
@@ -587,20 +587,3 @@ class Stretches:
 
     def _need(self, trace: Trace) -> Need:
         return worst_moment(trace, start=self._executor.store.state)
-
-
-def with_retention(trace: Trace, budgets: Budgets) -> Trace:
-    """The trace as the process sees it: the allocator may take more than what is alive, and kernels keep something between their calls."""
-    retains, fixed = budgets.retains, budgets.fixed_bytes
-    if retains == 1 and not fixed:
-        return trace
-
-    def seen(nbytes: int) -> int:
-        return int(nbytes * retains) + fixed
-
-    return Trace(
-        tuple(
-            replace(moment, nonmodel_bytes=seen(moment.nonmodel_bytes), live_bytes=seen(moment.live_bytes))
-            for moment in trace.moments
-        )
-    )
