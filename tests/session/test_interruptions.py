@@ -29,12 +29,13 @@ class Lines:
 
     @contextmanager
     def counting(self) -> Any:
-        before = sys.gettrace()
+        before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.settrace(self._call)
         try:
             yield
         finally:
             sys.settrace(before)
+            signal.signal(signal.SIGINT, handler)
 
     def _call(self, frame: Any, event: str, argument: object) -> Any:
         return self._line if frame.f_code.co_filename in FILES else None

@@ -51,14 +51,15 @@ class Workers:
     def stop(self, *, waits: bool = True) -> None:
         """Ends the threads, once the queue is empty, and waits for that, if it is to."""
         atexit.unregister(self.stop)
+        if os.getpid() != self._process:  # a forked child has no such threads, and perhaps a lock that one of them held
+            return
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
             threads = list(self._taken)
-        if waits and os.getpid() == self._process:  # a forked child has no such threads
-            for thread in threads:
-                if thread is not threading.current_thread():
-                    thread.join()
+        for thread in threads if waits else ():
+            if thread is not threading.current_thread():
+                thread.join()
 
     def _start(self) -> None:
         """Starts a thread where one is wanted: all there are have something to do."""
