@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from patrickstar.checkpoint import storage
 from patrickstar.cli import compare
 from patrickstar.cli.event_log import EventLog
 from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.memory.allocator import tcmalloc_library
+from patrickstar.memory.store import ChunkStore
 
 START = {"event", "config", "parameters", "model_data_bytes", "predicted", "plan"}
 STEP = {"event", "step", "loss", "loss_hex", "seconds", "tokens_per_second", "grad_norm", "peak", "rss"}
@@ -95,6 +97,38 @@ def test_a_second_signal_stops_at_once_and_saves_nothing(runs, signal_after):
     assert runs.train("--checkpoint-dir", runs.checkpoints) == 130
     assert runs.saved() == []
     assert [row["event"] for row in runs.rows()] == ["start", "step", "step"]
+
+
+@pytest.mark.parametrize("where", ["while something is transferred", "while the next checkpoint is written"])
+def test_a_second_signal_leaves_the_last_checkpoint_intact(runs, monkeypatch, where):
+    arguments = ("--device", "emulated", "--device-memory", "2MiB")
+    assert runs.train(*arguments, steps=6, log="whole") == 0
+
+    def stop(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    if where == "while something is transferred":
+        carry_out = ChunkStore.carry_out
+
+        def carry(store, actions, **during):
+            carry_out(store, actions, **during)
+            if runs.saved() == ["step-00000002"] and store.state.in_flight:
+                stop()
+
+        monkeypatch.setattr(ChunkStore, "carry_out", carry)
+    else:
+        move = storage._move_latest
+        monkeypatch.setattr(
+            storage,
+            "_move_latest",
+            lambda directory, name, *rest: (stop if "4" in name else move)(directory, name, *rest),
+        )
+    assert runs.train(*arguments, "--checkpoint-dir", runs.checkpoints, "--save-every", 2, steps=6) == 130
+    assert "step-00000002" in runs.saved()
+    monkeypatch.undo()
+    assert runs.train(*arguments, "--checkpoint-dir", runs.checkpoints, "--resume", steps=6) == 0
+    assert runs.losses() == runs.losses("whole")
 
 
 def test_the_newest_checkpoints_stay(runs):

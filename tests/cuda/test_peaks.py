@@ -277,3 +277,27 @@ def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerato
         assert max(seen) <= session.stats().peak["device"] + granule
         assert session.stats().peak["device"] <= budget
         assert session.stats().moved["D>H"] > 0
+
+
+def test_a_norm_has_its_scratch_when_there_is_room_for_it(accelerator: Accelerator) -> None:
+    """At a budget that the norm has just room in."""
+    accelerator.configure(0.3, 1)
+    wide = 256
+    memory = 1 << 20
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(wide, wide) for _ in range(5)])
+
+    arguments = {"max_grad_norm": 0.01, "options": patrickstar.Options(chunk_size=wide * wide // 8, poison=True)}
+    with pytest.raises(BudgetError) as refusal, twins(build, device_memory=memory, **arguments):
+        pass
+    with twins(build, device_memory=refusal.value.smallest_bytes, **arguments) as pair:
+        model, session = pair.model, pair.session
+        for number in range(3):
+            model(
+                torch.randn(8, wide, generator=torch.Generator().manual_seed(number)).cuda()
+            ).square().mean().backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        assert session.stats().peak["device"] <= refusal.value.smallest_bytes

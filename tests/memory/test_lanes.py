@@ -194,6 +194,12 @@ def end_of(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
+def join(threads: list[threading.Thread]) -> None:
+    """Waits until Python has told what has ended them, while the test is there to hear of it."""
+    for thread in threads:
+        thread.join(60)
+
+
 def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(f"patrickstar {name}")]
 
@@ -203,7 +209,8 @@ def threads_of(name: str) -> list[threading.Thread]:
 def test_a_thread_that_ends_while_it_waits_for_works_is_replaced(works: int) -> None:
     lane = ThreadLane("idle", works=works)
     lane.issue(lambda: None).wait()
-    for thread in threads_of("idle"):
+    ended = threads_of("idle")
+    for thread in ended:
         end_of(thread)
     done = list[int]()
     for ticket in [lane.issue(partial(done.append, number)) for number in range(6)]:
@@ -211,6 +218,7 @@ def test_a_thread_that_ends_while_it_waits_for_works_is_replaced(works: int) -> 
             ticket.wait()
     assert len(done) >= 6 - works
     lane.close()
+    join(ended)
     assert not threads_of("idle")
 
 
@@ -225,11 +233,13 @@ def test_a_work_whose_thread_ends_has_failed_and_the_others_are_done() -> None:
 
     first, second = lane.issue(work), lane.issue(lambda: None)
     assert begun.wait(60)
-    end_of(*threads_of("busy"))
+    ended = threads_of("busy")
+    end_of(*ended)
     with pytest.raises(DeviceError, match="the lane busy"):
         first.wait()
     second.wait()
     lane.close()
+    join(ended)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is what is done to them
@@ -246,6 +256,7 @@ def test_a_thread_that_ends_between_two_works_loses_none(monkeypatch: pytest.Mon
     ticket = lane.issue(lambda: None)
     with pytest.raises(DeviceError, match="the thread of the lane between was ended while it was doing this"):
         ticket.wait()
+    join(threads_of("between"))
     monkeypatch.undo()
     lane.issue(lambda: None).wait()
     lane.close()

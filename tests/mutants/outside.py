@@ -16,6 +16,38 @@ DROPPED = "tests/session/test_after_manage.py::test_a_session_that_is_dropped_wi
 
 OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
+        name="an-interruption-comes-between-bytes-and-what-is-noted-of-them",
+        file="memory/interruptions.py",
+        old="    if not callable(handler):\n",
+        new="    if callable(handler):\n",
+        tests=(
+            "tests/session/test_interruptions.py::test_an_interruption_at_any_line_loses_nothing[cpu+disk-deferred-1]",
+        ),
+    ),
+    Mutant(
+        name="an-interruption-that-was-put-off-is-forgotten",
+        file="memory/interruptions.py",
+        old="        if came:\n            handler(*came[-1])\n",
+        new="",
+        tests=(
+            "tests/session/test_interruptions.py::test_an_interruption_at_any_line_loses_nothing[cpu+disk-deferred-1]",
+        ),
+    ),
+    Mutant(
+        name="a-work-is-taken-before-its-owner-is-noted",
+        file="memory/workers.py",
+        old="            self._taken[me] = self._jobs[0]\n",
+        new="",
+        tests=("tests/memory/test_lanes.py::test_a_thread_that_ends_between_two_works_loses_none",),
+    ),
+    Mutant(
+        name="what-ends-a-thread-interrupts-whoever-waits",
+        file="memory/thread_lane.py",
+        old='        failure = DeviceError(f"a work of the lane {lane} was ended by {error!r}")\n        failure.__cause__ = error\n',
+        new="        failure = error\n",
+        tests=("tests/memory/test_lanes.py::test_a_work_that_ends_its_thread_is_a_failure_like_any_other",),
+    ),
+    Mutant(
         name="a-forecast-depends-on-those-before",
         file="tracing/missing.py",
         old="if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:",

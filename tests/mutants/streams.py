@@ -29,6 +29,7 @@ VIEW = tuple(
     for schedule in ("(0.0, 0)", "(0.3, 1)")
     for precision in ("bf16 in fp32", "fp16")
 )
+PEAKS = "tests/cuda/test_peaks.py"
 FAILURE = "tests/cuda/test_device_failure.py"
 LANE = "tests/cuda/test_stream_lane.py"
 STORE = "tests/cuda/test_store.py"
@@ -208,6 +209,41 @@ STREAMS: tuple[Mutant, ...] = (
         tests=("tests/cuda/test_waits.py::test_more_than_was_foreseen_is_said_and_planned_with",),
     ),
     Mutant(
+        name="what-one-moment-took-more-is-forgotten",
+        file="step/device_level.py",
+        old="            known.expected.excess_bytes += excess\n",
+        new="",
+        tests=(f"{PEAKS}::test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next",),
+    ),
+    Mutant(
+        name="a-neighbours-activations-count",
+        file="step/device_peak.py",
+        old="            other._counts = other._is_alone = False\n",
+        new="            pass\n",
+        tests=(f"{PEAKS}::test_a_session_does_not_count_its_neighbours_activations",),
+    ),
+    Mutant(
+        name="bytes-on-a-device-count-as-they-are-asked-for",
+        file="step/budgets.py",
+        old="return 1 if self.stream_device is None else _DEVICE_GRAIN_BYTES",
+        new="return 1",
+        tests=(f"{PEAKS}::test_a_forecast_is_what_the_allocator_then_gives_out",),
+    ),
+    Mutant(
+        name="values-of-inputs-on-a-device-are-unknown",
+        file="tracing/offline.py",
+        old="    with Undispatched():  # a mode of fake tensors would give a fake one, which has no values\n        return",
+        new="    if True:\n        return",
+        tests=(f"{PEAKS}::test_a_forecast_knows_the_values_of_inputs_on_the_device",),
+    ),
+    Mutant(
+        name="scratch-of-a-norm-comes-before-its-room",
+        file="step/update.py",
+        old="        norm: Norm | None = None\n",
+        new="        norm: Norm | None = self._norm()\n",
+        tests=(f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it",),
+    ),
+    Mutant(
         name="memory-that-torch-keeps-is-not-taken-back",
         file="memory/driver.py",
         old="            torch.accelerator.empty_cache()\n            result = create()\n",
@@ -225,8 +261,8 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="memory-that-was-missing-is-forgotten",
-        file="step/stretches.py",
-        old="        self._largest_bytes = max(self._largest_bytes, self._device_peak.short_of(nbytes))\n",
+        file="step/device_level.py",
+        old="        self.rise(self._peak.short_of(nbytes))\n",
         new="",
         tests=("tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing",),
     ),
@@ -291,7 +327,7 @@ STREAMS: tuple[Mutant, ...] = (
         name="streams-share-the-scratch-of-conversions",
         file="optim/masters.py",
         old="""        if device.type != "cpu":
-            yield self._made(device)
+            yield self._made(device, numel)
             return
         try:
 """,

@@ -300,7 +300,7 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="the-norm-fetches-what-has-gone-down",
         file="step/stretches.py",
-        old="here = trace if self._choice.apart or on_device else self._where_it_is(trace)",
+        old="here = trace if not self._weaves or on_device else self._where_it_is(trace)",
         new="here = trace",
         tests=(f"{HOST}::test_the_norm_is_read_where_gradients_are_and_fetches_none",),
     ),

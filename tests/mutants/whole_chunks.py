@@ -113,8 +113,8 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
     Mutant(
         name="what-waits-stays-when-moments-are-decided-on-the-spot",
         file="step/executor.py",
-        old="                self._use_what_came()\n",
-        new="",
+        old="                self._use_what_came()\n                actions = pilot",
+        new="                actions = pilot",
         tests=(f"{SESSION}::test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have",),
     ),
     Mutant(

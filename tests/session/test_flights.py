@@ -59,11 +59,15 @@ def test_transfers_begin_as_early_as_they_may_and_change_no_bit(
     pair.expect_same()
 
 
-@pytest.fixture
-def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str], Pair]:
-    """A pair that has trained, and whose next forward has stopped half way, while transfers that nobody has waited for are not even begun."""
+# Where the host computes, an update is over with the moment that needs it.
+UNDER_WAY = [*((machine, "transfers") for machine in MACHINES), ("emulated", "updates")]
 
-    def make(machine: str) -> Pair:
+
+@pytest.fixture
+def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str, str], Pair]:
+    """A pair that has trained, and whose next forward has stopped half way: nobody has waited for transfers, or updates, that it has issued."""
+
+    def halted(machine: str, at: int) -> Pair:
         pair = make_pair(
             build=lambda: Halting(mlp()),
             make_lane=lambda src, dst: ManualLane(),
@@ -71,12 +75,23 @@ def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str], Pair]:
         )
         pair.train(2)
         for model in (pair.plain, pair.model):
-            model.halts = True
+            model.halts_at = at
             with pytest.raises(Halted):
                 model(batch(2))
-            model.halts = False
-        assert store_of(pair.session).state.in_flight
+            model.halts_at = None
         return pair
+
+    def make(machine: str, what: str) -> Pair:
+        if what == "transfers":
+            pair = halted(machine, 2 * LAYERS - 4)
+            assert store_of(pair.session).state.in_flight
+            return pair
+        for at in range(1, 2 * LAYERS):
+            pair = halted(machine, at)
+            if store_of(pair.session).state.updating:
+                return pair
+            pair.session.close()
+        raise AssertionError("no update outlasts a moment")
 
     return make
 
@@ -91,30 +106,30 @@ class Halting(nn.Module):
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         self.layers = layers
-        self.halts = False
+        self.halts_at: int | None = None
 
     def forward(self, x: Any) -> Any:
         for number, layer in enumerate(self.layers):
-            if self.halts and number == 2 * LAYERS - 4:
+            if number == self.halts_at:
                 raise Halted
             x = layer(x)
         return x
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
 def test_an_exception_in_users_code_leaves_transfers_that_the_next_step_uses(
-    machine: str, under_way: Callable[[str], Pair]
+    machine: str, what: str, under_way: Callable[[str, str], Pair]
 ) -> None:
-    pair = under_way(machine)
+    pair = under_way(machine, what)
     pair.train(2, first=2)
     pair.expect_same()
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
 def test_state_is_read_set_and_saved_while_transfers_are_under_way(
-    machine: str, under_way: Callable[[str], Pair], tmp_path: Path
+    machine: str, what: str, under_way: Callable[[str, str], Pair], tmp_path: Path
 ) -> None:
-    pair = under_way(machine)
+    pair = under_way(machine, what)
     pair.session.save_checkpoint(tmp_path / "saved")
     pair.expect_same()
     pair.session.load_checkpoint(tmp_path / "saved")
@@ -122,27 +137,33 @@ def test_state_is_read_set_and_saved_while_transfers_are_under_way(
     pair.expect_same()
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
 def test_close_waits_for_what_is_under_way_and_gives_everything_back(
-    machine: str, under_way: Callable[[str], Pair]
+    machine: str, what: str, under_way: Callable[[str, str], Pair]
 ) -> None:
-    pair = under_way(machine)
+    pair = under_way(machine, what)
     want = {name: value.clone() for name, value in pair.plain.state_dict().items()}
     pair.session.close()
     for name, value in pair.model.state_dict().items():
         assert value.is_meta or value.equal(want[name])
 
 
-def test_a_refusal_leaves_transfers_that_the_next_step_uses(under_way: Callable[[str], Pair]) -> None:
-    pair = under_way("emulated")
+@pytest.mark.parametrize(("machine", "what"), UNDER_WAY[1:])
+def test_a_refusal_leaves_transfers_that_the_next_step_uses(
+    machine: str, what: str, under_way: Callable[[str, str], Pair]
+) -> None:
+    pair = under_way(machine, what)
     with pytest.raises(BudgetError):
         pair.model(batch(0, rows=4096))
     pair.train(2, first=2)
     pair.expect_same()
 
 
-def test_a_forked_child_does_not_wait_for_its_parents_transfers(under_way: Callable[[str], Pair]) -> None:
-    pair = under_way("cpu+disk")
+@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
+def test_a_forked_child_does_not_wait_for_its_parents_transfers(
+    machine: str, what: str, under_way: Callable[[str, str], Pair]
+) -> None:
+    pair = under_way(machine, what)
 
     def use() -> str:
         try:

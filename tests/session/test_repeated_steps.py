@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from patrickstar.core.machine import Tier
+from patrickstar.plan.update_choice import UpdateChoice
 from tests.parity.plans import recorded
 from tests.session.builders import SLOT, Pair, mlp
 
 MakePair = Callable[..., Pair]
 
+ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
 STEPS = 16
 
 
@@ -32,7 +35,9 @@ def plans_by_step(make_pair: MakePair, **arguments: Any) -> tuple[Pair, list[int
 @pytest.mark.parametrize("slots", [16, 20])
 def test_backwards_that_update_come_to_repeat_themselves(slots: int, make_pair: MakePair) -> None:
     """Of Belady's rule alone each step would end in another state than the one before."""
-    pair, made = plans_by_step(make_pair, step="in_backward", device="emulated", device_memory=slots * SLOT)
+    pair, made = plans_by_step(
+        make_pair, step="in_backward", choice=ON_DEVICE, device="emulated", device_memory=slots * SLOT
+    )
     assert made[0] == 1
     assert made[-6:] == [0] * 6
     pair.expect_same()

@@ -31,6 +31,7 @@ from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_failure import DeviceFailureError, located
 from patrickstar.memory.disk import DiskPool
+from patrickstar.memory.interruptions import interruptions_put_off
 from patrickstar.memory.lanes import Ticket, Work
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.links import Links
@@ -216,10 +217,11 @@ class ChunkStore:
     def _give_up(self, action: Wait) -> None:
         """Undoes a transfer whose wait has failed."""
         ref, tier = action.ref, action.tier
-        if self.state.has_slots_to_take(ref, tier):
-            self._move(Drop(ref, tier, self.state.slots[ref]))
-        residency.give_up(self.state, ref)
-        self._landed(ref, tier)
+        with interruptions_put_off():
+            if self.state.has_slots_to_take(ref, tier):
+                self._move(Drop(ref, tier, self.state.slots[ref]))
+            residency.give_up(self.state, ref)
+            self._landed(ref, tier)
 
     def _has_arrived(self, ref: PlaneRef, tier: Tier) -> bool:
         """Waits for a transfer, which is given up where it fails; tells whether it has not."""
@@ -232,8 +234,15 @@ class ChunkStore:
         return True
 
     def _move_and_apply(self, action: Action) -> None:
+        if isinstance(action, Wait | UpdateWait):
+            self._move(action)
+            self._apply(action)
+            return
+        with interruptions_put_off():
+            self._issue_and_apply(action)
+
+    def _issue_and_apply(self, action: Action) -> None:
         if isinstance(action, Update):
-            # Noted first: an interruption between the two leaves a unit that counts as written and is not, which does no harm.
             work = self.update_work(action.chunk, action.tier)
             residency.apply(self.state, action)
             # Other updates of its run need not be over: each has a part of the weight for itself.
@@ -252,15 +261,16 @@ class ChunkStore:
         self._apply(action)
 
     def _apply(self, action: Action) -> None:
-        """Notes what has been moved. A ticket goes last: waiting again does no harm, and without one an interruption could not be settled."""
-        arrived = residency.arriving_for(self.state, action.chunk) if isinstance(action, UpdateWait) else []
-        residency.apply(self.state, action)
-        if isinstance(action, Wait):
-            self._landed(action.ref, action.tier)
-        elif isinstance(action, UpdateWait):
-            for ref in arrived:
-                self._landed(ref, action.tier)
-            self._updates.pop(action.chunk, None)
+        """Notes what has been moved."""
+        with interruptions_put_off():
+            arrived = residency.arriving_for(self.state, action.chunk) if isinstance(action, UpdateWait) else []
+            residency.apply(self.state, action)
+            if isinstance(action, Wait):
+                self._landed(action.ref, action.tier)
+            elif isinstance(action, UpdateWait):
+                for ref in arrived:
+                    self._landed(ref, action.tier)
+                self._updates.pop(action.chunk, None)
 
     def _wait_for_update(self, chunk: int) -> None:
         ticket = self._updates.get(chunk)
@@ -330,20 +340,23 @@ class ChunkStore:
 
     def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
         """Notes that a unit has been written, on the compute tier or on one below."""
-        residency.mark_written(self.state, ref, tier)
+        with interruptions_put_off():
+            residency.mark_written(self.state, ref, tier)
 
     def forget(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more but an update under way; its slots go when room is needed."""
         if ref not in self.state.in_update:
             self._land_transfer(ref)
-        residency.mark_free(self.state, ref)
+        with interruptions_put_off():
+            residency.mark_free(self.state, ref)
 
     def release(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more, and gives its slots back."""
         if self.state.is_free(ref) and not any(ref in refs for refs in self.state.taken.values()):
             return
         self.land(ref)
-        self.carry_out(residency.release(self.state, ref))
+        with interruptions_put_off():
+            self.carry_out(residency.release(self.state, ref))
 
     # units that come later
 

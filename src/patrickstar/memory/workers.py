@@ -23,7 +23,7 @@ class Job:
 
 
 class Workers:
-    """Up to `count` threads, started when there is a job for them.
+    """Threads, up to `count` of them, started when there is a job for them.
 
     A thread may be ended by anybody, at any time: what it was doing then has failed, and what is left in the queue is done by another one. Where
     nobody has stopped them by the end of the program, the queue is emptied first.
@@ -51,14 +51,15 @@ class Workers:
     def stop(self, *, waits: bool = True) -> None:
         """Ends the threads, once the queue is empty, and waits for that, if it is to."""
         atexit.unregister(self.stop)
+        if os.getpid() != self._process:  # a forked child has no such threads, and perhaps a lock that one of them held
+            return
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
             threads = list(self._taken)
-        if waits and os.getpid() == self._process:  # a forked child has no such threads
-            for thread in threads:
-                if thread is not threading.current_thread():
-                    thread.join()
+        for thread in threads if waits else ():
+            if thread is not threading.current_thread():
+                thread.join()
 
     def _start(self) -> None:
         """Starts a thread where one is wanted: all there are have something to do."""

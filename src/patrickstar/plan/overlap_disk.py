@@ -40,7 +40,7 @@ def overlap_disk(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan
 
 
 @dataclass(slots=True)
-class _Moved:
+class _MovedHere:
     """Actions that have come to a moment from later ones: before its own, and after."""
 
     before: list[Action] = field(default_factory=list)
@@ -65,7 +65,7 @@ class _OverlapDisk:
             self._used.append(end)
         self._free = FreeSlots(self._capacity - peak for peak in peaks)
 
-        self._moved: dict[int, _Moved] = defaultdict(_Moved)
+        self._moved: dict[int, _MovedHere] = defaultdict(_MovedHere)
         self._touched: dict[PlaneRef, int] = {}  # the last moment that changes where a unit is, or uses it on the host
         self._last_read = 0
 
@@ -80,7 +80,7 @@ class _OverlapDisk:
             )
             self._touched.update((ref, index) for ref in (*_units(actions, self._state), *uses))
             self._touched.update((ref, index) for ref in freed_after.get(index, ()))
-        nothing = _Moved()
+        nothing = _MovedHere()
         moved = [self._moved.get(index, nothing) for index in range(len(kept))]
         moments = ((*one.before, *stays, *one.after) for one, stays in zip(moved, kept, strict=True))
         return replace(self._plan, moments=tuple(moments))

@@ -89,7 +89,7 @@ def _choose(
     capacity_slots: int,
     order: Order,
 ) -> list[PlaneRef]:
-    """What leaves anyway, and then the victims, in order, whose slots bring `in_use` down to the capacity."""
+    """Units that leave anyway, and then the victims, in order, whose slots bring `in_use` down to the capacity."""
     if in_use <= capacity_slots and not leaving:
         return []
     compute, home, flights = state.compute, state.home, state.in_flight

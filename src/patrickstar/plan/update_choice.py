@@ -16,7 +16,7 @@ from patrickstar.core.trace import Trace
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.room import capacity_of
 
-__all__ = ["Places", "UpdateChoice", "choose_places", "choose_tiers"]
+__all__ = ["UpdateChoice", "UpdatePlaces", "choose_places", "choose_tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class UpdateChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where chunks are updated in a backward.
+class UpdatePlaces:
+    """The tiers and homes of updates in a backward.
 
     Attributes:
         state: with the homes of their gradients. tiers: by chunk, of updates that are not done on the tier that computes.
@@ -46,7 +46,7 @@ class Places:
 
 def choose_places(
     updates: Trace, state: Residency, *, machine: Machine, peak_bytes: int, choice: UpdateChoice
-) -> Places:
+) -> UpdatePlaces:
     """The tiers of updates in a backward, and with them homes for their gradients, in a copy of the state, which has these on the tier that computes.
 
     A gradient needs no home below, and gets one where its chunk is updated there: on the host, for as many chunks, from the first update on, as that
@@ -54,7 +54,7 @@ def choose_places(
     """
     found = state.copy()
     if state.compute is Tier.HOST or Tier.DISK in state.home.values():  # a host above a disk has its room filled
-        return Places(found, {})
+        return UpdatePlaces(found, {})
     room = capacity_of(state, 0, host_bytes=machine.budget[Tier.HOST])[Tier.HOST]
     gradients = [touch.ref for moment in updates.moments for touch in moment.touches if touch.ref.plane == GRAD]
     for gradient in gradients:
@@ -66,7 +66,7 @@ def choose_places(
     # What is updated on the tier that computes has its gradient there.
     back = [ref for ref in gradients if ref.chunk not in tiers]
     found.grow(dict.fromkeys(back, state.compute), {ref: state.slots[ref] for ref in back})
-    return Places(found, tiers)
+    return UpdatePlaces(found, tiers)
 
 
 def choose_tiers(

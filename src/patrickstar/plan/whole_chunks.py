@@ -25,7 +25,7 @@ from patrickstar.core.planes import EXP_AVG, GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import on_tier
-from patrickstar.plan.update_choice import Places
+from patrickstar.plan.update_choice import UpdatePlaces
 
 __all__ = ["WholeChunks", "update_whole_chunks"]
 
@@ -52,7 +52,7 @@ def update_whole_chunks(
     state: Residency,
     slots_of_gradient: Callable[[int], int],
     capacity_bytes: int,
-    choose_places: Callable[[Trace, Residency], Places] = lambda _, state: Places(state, {}),
+    choose_places: Callable[[Trace, Residency], UpdatePlaces] = lambda _, state: UpdatePlaces(state, {}),
 ) -> WholeChunks | None:
     """The trace with as many chunks updated whole as find room, the last ones first; None where none does.
 

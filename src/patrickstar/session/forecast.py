@@ -27,7 +27,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, on_tiers, step_trace
-from patrickstar.plan.update_choice import Places, UpdateChoice, choose_places, choose_tiers
+from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
 from patrickstar.plan.weave import weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.session.smallest import let_gradients_go, smallest_budgets
@@ -39,12 +39,11 @@ from patrickstar.session.start import (
     resting_state,
     with_pass_bytes,
 )
-from patrickstar.step.budgets import Budgets, find_budgets, find_resources
+from patrickstar.step.budgets import Budgets, find_budgets, find_resources, with_retention
 from patrickstar.step.events import cast_inputs
 from patrickstar.step.freed_blocks import KeptBlocks
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources
-from patrickstar.step.stretches import with_retention
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.units import format_bytes
 
@@ -184,7 +183,7 @@ def _whole_chunks(
     budgets: Budgets,
     *,
     formats: Formats,
-    choose_places: Callable[[Trace, Residency], Places],
+    choose_places: Callable[[Trace, Residency], UpdatePlaces],
 ) -> WholeChunks | None:
     """The forward and backward in which chunks are updated whole; None where all are updated parameter by parameter."""
     machine = budgets.machine_for(worst_moment(step, start=state).nbytes)

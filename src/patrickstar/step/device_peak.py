@@ -1,4 +1,4 @@
-"""What torch's allocator has given out on a device in the stretches of one session: activations, gradients on their way, workspaces of kernels.
+"""Bytes that torch's allocator has given out on a device in the stretches of one session: activations, gradients on their way, workspaces of kernels.
 
 The allocator counts for the whole process. So a session counts from what there was when its stretch began, up to its end, and not at all where
 another session of the process has run meanwhile. What the user's own code makes inside of a stretch (its loss, say) is part of it.

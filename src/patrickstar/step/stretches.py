@@ -17,7 +17,7 @@ from torch import nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.planes import EXP_AVG, GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.fit import Need, expect_room, worst_moment
@@ -27,10 +27,10 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import gradients_freed
-from patrickstar.plan.update_choice import Places, UpdateChoice, choose_places, choose_tiers
+from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
-from patrickstar.step.budgets import Budgets
+from patrickstar.step.budgets import Budgets, with_retention
 from patrickstar.step.device_level import DeviceLevel, refused_as_learned
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.executor import Executor
@@ -42,7 +42,7 @@ from patrickstar.step.pending_step import PendingStep
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
 
-__all__ = ["Stretches", "with_retention"]
+__all__ = ["Stretches"]
 
 _KEPT_KINDS = 64
 _KEPT_PLANS = 64
@@ -262,8 +262,8 @@ class Stretches:
                 self._whole.popitem(last=False)
         return self._whole[key][0]
 
-    def _places_of(self, updates: Trace, state: Residency) -> Places:
-        """Where updates in a backward are best done, and their gradients rest."""
+    def _places_of(self, updates: Trace, state: Residency) -> UpdatePlaces:
+        """The tiers where updates in a backward are best done, and their gradients rest."""
         machine = self._budgets.machine_for(0, taken_bytes=self._taken_bytes())
         return choose_places(updates, state, machine=machine, peak_bytes=self._level.nbytes, choice=self._choice)
 
@@ -581,24 +581,3 @@ class Stretches:
 
     def _need(self, trace: Trace) -> Need:
         return worst_moment(trace, start=self._executor.store.state)
-
-
-def with_retention(trace: Trace, budgets: Budgets) -> Trace:
-    """The trace as the process sees it.
-
-    The allocator may take more than what is alive, kernels keep something between calls, and an update of a gradient that arrives takes scratch.
-    """
-    retains, fixed, scratch = budgets.retains, budgets.fixed_bytes, budgets.passes.update
-    if retains == 1 and not fixed and not scratch:
-        return trace
-
-    def seen(nbytes: int) -> int:
-        return int(nbytes * retains) + fixed
-
-    moments = []
-    for moment in trace.moments:
-        nonmodel = moment.nonmodel_bytes
-        if scratch and any(touch.ref.plane == EXP_AVG and touch.tier is None for touch in moment.touches):
-            nonmodel = max(nonmodel, moment.live_bytes + scratch)
-        moments.append(replace(moment, nonmodel_bytes=seen(nonmodel), live_bytes=seen(moment.live_bytes)))
-    return Trace(tuple(moments))

@@ -108,7 +108,7 @@ class ManualTicket:
 
     @property
     def ready(self) -> bool:
-        """Whether all that it comes after is done."""
+        """Tells whether all that it comes after is done."""
         return all(ticket.done for ticket in self._after)
 
     def wait(self) -> None:
