@@ -1,28 +1,34 @@
 """No budget, tier, policy or way of stepping changes a bit on a device: the library against plain PyTorch on the same device, row by row.
 
 The rows are those of the parity matrix that have a device, at the budgets that are known for the emulated one, under schedules of what is queued;
-at each of them no race is reported. Where activations take more on this device, which has no attention of its own, they run in the budgets that
-refusals name.
+at each of them no race is reported. Where activations take more on this device, which has no attention of its own and gives out whole grains, they
+run in the budgets that refusals name; of the smallest, a page less is refused. No tier holds more than its budget.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import patrickstar
 from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES
 from tests.parity import managed, oracle
 from tests.parity.compare import differences
 from tests.parity.cover import every, shuffled
-from tests.parity.limits import limits_of
+from tests.parity.limits import PAGE_BYTES, limits_of
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row
 from tests.parity.oracle import Record
-from tests.parity.zoo import CASES
+from tests.parity.test_parity import LINKS
+from tests.parity.zoo import CASES, STEPS
 from tests.sampling import cover
 
 if TYPE_CHECKING:
@@ -32,7 +38,9 @@ ROWS = [row for row in (*PAIRS, *WIDE) if row.tier.startswith("emulated")]
 OTHERS = [name for name in DIMENSIONS if name != "model"]
 # What `make test` runs: every value of each dimension, and each way of stepping on either machine at each budget.
 FEW = cover(sorted(ROWS, key=shuffled), every(*((name,) for name in OTHERS), ("step", "tier", "budget")))
-REFUSALS = 3
+REFUSALS = 4  # budgets that are tried: a forecast's, and what first steps have shown
+# Of the device: inputs, losses and gradients that a row keeps, and granules of the driver that slots of a few KiB fill by halves.
+BESIDE = 8 << 20
 
 
 @lru_cache(maxsize=4)
@@ -52,26 +60,70 @@ def want(
 
 def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule: tuple[float, int]) -> None:
     expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision, row.tile_rows)
-    accelerator.configure(*schedule)
-    outcome = run(row, directory)
+    outcome, told = run(row, directory, accelerator, schedule)
     unseen = {"gradients"} if row.step == "in_backward" else set()
     if not outcome.record.norms:
         unseen.add("norms")
     found = differences(expected, outcome.record, unseen=unseen, any_nan=row.tile_rows is not None)
     assert not found, "\n".join([f"{row} at {outcome.limits}", *found])
     assert not accelerator.races()
+    assert_within(row, outcome, told)
+    if row.budget != "fits":
+        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
+        if expected.skipped:  # moments that one update has written may never be read again
+            still = still if len(still) == len(LINKS[row.tier]) else []
+        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
+    assert outcome.stats.steps == STEPS - expected.skipped
+    if row.budget == "minimum":
+        less = {**outcome.limits, "device": outcome.limits["device"] - PAGE_BYTES}
+        with pytest.raises(patrickstar.BudgetError) as refusal:
+            managed.train(row, less, directory / "less", device="cuda")
+        assert refusal.value.tier == "device"
 
 
-def run(row: Row, directory: Path) -> managed.Outcome:
+def assert_within(row: Row, outcome: managed.Outcome, told: list[str]) -> None:
+    """Fails where a tier has held more than its budget, but for the step that has taught it, which says so."""
+    for tier, limit in outcome.limits.items():
+        if not any("took more than the device_memory" in message for message in told) or tier != "device":
+            assert outcome.stats.peak[tier] <= limit, f"{row}: {outcome.stats.peak} at {outcome.limits}, and {told}"
+
+
+def run(
+    row: Row, directory: Path, accelerator: Accelerator, schedule: tuple[float, int]
+) -> tuple[managed.Outcome, list[str]]:
+    """The run in the first budgets that are enough, and what the library said in it. The device has little more memory than that."""
     limits = dict(limits_of(row))
     for attempt in range(REFUSALS):
+        restrict(accelerator, schedule, limits)
         try:
-            return managed.train(row, limits, directory / str(attempt), device="cuda")
+            with listening() as told:
+                return managed.train(row, limits, directory / str(attempt), device="cuda"), told
         except patrickstar.BudgetError as refusal:
-            assert refusal.smallest_bytes is not None
             assert refusal.smallest_bytes > limits[str(refusal.tier)]
             limits[str(refusal.tier)] = refusal.smallest_bytes
-    return managed.train(row, limits, directory / "last", device="cuda")
+    raise AssertionError(f"{row}: still refused after {REFUSALS} budgets that refusals had named, the last {limits}")
+
+
+def restrict(accelerator: Accelerator, schedule: tuple[float, int], limits: managed.Limits) -> None:
+    """Begins the schedule on a device with room for what is there, for the budget, and for what the test itself has there."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    there = accelerator.driver_bytes() + torch.accelerator.memory_stats()["reserved_bytes.all.current"]
+    accelerator.configure(*schedule, capacity=there + limits.get("device", managed.ROOMY_BYTES) + BESIDE)
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Gives what the library says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("patrickstar")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def schedule_of(row: Row) -> tuple[float, int]:
