@@ -187,7 +187,9 @@ class Executor:
         with self.lock:
             store, pilot = self.store, self.pilot
             self._update_before(())
-            if not self._is_measured():
+            if self.meter is None and self._is_measured():
+                store.hold_beside(self._nonmodel_now())
+            elif self.meter is None:
                 # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
                 store.hold_beside(min(self._nonmodel_at(pilot.stretch, 0), self._nonmodel_before))
             actions = pilot.opening(store.leases.held())
@@ -376,6 +378,7 @@ class Executor:
         if found is None:
             return
         self.store.hold_beside(found)
+        self.store.hold_beside(self._nonmodel_now())  # what was there in between is there no more
         stretch = self.pilot.stretch
         if stretch.foreseen is not None and isinstance(stretch.course, Planned) and stretch.position:
             more = found - stretch.foreseen.moments[stretch.position - 1].nonmodel_bytes
