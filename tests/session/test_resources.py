@@ -15,7 +15,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
 from patrickstar.step.budgets import find_budgets
 from patrickstar.step.precision import default_precision, find_precision
-from patrickstar.step.resources import Resources
+from patrickstar.step.resources import Resources, workspace_bytes
 from patrickstar.units import GIB, MIB
 
 HAS = Resources(
@@ -97,3 +97,24 @@ def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
     for free, fits in ((22 * MIB, True), (18 * MIB, False)):
         has = replace(ON_CPU, host_free_bytes=free, host_total_bytes=GIB)
         assert forecast(model, batch, has=has, precision="fp32").fits is fits
+
+
+@pytest.mark.parametrize(
+    ("config", "is_hopper", "nbytes"),
+    [
+        ("", True, 32 << 20),
+        ("", False, (8 << 20) + (128 << 10)),
+        (":4096:8", False, 32 << 20),
+        (":4096:2:16:8", True, (8 << 20) + (128 << 10)),
+        ("none", True, 4 << 20),
+    ],
+)
+def test_a_workspace_of_cublas_is_what_torch_gives_it(config: str, is_hopper: bool, nbytes: int) -> None:
+    assert workspace_bytes(config, is_hopper=is_hopper) == nbytes
+
+
+def test_budgets_of_a_gpu_say_what_libraries_keep_there() -> None:
+    has = replace(HAS, device="cuda:0", device_free_bytes=1 << 30, device_total_bytes=1 << 30, workspace_bytes=64 << 20)
+    budgets = find_budgets(check_arguments(device="cuda", device_memory="512MiB"), weight_bytes=0, has=has)
+    assert (64 << 20) <= budgets.fixed_bytes < (65 << 20)
+    assert "of the device's 64.00 MiB are for what libraries keep there" in str(budgets)
