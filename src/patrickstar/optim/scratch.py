@@ -7,6 +7,9 @@ from dataclasses import dataclass
 __all__ = ["NONE", "PassBytes", "block_numel", "grains", "tree_numel", "triton_bytes"]
 
 _GRAIN_BYTES = 512  # what torch's allocator of a device gives out whole ones of
+_LARGE_BYTES = (
+    1 << 20
+)  # from which on it leaves a rest of as much to a block (kSmallSize of c10/cuda/CUDACachingAllocator.cpp)
 
 _LEAST_NUMEL = 1 << 10
 
@@ -23,8 +26,9 @@ NONE = PassBytes()
 
 
 def grains(nbytes: int) -> int:
-    """Bytes that an allocator of a device gives out for so many."""
-    return -(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES
+    """The most bytes that an allocator of a device gives out for so many: of a large block it does not cut off a last MiB."""
+    whole = -(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES
+    return whole if whole <= _LARGE_BYTES else whole + _LARGE_BYTES
 
 
 def block_numel(numel: int, *, most: int) -> int:
