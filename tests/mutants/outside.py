@@ -18,8 +18,8 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="an-interruption-comes-between-bytes-and-what-is-noted-of-them",
         file="memory/interruptions.py",
-        old="    if not callable(handler):\n",
-        new="    if callable(handler):\n",
+        old="        if not callable(handler) or",
+        new="        if callable(handler) or",
         tests=(
             "tests/session/test_interruptions.py::test_an_interruption_at_any_line_loses_nothing[cpu+disk-deferred-1]",
         ),
@@ -27,11 +27,9 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="an-interruption-that-was-put-off-is-forgotten",
         file="memory/interruptions.py",
-        old="        if came:\n            handler(*came[-1])\n",
+        old="        if self._came:\n            self._handler(*self._came[-1])\n",
         new="",
-        tests=(
-            "tests/session/test_interruptions.py::test_an_interruption_at_any_line_loses_nothing[cpu+disk-deferred-1]",
-        ),
+        tests=("tests/memory/test_interruptions.py::test_what_has_begun_ends_and_whoever_asked_is_told_then",),
     ),
     Mutant(
         name="a-work-is-taken-before-its-owner-is-noted",

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-__all__ = ["interruptions_put_off"]
+__all__ = ["InterruptionsPutOff"]
 
 
-@contextmanager
-def interruptions_put_off() -> Iterator[None]:
-    """Has SIGINT wait until the end of what is done in here, which must be short: whoever has asked for the signal gets it then.
+class InterruptionsPutOff:
+    """A context in which SIGINT waits until the end of what is done, which must be short: whoever has asked for the signal gets it then.
 
-    Only the main thread is interrupted by signals; in others, and where nobody in Python has asked for the signal, nothing changes.
+    Only the main thread is interrupted by signals; in others, and where nobody in Python has asked for the signal, nothing changes;
+    nor does it inside of another one.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[-1])
+
+    __slots__ = ("_came", "_handler")
+
+    def __enter__(self) -> None:
+        self._handler: Any = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler) or isinstance(getattr(handler, "__self__", None), InterruptionsPutOff):
+            return
+        self._came: list[tuple[int, FrameType | None]] = []
+        self._handler = handler
+        signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is None:
+            return
+        signal.signal(signal.SIGINT, self._handler)
+        if self._came:
+            self._handler(*self._came[-1])
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came.append((number, frame))

@@ -31,7 +31,7 @@ from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_failure import DeviceFailureError, located
 from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.interruptions import interruptions_put_off
+from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Ticket, Work
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.links import Links
@@ -217,7 +217,7 @@ class ChunkStore:
     def _give_up(self, action: Wait) -> None:
         """Undoes a transfer whose wait has failed."""
         ref, tier = action.ref, action.tier
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             if self.state.has_slots_to_take(ref, tier):
                 self._move(Drop(ref, tier, self.state.slots[ref]))
             residency.give_up(self.state, ref)
@@ -238,7 +238,7 @@ class ChunkStore:
             self._move(action)
             self._apply(action)
             return
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             self._issue_and_apply(action)
 
     def _issue_and_apply(self, action: Action) -> None:
@@ -262,7 +262,7 @@ class ChunkStore:
 
     def _apply(self, action: Action) -> None:
         """Notes what has been moved."""
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             arrived = residency.arriving_for(self.state, action.chunk) if isinstance(action, UpdateWait) else []
             residency.apply(self.state, action)
             if isinstance(action, Wait):
@@ -340,14 +340,14 @@ class ChunkStore:
 
     def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
         """Notes that a unit has been written, on the compute tier or on one below."""
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             residency.mark_written(self.state, ref, tier)
 
     def forget(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more but an update under way; its slots go when room is needed."""
         if ref not in self.state.in_update:
             self._land_transfer(ref)
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             residency.mark_free(self.state, ref)
 
     def release(self, ref: PlaneRef) -> None:
@@ -355,7 +355,7 @@ class ChunkStore:
         if self.state.is_free(ref) and not any(ref in refs for refs in self.state.taken.values()):
             return
         self.land(ref)
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             self.carry_out(residency.release(self.state, ref))
 
     # units that come later
