@@ -55,10 +55,16 @@ def test_bytes_are_counted_in_whole_grains_as_the_allocator_gives_them() -> None
     assert torch.accelerator.memory_allocated() == before
 
 
-def test_a_forecast_is_what_the_allocator_then_gives_out(accelerator: Accelerator) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_forecast_is_what_the_allocator_then_gives_out(rows: int, accelerator: Accelerator) -> None:
+    """Also where each activation is smaller than what the allocator gives out."""
     accelerator.configure(0.3, 1)
-    with twins() as pair:
-        inputs = batch()
+
+    def deep() -> nn.Module:
+        return nn.Sequential(*[part for _ in range(40) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+    with twins(deep) as pair:
+        inputs = batch()[:rows].contiguous()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
         pair.model(inputs).square().mean().backward()

@@ -116,7 +116,7 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="an-interruption-leaves-transfers-under-way",
         file="memory/store.py",
-        old="interruption by the user, of which the next may come while this one is settled\n                self.land_all()\n",
+        old="interruption by the user, of which the next may come while this one is settled\n            self.land_all()\n",
         new="interruption by the user, of which the next may come while this one is settled\n",
         tests=(f"{INTERRUPTED}[0-1-emulated]",),
     ),
@@ -154,8 +154,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="a-profile-does-not-show-what-moves",
         file="memory/store.py",
-        old="                if is_profiled_now:",
-        new="                if False:",
+        old="            if is_profiled():",
+        new="            if False:",
         tests=("tests/session/test_profile.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",),
     ),
     Mutant(

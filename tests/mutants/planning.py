@@ -11,7 +11,6 @@ ROOM_TESTS = "tests/plan/test_room.py"
 MAKE = "tests/plan/test_make.py"
 OVERLAP = "tests/plan/test_overlap.py"
 DISK = "tests/plan/test_overlap_disk.py"
-CAMPAIGN = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
 REPEATS = "tests/plan/test_repeats.py"
 ROOM = "slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes"
 
@@ -21,7 +20,7 @@ PLANNING: tuple[Mutant, ...] = (
         file="plan/overlap_disk.py",
         old="            by_unit.pop(ref, None)\n",
         new="            pass\n",
-        tests=(f"{CAMPAIGN}[gpt2-non-reentrant-x4-clip-deferred-next-use-minimum-emulated+disk]",),
+        tests=(f"{DISK}::test_updates_on_the_host_have_what_they_use_until_they_are_over",),
     ),
     Mutant(
         name="more-is-read-ahead-than-the-host-has-room-for",

@@ -326,12 +326,8 @@ STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="streams-share-the-scratch-of-conversions",
         file="optim/masters.py",
-        old="""        if device.type != "cpu":
-            yield self._made(device, numel)
-            return
-        try:
-""",
-        new="        try:\n",
+        old="            yield self._made(device, numel)\n",
+        new="            yield self.__dict__.setdefault('shared', self._made(device))\n",
         tests=PRECISE,
     ),
     Mutant(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from patrickstar.core.formats import FP32
 from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import GRAD
 from patrickstar.plan.check import check, show
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.overlap_disk import overlap_disk
-from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, state_of, trace_of
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import gradients_freed, on_tiers
+from patrickstar.plan.weave import weave
+from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, some, state_of, trace_of
+from tests.plan.test_weave import FP32_PLANES, updates_of
 
 
 def overlapped(
@@ -75,3 +84,43 @@ def test_what_goes_down_at_the_moment_itself_has_its_slots_there() -> None:
     found = overlapped("c0.weight", "c3.weight", "c1.weight c3.weight", start=start, host_slots=1, device_slots=2)
     assert "c0.weight D>H, c0.weight H?, c0.weight D!, c0.weight H>K" in found[2]
     assert "c1.weight K>H" in found[2]
+
+
+@some
+@given(
+    repeats=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    homes=st.lists(st.sampled_from([Tier.HOST, Tier.DISK, Tier.DISK]), min_size=16, max_size=16),
+    device_slots=st.integers(3, 8),
+    more_slots=st.integers(0, 4),
+    ahead=st.none() | st.integers(0, 3),
+)
+# Two updates under way at once, whose waits come at the moment at which what they have used leaves the host.
+@example(
+    repeats=[2, 2, 2],
+    homes=[{"H": Tier.HOST, "K": Tier.DISK}[home] for home in "KKHKKHHKKHKK"],
+    device_slots=6,
+    more_slots=0,
+    ahead=None,
+)
+def test_updates_on_the_host_have_what_they_use_until_they_are_over(
+    repeats: list[int], homes: list[Tier], device_slots: int, more_slots: int, ahead: int | None
+) -> None:
+    chunks = range(len(repeats))
+    layout = layout_of(*[1] * len(repeats))
+    units = list(layout.units(FP32_PLANES))
+    state = Residency.at_rest(layout, compute=Tier.DEVICE, home=dict(zip(units, homes, strict=False)), formats=FP32)
+    forward = [f"c{chunk}.weight" for chunk in chunks for _ in range(repeats[chunk])]
+    backward = [text for chunk in reversed(chunks) for text in (f"c{chunk}.weight", f"c{chunk}.weight c{chunk}.grad*")]
+    updates = on_tiers(updates_of(layout), dict.fromkeys(chunks, Tier.HOST))
+    trace = weave(trace_of(*forward, *backward), updates, state=state, capacity_bytes=device_slots * SLOT_BYTES)
+    host_slots = state.slots_resting[Tier.HOST] + len(FP32_PLANES) + more_slots
+    budget = {Tier.DEVICE: device_slots * SLOT_BYTES, Tier.HOST: host_slots * SLOT_BYTES, Tier.DISK: PLENTY}
+    machine, frees = Machine(Tier.DEVICE, budget), gradients_freed(trace)
+    goes_down = [ref for ref in units if ref.plane == GRAD]
+    for _ in range(4):
+        plan = make_plan(
+            trace, layout=layout, machine=machine, start=state, frees=frees, prefetch=ahead, goes_down=goes_down
+        )
+        found = check(plan, trace, layout, machine)
+        assert found == [], show(found, plan, trace)
+        state = Residency.of(plan.end)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -187,24 +188,29 @@ class ChunkStore:
             StateError: the store is of another process, whose transfers nobody here can wait for.
         """
         self._expect_own_process()
-        is_profiled_now = is_profiled()
-        for action in actions:
-            try:
-                if is_profiled_now:
-                    with record_function(str(action)):
-                        self._move_and_apply(action)
-                else:
+        for waits, group in groupby(actions, key=lambda action: isinstance(action, Wait | UpdateWait)):
+            # Nobody waits in between: what is moved, and what is noted of it, belong together.
+            with nullcontext() if waits else InterruptionsPutOff():
+                for action in group:
+                    self._carry_out_one(action, during)
+
+    def _carry_out_one(self, action: Action, during: str) -> None:
+        try:
+            if is_profiled():
+                with record_function(str(action)):
                     self._move_and_apply(action)
-            except (torch.AcceleratorError, DeviceFailureError) as error:
-                self.land_all()
-                raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
-            except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
-                self.land_all()
-                raise
-            if isinstance(action, Copy):
-                self._issued_at[action.ref] = during
-            if self.keep_log:
-                self.log.append(action)
+            else:
+                self._move_and_apply(action)
+        except (torch.AcceleratorError, DeviceFailureError) as error:
+            self.land_all()
+            raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
+        except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
+            self.land_all()
+            raise
+        if isinstance(action, Copy):
+            self._issued_at[action.ref] = during
+        if self.keep_log:
+            self.log.append(action)
 
     def _expect_own_process(self) -> None:
         if os.getpid() != self._process:
@@ -234,14 +240,6 @@ class ChunkStore:
         return True
 
     def _move_and_apply(self, action: Action) -> None:
-        if isinstance(action, Wait | UpdateWait):
-            self._move(action)
-            self._apply(action)
-            return
-        with InterruptionsPutOff():
-            self._issue_and_apply(action)
-
-    def _issue_and_apply(self, action: Action) -> None:
         if isinstance(action, Update):
             work = self.update_work(action.chunk, action.tier)
             residency.apply(self.state, action)

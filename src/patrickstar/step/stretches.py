@@ -107,7 +107,7 @@ class Stretches:
         self._may_weave = may_weave
 
         self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
-        self._plans: OrderedDict[tuple[Hashable, ...], tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
+        self._plans: OrderedDict[tuple[Hashable, Hashable], tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
         self._whole: OrderedDict[Hashable, tuple[WholeChunks | None, Trace]] = OrderedDict()
         self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
         self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
@@ -418,10 +418,10 @@ class Stretches:
         # Gradients are complete in the last backward before a step, as far as this step is as the last one.
         is_last = kind is StretchKind.TRAINING and self._forwards == self._forwards_a_step
         goes_down = self._used_below if is_last else frozenset[PlaneRef]()
-        key = (kind, id(trace), id(after), contents, self._taken_bytes(), frees, goes_down)
+        asked = (kind, id(trace), id(after), self._taken_bytes(), frees, goes_down)
+        key = (asked, contents)
         if key not in self._plans:
-            is_same = (*key[:3], *key[4:])
-            earlier = sum((*other[:3], *other[4:]) == is_same for other in self._plans)
+            earlier = sum(other == asked for other, _ in self._plans)  # from other states
             earlier //= max(self._forwards, self._forwards_a_step, 1)  # each forward of a step begins elsewhere
             plan = make_plan(
                 trace,
