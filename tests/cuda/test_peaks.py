@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,15 @@ from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    """What earlier tests have left on the device goes before, and not in the middle of a step that is measured."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Masked(nn.Module):
