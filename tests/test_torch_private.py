@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from patrickstar.torch_private import (
     at_end_of_backward,
     backward_id,
     backward_makes_graph,
+    has_step_pre_hooks,
     inside_backward_node,
     is_checkpoints,
     is_profiled,
@@ -177,3 +179,14 @@ def test_a_storage_at_an_address_owns_nothing_and_is_fresh_each_time():
     tensor.add_(1)
     del tensor, first, second
     assert owner.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_what_is_called_before_a_step_is_seen(of_all):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert not has_step_pre_hooks(optimizer)
+    register = register_optimizer_step_pre_hook if of_all else optimizer.register_step_pre_hook
+    handle = register(lambda *_: None)
+    assert has_step_pre_hooks(optimizer)
+    handle.remove()
+    assert not has_step_pre_hooks(optimizer)

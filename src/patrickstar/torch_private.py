@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.optim.optimizer as _optimizers
 from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "backward_makes_graph",
     "computes_bf16",
     "computes_fp16",
+    "has_step_pre_hooks",
     "inside_backward_node",
     "is_checkpoints",
     "is_profiled",
@@ -89,6 +91,11 @@ def backward_makes_graph() -> bool:
 def inside_backward_node() -> bool:
     """Tells whether a backward node is being evaluated on this thread."""
     return torch._C._current_autograd_node() is not None
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether anything of the user's is called before `optimizer.step()` does its work (`register_step_pre_hook`)."""
+    return bool(optimizer._optimizer_step_pre_hooks or _optimizers._global_optimizer_pre_hooks)
 
 
 def computes_bf16() -> bool:

@@ -38,14 +38,19 @@ class Accelerator:
     """The device that tests see: its schedule, its capacity and its faults, and what it has noticed."""
 
     def configure(
-        self, share: float = 0.0, seed: int = 0, *, capacity: int = DEFAULT_CAPACITY, refuses_registration: bool = False
+        self,
+        share: float = 0.0,
+        seed: int = 0,
+        *,
+        capacity: int = DEFAULT_CAPACITY,
+        most_pinned: int = DEFAULT_CAPACITY,
     ) -> None:
         """Begins anew, when all that is queued has run.
 
         `share` is how much of what is queued runs before somebody must wait for it: 0 for nothing, 1 for everything at
-        once, between them as the seed has it. `capacity` in bytes is of torch's allocator and of the driver's together.
+        once, between them as the seed has it. `capacity` in bytes is of torch's allocator and of the driver's together; `most_pinned` is of the host.
         """
-        _module.configure(share, seed, capacity, refuses_registration)
+        _module.configure(share, seed, capacity, most_pinned)
 
     def fail(self, operation: str, after: int = 0) -> None:
         """Fails the next operation whose name contains this, after so many that do not; nothing runs after it, and all that is asked of the

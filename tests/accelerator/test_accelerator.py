@@ -279,7 +279,7 @@ def test_memory_of_the_host_is_registered_and_refused(accelerator: Accelerator) 
     assert runtime.cudaHostUnregister(place[0]) == 0
     assert not tensor.is_pinned()
     assert runtime.cudaHostUnregister(place[0]) != 0
-    accelerator.configure(refuses_registration=True)
+    accelerator.configure(most_pinned=accelerator.pinned_bytes() + tensor.nbytes - 1)
     assert runtime.cudaHostRegister(*place, 0) == 2
     with pytest.raises(torch.AcceleratorError, match="of an earlier call"):
         torch.ones(1, device="cuda")

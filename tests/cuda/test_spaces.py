@@ -155,15 +155,18 @@ def test_memory_of_the_host_is_pinned_while_it_is_used_and_no_more_than_that(acc
     assert accelerator.pinned_bytes() == before
 
 
+@pytest.mark.parametrize("units", [0, 2])
 def test_where_pinning_is_refused_memory_is_pageable_and_a_warning_says_what_that_costs(
-    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+    units: int, accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator.configure(refuses_registration=True)
+    before = accelerator.pinned_bytes()
+    accelerator.configure(most_pinned=before + units * 4096)
     host, device = pinned(4096), on_device(4096)
     with caplog.at_level(logging.WARNING, logger="patrickstar"):
         there, here = host.take(3), device.take(3)
     (record,) = caplog.records
-    assert "pins no more than 0 bytes" in record.getMessage()
+    assert accelerator.pinned_bytes() - before == units * 4096
+    assert f"pins no more than {units * 4096} bytes" in record.getMessage()
     assert "two to three times as long" in record.getMessage()
     host.wrapping(there, 3, torch.uint8)().fill_(7)
     device.copying(here, 3, host, there)()
@@ -223,6 +226,16 @@ def test_memory_of_a_closed_arena_goes_with_the_last_tensor_over_it(accelerator:
     assert accelerator.driver_bytes() == before
 
 
+def test_memory_of_a_closed_arena_stays_until_what_is_queued_has_used_it(accelerator: Accelerator) -> None:
+    arena = on_device(GRANULE)
+    tensor = arena.wrapping(arena.take(), 1, torch.uint8)().fill_(3)
+    arena.close([tensor.untyped_storage()])
+    total = tensor.sum()
+    del tensor
+    assert total.item() == 3 * GRANULE
+    assert not accelerator.races()
+
+
 def test_an_arena_that_is_closed_while_slots_are_in_use_gives_all_its_memory_back(accelerator: Accelerator) -> None:
     before = accelerator.driver_bytes()
     arena = on_device(GRANULE)
@@ -232,7 +245,7 @@ def test_an_arena_that_is_closed_while_slots_are_in_use_gives_all_its_memory_bac
 
 
 def test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel(accelerator: Accelerator) -> None:
-    accelerator.configure(0.3, 1, refuses_registration=True)
+    accelerator.configure(0.3, 1, most_pinned=0)
     space = PinnedSpace(1 << 20, unit_bytes=4096, name="host")
     space.prepare(0, 4096)
     assert torch.ones(1, device="cuda").cpu().item() == 1

@@ -14,6 +14,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
+from patrickstar.memory.lanes import Work
 from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 CUDA = torch.device("cuda", 0)
 D, H = Tier.DEVICE, Tier.HOST
 ONE, OTHER = PlaneRef(0, "weight"), PlaneRef(1, "weight")
+RUN = PlaneRef(3, "weight")
 SLOT_BYTES = 4096
+NUMEL = SLOT_BYTES // 4
 
 
 @pytest.fixture(params=SCHEDULES, ids=str)
@@ -37,25 +40,43 @@ def accelerator(request: pytest.FixtureRequest, accelerator: Accelerator) -> Acc
     return accelerator
 
 
-@pytest.fixture
-def store(accelerator: Accelerator) -> ChunkStore:
-    """Two units that rest on the host without contents, and room for both of them on the device."""
-    state = Residency.of(Snapshot(D, SLOT_BYTES, {ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, newest={}, taken={}))
+def make_store(home: dict[PlaneRef, Tier], *, slots: int = 1) -> ChunkStore:
+    """Units of so many chunks, of a slot each, without contents; the device has room for three slots, or for one unit."""
+    state = Residency.of(Snapshot(D, SLOT_BYTES, home, dict.fromkeys(home, slots), newest={}, taken={}))
     ledger = Ledger()
-    ledger.add(H, 2 * SLOT_BYTES)
+    ledger.add(H, slots * SLOT_BYTES * sum(tier is H for tier in home.values()))
     return ChunkStore(
         state,
         arenas={
             D: Arena(SLOT_BYTES, virtual_slots=3, name="device", make_space=partial(DeviceSpace, device=CUDA)),
-            H: Arena(SLOT_BYTES, virtual_slots=2, name="host", make_space=PinnedSpace),
+            H: Arena(SLOT_BYTES, virtual_slots=2 * slots, name="host", make_space=PinnedSpace),
         },
         disk=None,
         links=Links(lanes_of(device=CUDA)),
         dtype=lambda _: torch.float32,
-        chunks=lambda _: 1,
+        chunks=lambda _: slots,
         ledger=ledger,
         device=CUDA,
     )
+
+
+@pytest.fixture
+def store(accelerator: Accelerator) -> ChunkStore:
+    """Two units that rest on the host, and room for both of them on the device."""
+    return make_store({ONE: H, OTHER: H})
+
+
+@pytest.fixture
+def runs(accelerator: Accelerator) -> ChunkStore:
+    """Two runs of three chunks that rest on the host, and room for one of them on the device. An update doubles a chunk."""
+    store = make_store({ONE: H, RUN: H}, slots=3)
+
+    def doubling(chunk: int, tier: Tier) -> Work:
+        part = store.operand(ONE, tier)[chunk * NUMEL : (chunk + 1) * NUMEL]
+        return lambda: part.mul_(2)
+
+    store.update_work = doubling
+    return store
 
 
 def use(store: ChunkStore, ref: PlaneRef, *, writes: bool = False) -> torch.Tensor:
@@ -132,3 +153,61 @@ def test_new_contents_are_zeros_whatever_was_there(store: ChunkStore, accelerato
         use(store, ONE).sum()
         store.release(ONE)
     finish(store, accelerator)
+
+
+def test_contents_that_go_down_come_after_a_copy_that_still_reads_there(
+    store: ChunkStore, accelerator: Accelerator
+) -> None:
+    store.carry_out([Create(ONE, D)])
+    use(store, ONE, writes=True).fill_(3)
+    store.carry_out([Copy(ONE, D, H), Wait(ONE, H), Drop(ONE, D), Copy(ONE, H, D), Wait(ONE, D)])
+    store.release(ONE)
+    # The other one has the slot that comes after the copy.
+    store.carry_out([Create(OTHER, D), Create(ONE, D)])
+    use(store, ONE, writes=True).fill_(5)
+    store.carry_out([Copy(ONE, D, H), Wait(ONE, H)])
+    assert store.tensor(ONE, H).sum() == 5 * NUMEL
+    finish(store, accelerator)
+
+
+def test_new_contents_at_home_come_after_a_copy_that_still_writes_there(
+    store: ChunkStore, accelerator: Accelerator
+) -> None:
+    store.carry_out([Create(ONE, D)])
+    use(store, ONE, writes=True).fill_(3)
+    store.carry_out([Copy(ONE, D, H), Wait(ONE, H)])
+    store.release(ONE)
+    store.carry_out([Create(ONE, H)])
+    store._filling[ONE, H].wait()  # by a thread: before anybody else waits for the copy
+    assert not store.tensor(ONE, H).any()
+    finish(store, accelerator)
+
+
+@pytest.mark.parametrize("waited", [0, 1])
+def test_chunks_of_a_run_go_down_after_what_was_computed_and_updated(
+    waited: int, runs: ChunkStore, accelerator: Accelerator
+) -> None:
+    """Also a chunk that has no update, or whose update has been waited for, which is then queued and no more."""
+    runs.carry_out([Create(ONE, D, 3)])
+    use(runs, ONE, writes=True).fill_(3)
+    runs.carry_out([Update(chunk, D) for chunk in range(2 + waited)])
+    runs.carry_out([UpdateWait(2, D)] * waited)
+    runs.carry_out([Copy(ONE, D, H, 3), UpdateWait(0, D), UpdateWait(1, D), Wait(ONE, H)])
+    assert runs.tensor(ONE, H).sum() == (6 + 6 + 3 * (1 + waited)) * NUMEL
+    finish(runs, accelerator)
+
+
+def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
+    runs: ChunkStore, accelerator: Accelerator
+) -> None:
+    runs.carry_out([Create(RUN, D, 3)])
+    use(runs, RUN, writes=True).fill_(4)
+    runs.carry_out([Copy(RUN, D, H, 3), Wait(RUN, H), Create(ONE, H, 3)])
+    runs.tensor(ONE, H).fill_(3)
+    runs.wrote(ONE, H)
+    total = use(runs, RUN).sum()
+    runs.carry_out([Drop(RUN, D, 3), Update(0, H), Update(1, H), Copy(ONE, H, D, 3)])
+    runs.carry_out([UpdateWait(0, H), UpdateWait(1, H), Wait(ONE, D)])
+    assert use(runs, ONE).sum().item() == (6 + 6 + 3) * NUMEL
+    assert total.item() == 12 * NUMEL
+    finish(runs, accelerator)

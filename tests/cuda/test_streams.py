@@ -216,10 +216,12 @@ def test_a_failure_of_the_device_is_told_and_closing_does_not_hang(accelerator: 
     accelerator.finish()
 
 
-def test_where_no_memory_can_be_pinned_the_bits_are_the_same(
-    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("chunks", [0, 7])
+def test_where_no_more_memory_can_be_pinned_the_bits_are_the_same(
+    chunks: int, accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator.configure(0.3, 3, refuses_registration=True)
+    gc.collect()
+    accelerator.configure(0.3, 3, most_pinned=accelerator.pinned_bytes() + chunks * 4 * CHUNK)
     with twins() as pair:
         pair.train(3)
         pair.expect_same()

@@ -75,6 +75,8 @@ class Defined(torch.optim.AdamW):
         for group in self.param_groups:
             hyper = Hyper.from_group(group)
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter]
                 if not state:
                     state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))

@@ -22,6 +22,8 @@ from patrickstar.step import resources
 
 __all__ = ["GPU", "accelerator", "nothing_is_left_to_chance"]
 
+_UNBOUNDED = 1 << 62
+
 
 class GPU:
     """The GPU, with what tests ask of `tests.accelerator.cuda.Accelerator`."""
@@ -30,14 +32,14 @@ class GPU:
         self.mapped: dict[int, int] = {}  # by address
         self.most_mapped = 0
         self.registered: dict[int, int] = {}
-        self.refuses_registration = False
+        self.most_pinned = _UNBOUNDED
 
     def configure(
-        self, share: float = 0.0, seed: int = 0, *, capacity: int | None = None, refuses_registration: bool = False
+        self, share: float = 0.0, seed: int = 0, *, capacity: int | None = None, most_pinned: int = _UNBOUNDED
     ) -> None:
         if capacity is not None:
             pytest.skip("a GPU's capacity is what it is")
-        self.refuses_registration = refuses_registration
+        self.most_pinned = most_pinned
         self.finish()
 
     def finish(self) -> None:
@@ -111,7 +113,7 @@ class _Runtime:
         return getattr(self._runtime, name)
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:  # noqa: N802  the runtime's name
-        if self._gpu.refuses_registration:
+        if sum(self._gpu.registered.values()) + size > self._gpu.most_pinned:
             return 2  # cudaErrorMemoryAllocation
         error = self._runtime.cudaHostRegister(address, size, flags)
         if int(error) == 0:

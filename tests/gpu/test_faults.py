@@ -178,9 +178,9 @@ def test_an_interrupt_in_a_step_leaves_a_session_that_trains_on(where: str, acce
         pair.expect_same()
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_two_sessions_that_take_turns_do_not_disturb_each_other(refuses: bool, accelerator: Accelerator) -> None:
-    accelerator.configure(0.3, 1, refuses_registration=refuses)
+@pytest.mark.parametrize("pins", [False, True])
+def test_two_sessions_that_take_turns_do_not_disturb_each_other(pins: bool, accelerator: Accelerator) -> None:
+    accelerator.configure(0.3, 1, **({} if pins else {"most_pinned": 0}))
     with twins() as first, twins(step="in_backward") as second:
         for number in range(3):
             first.train(1, first=number)

@@ -36,7 +36,6 @@ STORE = "tests/cuda/test_store.py"
 COPIED = "            before += self._readiness.before_writing((ref, tier))\n"
 COMPUTED = "            if tier is self._compute:\n                before += self._readiness.computed()\n"
 FENCE = f"{COPIED}{COMPUTED}            self._readiness.forget"
-
 STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="a-kernel-does-not-wait-for-its-weight",
@@ -359,5 +358,93 @@ STREAMS: tuple[Mutant, ...] = (
         old="        _take_last_error()\n",
         new="",
         tests=("tests/cuda/test_spaces.py::test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="memory-of-a-closed-session-goes-while-it-is-used",
+        file="memory/device_space.py",
+        old="    torch.accelerator.synchronize(device)\n",
+        new="",
+        tests=(
+            "tests/cuda/test_spaces.py::test_memory_of_a_closed_arena_stays_until_what_is_queued_has_used_it[(0.0, 0)]",
+        ),
+    ),
+    Mutant(
+        name="chunks-of-a-run-come-where-something-is-still-used",
+        file="memory/store.py",
+        old="[*before, *after]",
+        new="after",
+        tests=(f"{STORE}::test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="an-update-that-has-been-queued-counts-as-done",
+        file="memory/store.py",
+        old="after = self._readiness.before_reading((ref, src)) if update is None else [update]",
+        new="after = [] if update is None else [update]",
+        tests=(f"{STORE}::test_chunks_of_a_run_go_down_after_what_was_computed_and_updated[(0.0, 0)-1]",),
+    ),
+    Mutant(
+        name="contents-are-made-before-a-copy-has-written-what-was-there",
+        file="memory/store.py",
+        old="        return [*self._under_way(ref, tier), *self._readiness.before_writing((ref, tier))]",
+        new="        return self._under_way(ref, tier)",
+        tests=(f"{STORE}::test_new_contents_at_home_come_after_a_copy_that_still_writes_there[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="a-copy-comes-where-something-is-still-used",
+        file="memory/store.py",
+        old="        before = self._arenas[dst].fences(first, slots)\n        before += ",
+        new="        before = ",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="nobody-waits-for-a-copy-on-the-device",
+        file="memory/store.py",
+        old="        self._readiness.written((ref, dst), ticket)\n        if dst",
+        new="        if dst",
+        tests=TRAINING,
+    ),
+    Mutant(
+        name="a-stream-that-has-waited-once-waits-no-more",
+        file="memory/readiness.py",
+        old="            self._seen.pop(place, None)\n\n    def read",
+        new="\n    def read",
+        tests=(f"{STORE}::test_a_unit_that_is_updated_is_used_after_that[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="the-host-waits-until-a-work-is-queued",
+        file="memory/stream_lane.py",
+        old="                event.synchronize()\n",
+        new="                pass\n",
+        tests=(f"{LANE}::test_after_a_wait_the_host_sees_what_the_device_has_done[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="a-lane-is-drained-when-all-is-queued",
+        file="memory/stream_lane.py",
+        old="            self.stream.synchronize()\n\n    def close",
+        new="            pass\n\n    def close",
+        tests=(f"{LANE}::test_after_drain_nothing_is_under_way[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="a-work-of-the-host-begins-when-the-devices-is-queued",
+        file="memory/thread_lane.py",
+        old="            ticket.wait()\n",
+        new="            ticket.wait_until_settled()\n",
+        tests=(f"{LANE}::test_a_work_of_the_host_comes_after_one_of_the_device[(0.0, 0)]",),
+    ),
+    Mutant(
+        name="flags-and-the-norm-are-read-one-after-the-other",
+        file="step/training.py",
+        old="        if clips and any(flag.on_device is not None for flag in overflowed):",
+        new="        if False:",
+        tests=("tests/cuda/test_waits.py::test_a_step_that_needs_a_number_waits_for_that_alone[fp16-(0.0, 0)]",),
+    ),
+    Mutant(
+        name="a-norm-is-taken-before-a-hook-changes-gradients",
+        file="session/scaler.py",
+        old="before_step=not has_step_pre_hooks(optimizer)",
+        new="before_step=True",
+        tests=(
+            "tests/cuda/test_overflow.py::test_gradients_that_a_hook_changes_before_the_step_count_as_changed_in_its_norm",
+        ),
     ),
 )

@@ -205,8 +205,8 @@ UPDATES: tuple[Mutant, ...] = (
     Mutant(
         name="a-chunk-of-a-run-comes-up-before-its-update",
         file="memory/store.py",
-        old="(filling, self._updates.get(ref.chunk + number))",
-        new="(filling, self._updates.get(ref.chunk))",
+        old="update = self._updates.get(ref.chunk + number)",
+        new="update = self._updates.get(ref.chunk)",
         tests=(f"{RUN}::test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update",),
     ),
     Mutant(

@@ -412,7 +412,7 @@ class Autocast(nn.Module):
         self.mixers = nn.ModuleList(Feedforward(48, 64) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             for mixer in (*self.mixers, self.mixers[0]):
                 x = run_block(mixer, x, checkpointing=self.checkpointing, training=self.training)
         return x.float()

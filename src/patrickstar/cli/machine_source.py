@@ -86,6 +86,7 @@ class MachineSource:
             device_free_bytes=figures.device_bytes - figures.context_bytes if on_gpu else 0,
             device_total_bytes=figures.device_bytes if on_gpu else 0,
             granule_bytes=_GRANULE_BYTES if on_gpu else 0,
+            workspace_bytes=figures.workspace_bytes if on_gpu else 0,
             disk_free_bytes=figures.disk_bytes,
             threads=max(1, figures.threads),
             retains=known.retains,
@@ -138,7 +139,7 @@ class MachineSource:
         if resources.on_gpu and memory.device_memory is None:
             lines.append(
                 f"  device  {DEVICE_SHARE:.0%} of what is free: {device} less {format_bytes(figures.context_bytes)} for the driver and CUDA's "
-                "context. The rest is for workspaces of kernels and what the allocator rounds up"
+                "context. The rest is for what the allocator rounds up"
             )
         if memory.host_memory is None:
             lines.append(f"  host    {HOST_SHARE:.0%} of {host}. The rest is for the system and the process itself")
@@ -203,10 +204,10 @@ def _together(values: dict[str, Any]) -> list[str]:
         problems.append(
             f"devices={values['devices']} with device_bytes={values['device_bytes']}: give both, or 0 for both"
         )
-    if values.get("context_bytes", 0) >= values["device_bytes"] > 0:
-        problems.append(
-            f"context_bytes={values['context_bytes']}: nothing is left of device_bytes={values['device_bytes']}"
-        )
+    taken = {name: values.get(name, 0) for name in ("context_bytes", "workspace_bytes")}
+    if sum(taken.values()) >= values["device_bytes"] > 0:
+        of = ", ".join(f"{name}={nbytes}" for name, nbytes in taken.items() if nbytes)
+        problems.append(f"{of}: nothing is left of device_bytes={values['device_bytes']}")
     if not values["devices"] and not values.get("threads"):
         problems.append("threads=0: without an accelerator the host computes; say on how many threads")
     return problems

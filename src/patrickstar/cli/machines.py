@@ -16,7 +16,8 @@ may hope for at best. Matmul rates are dense (without sparsity), 16-bit with fp3
 
 Which 16-bit types are fast: bf16 from compute capability 8.0 on, fp16 from 7.0 on (NVIDIA's CUDA C++ programming guide);
 the two cores are slow in both. How much of a device its driver and CUDA's context take was measured on none of them:
-1 GiB is set aside by rule.
+1 GiB is set aside by rule. Workspaces of cuBLAS are as torch makes them, for the two threads that multiply: 32 MiB from compute
+capability 9.0 on, 8 MiB and 128 KiB before.
 
 Host memory bandwidth is that of the platform's memory channels, NVMe rates those of a drive common in such a machine.
 """
@@ -28,10 +29,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from patrickstar.units import GIB
+from patrickstar.units import GIB, KIB, MIB
 
 GB: Final = 10**9
 TERA: Final = 10**12
+_WORKSPACES: Final = 2 * 8320 * KIB
+_WORKSPACES_FROM_HOPPER: Final = 2 * 32 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class MachinePreset:
     disk_write: float
     context_bytes: int = 0
     """Memory of one accelerator that nobody can allocate: the driver's, and of the context of one process."""
+    workspace_bytes: int = 0
+    """What cuBLAS keeps of one accelerator, in memory that torch gives it."""
     threads: int = 0
     """Threads that compute on the host; 0: not known, so that nothing can be planned for the host alone."""
 
@@ -81,6 +86,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=0,
             disk_write=0,
             context_bytes=GIB,
+            workspace_bytes=_WORKSPACES,
         ),
         "a100-superpod": MachinePreset(
             device="A100-SXM4-40GB",
@@ -98,6 +104,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=0,
             disk_write=0,
             context_bytes=GIB,
+            workspace_bytes=_WORKSPACES,
         ),
         "h200": MachinePreset(
             device="H200-SXM-141GB",
@@ -115,6 +122,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=7 * GB,
             disk_write=5 * GB,
             context_bytes=GIB,
+            workspace_bytes=_WORKSPACES_FROM_HOPPER,
         ),
         "gpu-24g": MachinePreset(
             device="RTX 4090 24GB",
@@ -132,6 +140,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=7 * GB,
             disk_write=5 * GB,
             context_bytes=GIB,
+            workspace_bytes=_WORKSPACES,
         ),
         "laptop-8g": MachinePreset(
             device="RTX 4060 Laptop 8GB",
@@ -149,6 +158,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=3.5 * GB,
             disk_write=3 * GB,
             context_bytes=GIB,
+            workspace_bytes=_WORKSPACES,
         ),
         "cpu": MachinePreset(
             device="",

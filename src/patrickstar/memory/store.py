@@ -494,9 +494,11 @@ class ChunkStore:
         return [*self._under_way(ref, tier), *self._readiness.before_reading((ref, tier)), *computed]
 
     def _before_writing(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """All that must be over before a work writes a unit's slots, but for the fences of slots that have just been taken."""
-        computed = self._readiness.computed() if tier is self._compute else []
-        return [*self._under_way(ref, tier), *self._readiness.before_writing((ref, tier)), *computed]
+        """All that must be over before a work writes a unit's slots, but for the fences of slots that have just been taken.
+
+        What is computed is not among them: slots of the tier that computes have always just been taken.
+        """
+        return [*self._under_way(ref, tier), *self._readiness.before_writing((ref, tier))]
 
     def _under_way(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
         """The filling and the updates that must be over before a unit's slots are read or written."""
@@ -545,12 +547,15 @@ class ChunkStore:
         lane, chunks = self._links.lane(src, dst), self._chunks(ref)
         slots, parts = self.state.slots[ref] // chunks, list[Ticket]()
         filling = self._filling.get((ref, src))
-        computed = self._readiness.computed() if src is self._compute else []
         for number in range(chunks):
             first, source_first = self._at[dst][ref] + number * slots, self._at[src][ref] + number * slots
             work = self._arenas[dst].copying(first, slots, self._arenas[src], source_first)
-            after = [ticket for ticket in (filling, self._updates.get(ref.chunk + number)) if ticket is not None]
-            parts.append(lane.issue(work, [*before, *computed, *after], nbytes=slots * self.state.slot_bytes))
+            update = self._updates.get(ref.chunk + number)
+            # On a device an update that has been waited for is queued, and no more. The last one comes after all before it, and what was computed.
+            after = self._readiness.before_reading((ref, src)) if update is None else [update]
+            if filling is not None:
+                after.append(filling)
+            parts.append(lane.issue(work, [*before, *after], nbytes=slots * self.state.slot_bytes))
         return lane.issue(_nothing, parts)
 
     def _pool(self) -> DiskPool:

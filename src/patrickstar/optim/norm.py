@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from patrickstar.optim.masters import scaled_blocks
 from patrickstar.optim.scratch import grains, tree_numel
 
-__all__ = ["BLOCK_NUMEL", "GlobalNorm", "Norm", "clip_factor", "rounded_root", "sum_left_to_right"]
+__all__ = ["BLOCK_NUMEL", "GlobalNorm", "Norm", "clip_factor", "norm_of", "sum_left_to_right"]
 
 BLOCK_NUMEL = 65_536
 """Elements whose squares are summed by one tree, counted from the start of each tensor."""
@@ -29,6 +29,10 @@ class Norm(Protocol):
 
     def end_tensor(self) -> None:
         """Ends the current tensor: the next piece starts another one, with a block of its own."""
+        ...
+
+    def numbers(self) -> torch.Tensor:
+        """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
         ...
 
     def result(self) -> torch.Tensor:
@@ -104,14 +108,18 @@ class GlobalNorm:
         self.add(tensor.detach().reshape(-1))
         self.end_tensor()
 
+    def numbers(self) -> torch.Tensor:
+        """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
+        assert not self._filled, "inside a tensor: end_tensor() first"
+        return torch.cat(self._numbers) if self._numbers else self._scratch[:0]
+
     def result(self) -> torch.Tensor:
         """The norm of all tensors so far: a tensor of no dimensions, fp32. NaN or Inf where a gradient is."""
-        return rounded_root(self.sum_of_squares())
+        return norm_of(self.numbers().tolist())
 
     def sum_of_squares(self) -> float:
         """The sum so far, in fp64."""
-        assert not self._filled, "inside a tensor: end_tensor() first"
-        return sum_left_to_right(self._numbers)
+        return sum_left_to_right(self.numbers().tolist())
 
     def _sum(self) -> None:
         """Adds the blocks that have come to the total, the last one as it is."""
@@ -142,18 +150,18 @@ class GlobalNorm:
         return sums[:, 0].clone()  # what it is a part of is written over
 
 
-def sum_left_to_right(numbers: Sequence[torch.Tensor]) -> float:
-    """The sum of all elements of 1-D tensors in fp64, one after the other. Waits once for the device that they are on."""
+def sum_left_to_right(numbers: Iterable[float]) -> float:
+    """The sum of numbers in fp64, one after the other."""
     total = 0.0
-    for number in torch.cat(list(numbers)).tolist() if numbers else []:
+    for number in numbers:
         total += number
     return total
 
 
-def rounded_root(total: float) -> torch.Tensor:
-    """The root of a sum of squares, a tensor of no dimensions, fp32."""
+def norm_of(numbers: Iterable[float]) -> torch.Tensor:
+    """The norm from the sums of all blocks: a tensor of no dimensions, fp32, on the host. NaN or Inf where a gradient is."""
     # Through fp64: a norm beyond fp32 rounds to Inf, as in torch, where a direct conversion might refuse it.
-    return torch.tensor(math.sqrt(total), dtype=torch.float64, device="cpu").float()
+    return torch.tensor(math.sqrt(sum_left_to_right(numbers)), dtype=torch.float64, device="cpu").float()
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.masters import blocks
-from patrickstar.optim.norm import BLOCK_NUMEL, rounded_root, sum_left_to_right
+from patrickstar.optim.norm import BLOCK_NUMEL, norm_of, sum_left_to_right
 from patrickstar.optim.triton_launch import WIDENED, current, factor_arguments, launch
 
 __all__ = ["TritonNorm"]
@@ -65,14 +65,18 @@ class TritonNorm:
         self.add(tensor.detach().reshape(-1))
         self.end_tensor()
 
+    def numbers(self) -> Tensor:
+        """The sums of all blocks so far, 1-D in fp64 on the device: `norm_of` them is the norm."""
+        assert not self._filled, "inside a tensor: end_tensor() first"
+        return torch.cat(self._numbers) if self._numbers else self._rows[:0]
+
     def result(self) -> Tensor:
         """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host, which waits for the device once."""
-        return rounded_root(self.sum_of_squares())
+        return norm_of(self.numbers().tolist())
 
     def sum_of_squares(self) -> float:
         """The sum so far, in fp64."""
-        assert not self._filled, "inside a tensor: end_tensor() first"
-        return sum_left_to_right(self._numbers)
+        return sum_left_to_right(self.numbers().tolist())
 
     def _collect(self, part: Tensor, factors: Sequence[Tensor], *, is_here: bool) -> None:
         """Keeps a part of a block, which ends where the block does or before, and sums the block when it is whole."""

@@ -10,7 +10,9 @@ are needed (`plan/overlap.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import gc
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from patrickstar.core.layout import Layout
@@ -44,6 +46,23 @@ def must_repeat(earlier: int, *, trace: Trace, following: Trace | None) -> bool:
     return earlier >= _FREE_PLANS and (following is None or following is trace)
 
 
+@contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """A context in which nobody looks for garbage.
+
+    A plan has as many small objects as moments and actions, and no cycles. The collector would go through all that the process holds, several
+    times: a third of the time of a large plan.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_garbage_waits()
 def make_plan(
     trace: Trace,
     *,

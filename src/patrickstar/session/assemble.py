@@ -310,6 +310,7 @@ def _build_session(
             copied=precision.copied(layout),
             gathers_rows=by_rows,
             scales=precision.scales,
+            device=budgets.trial_device,
             grain_bytes=budgets.grain_bytes,
         ),
         taken_bytes=binding.taken_bytes,

@@ -123,10 +123,12 @@ def forecast(
         copied=precision.copied(layout),
         gathers_rows=gathers_rows(budgets),
         scales=precision.scales,
+        device=budgets.trial_device,
         grain_bytes=budgets.grain_bytes,
     )
+    inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
     try:
-        step = with_retention(tracer.trace(model, named, (), cast_inputs(batch, precision.compute)), budgets)
+        step = with_retention(tracer.trace(model, named, (), cast_inputs(inputs, precision.compute)), budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None

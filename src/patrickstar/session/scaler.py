@@ -11,7 +11,9 @@ import torch
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.errors import StateError
 from patrickstar.optim.scale_rule import ScaleRule
+from patrickstar.step.overflow import OverflowFlag, names_of
 from patrickstar.step.training import Training
+from patrickstar.torch_private import has_step_pre_hooks
 
 __all__ = ["LossScaler"]
 
@@ -41,7 +43,7 @@ class LossScaler(torch.amp.GradScaler):
         self._training = training
         self._is_ours = is_ours
 
-        self._first_overflow: str | None = None
+        self._overflowed: list[OverflowFlag] = []
         self._unscaled = False
         self._stepped = False
 
@@ -60,7 +62,7 @@ class LossScaler(torch.amp.GradScaler):
         self._expect_ours(optimizer)
         if self._unscaled or self._stepped:
             raise StateError("unscale_() has been called on this optimizer since the last update()")
-        self._first_overflow = self._training.first_overflow()
+        self._overflowed = self._training.overflowed()
         self._training.multiply(torch.tensor(1.0 / self._rule.scale, dtype=torch.float32))
         self._unscaled = True
 
@@ -78,7 +80,12 @@ class LossScaler(torch.amp.GradScaler):
         if not self._unscaled:
             self.unscale_(optimizer)
         self._stepped = True
-        return None if self._first_overflow is not None else optimizer.step()
+        # A hook may change gradients before the step.
+        first = self._training.first_of(self._overflowed, before_step=not has_step_pre_hooks(optimizer))
+        try:
+            return None if first is not None else optimizer.step()
+        finally:
+            self._training.forget_norm()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends a step: the scale grows or backs off as the rule says, or is set.
@@ -88,8 +95,9 @@ class LossScaler(torch.amp.GradScaler):
         """
         if new_scale is None and not (self._stepped or self._unscaled):
             raise StateError("update() without step() or unscale_() before it: no gradients were looked at")
-        first, before, is_exhausted = self._first_overflow, self._rule.scale, self._rule.is_exhausted
-        self._first_overflow, self._unscaled, self._stepped = None, False, False
+        names = names_of(self._overflowed)
+        first, before, is_exhausted = names[0] if names else None, self._rule.scale, self._rule.is_exhausted
+        self._overflowed, self._unscaled, self._stepped = [], False, False
         if new_scale is not None:
             self._rule.scale = float(new_scale)
             return

@@ -63,6 +63,12 @@ class Budgets:
         return None if self.device.type == "cpu" else self.device
 
     @property
+    def trial_device(self) -> torch.device:
+        """The device of the tensors of a trial run: the one that computes, or the CPU in the place of one that is not here."""
+        is_here = self.device.type == "cpu" or torch.get_device_module(self.device).is_available()
+        return self.device if is_here else _CPU
+
+    @property
     def grain_bytes(self) -> int:
         """The bytes that the allocator of activations gives out whole ones of: it counts where these are small."""
         return 1 if self.stream_device is None else _DEVICE_GRAIN_BYTES

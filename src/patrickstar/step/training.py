@@ -6,7 +6,7 @@ See Note [Pending step] in `pending_step.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -31,6 +31,7 @@ from patrickstar.step.backwards import Backwards
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients, InPlane
 from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.overflow import OverflowFlag, names_of
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_traces import StepTraces
 from patrickstar.step.stretches import Stretches
@@ -88,6 +89,7 @@ class Training:
         self._late_planes = late_planes
         self._hypers = hypers
         self._max_grad_norm = max_grad_norm
+        self._norm: Tensor | None = None  # of the gradients as they are, taken before `step`
         self._before_end = before_end
 
         executor.carry_out_step = self._carry_out
@@ -291,16 +293,24 @@ class Training:
                 'clipping with step="in_backward": the norm is known when parameters are updated; manage with step="deferred"'
             )
         self._executor.settle()
+        norm, self._norm = self._norm, None
+        if norm is None:
+            norm = self._take_norm(self._gradients.overflow.flags())
+        self.multiply(clip_factor(max_norm, norm))
+        return norm
+
+    def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
+        """The global norm of all gradients. `flags`: are read with it."""
+        norm: Tensor
         if self._binding.gradients.stay:
-            norm = self._updates.norm_of(self._tensors())
+            norm = self._updates.norm_of(self._tensors(), flags)
         else:
             with InPlane(self._binding, self._gradients, self._binding.by_name):
                 names = self._gradients.names
                 trace = self._stretches.begin_norm(self._traces.norm(names))
                 with noticed_at("the norm of the gradients, which the step waits for"):
-                    norm = self._updates.norm(names, self._gradients.factors, trace)
+                    norm = self._updates.norm(names, self._gradients.factors, trace, flags)
                 self._stretches.end()
-        self.multiply(clip_factor(max_norm, norm))
         return norm
 
     def multiply(self, factor: Tensor) -> None:
@@ -364,17 +374,28 @@ class Training:
             self._executor.pending = order
             self._executor.settle()
 
-    def first_overflow(self) -> str | None:
-        """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite."""
+    def overflowed(self) -> list[OverflowFlag]:
+        """Flags of gradients that have, or may have, an Inf or NaN, in the order of arrival. A device has perhaps not answered yet."""
         self._executor.settle()
+        own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self._binding.gradients.owned()]
+        return [*self._gradients.overflow.flags(), *own]
+
+    def first_of(self, overflowed: Sequence[OverflowFlag], *, before_step: bool) -> str | None:
+        """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite.
+
+        `before_step`: whether `step` comes next, for the same gradients. Where it clips, and a device has not answered yet, the norm is taken for
+        it now, and read with the answer; `forget_norm` ends that.
+        """
+        clips = before_step and self._max_grad_norm is not None and not self._binding.gradients.stay
+        if clips and any(flag.on_device is not None for flag in overflowed):
+            self._norm = self._take_norm(overflowed)
         with noticed_at("the look for overflowed gradients, which the step waits for"):
-            overflowed = self._gradients.overflow.names()
-        if overflowed:
-            return overflowed[0]
-        for name, own in self._binding.gradients.owned():
-            if not bool(torch.isfinite(own).all()):
-                return name
-        return None
+            names = names_of(overflowed)
+        return names[0] if names else None
+
+    def forget_norm(self) -> None:
+        """Forgets the norm that was taken for the next step: gradients may change from now on."""
+        self._norm = None
 
     def _work(self, chunk: int, tier: Tier) -> Work:
         assert self._executor.pending is not None, "no update is pending"

@@ -17,11 +17,12 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, Pla
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.memory.lanes import Work
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.norm import Norm
+from patrickstar.optim.norm import Norm, norm_of
 from patrickstar.optim.passes import Passes
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts, update_parts
 from patrickstar.step.executor import Executor
+from patrickstar.step.overflow import OverflowFlag, read
 from patrickstar.step.pending_step import Factors, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.whole_updates import Arrival
@@ -163,10 +164,10 @@ class Updates:
                     planes.update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
         self._bump([name])
 
-    def norm(self, names: Iterable[str], factors: Factors, trace: Trace) -> Tensor:
+    def norm(self, names: Iterable[str], factors: Factors, trace: Trace, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32.
 
-        `trace`: the moments that read them, which say on which tier.
+        `trace`: the moments that read them, which say on which tier. `flags`: are read with it, so that the host waits for a device once.
         """
         wanted = set(names)
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
@@ -181,17 +182,17 @@ class Updates:
                         norm.add(unit[part.start : part.stop], factors.get(name, ()))
                     if norm is not None:
                         norm.end_tensor()
-            return (norm or self._norm()).result()
+            return norm_of(read(flags, (norm or self._norm()).numbers()))
 
-    def norm_of(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order."""
+    def norm_of(self, gradients: Mapping[str, Tensor], flags: Sequence[OverflowFlag]) -> Tensor:
+        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order. `flags`: as in `norm`."""
         norm = self._norm()
         with self._executor.apart():
             for name in self._layout.slices:
                 if name in gradients:
                     norm.add(gradients[name])
                     norm.end_tensor()
-            return norm.result()
+            return norm_of(read(flags, norm.numbers()))
 
     def _norm(self) -> Norm:
         if self._device is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.torch_private import Plain
+from patrickstar.torch_private import Plain, Undispatched
 
 __all__ = ["MissingOperations"]
 
@@ -21,6 +21,10 @@ class MissingOperations(TorchDispatchMode):
             # The grouped product of experts: torch 2.13 has it for CPUs in fp32, and its shape rule in bf16 alone.
             if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
                 return _grouped_product(*args, **(kwargs or {}))
+            # The state of a device's generator, which checkpointing sets again: no input of the model, and real.
+            if func is torch.ops.aten.clone.default and type(args[0]) is Tensor and args[0].dtype is torch.uint8:
+                with Undispatched():
+                    return func(*args, **(kwargs or {}))
             result = func(*args, **(kwargs or {}))
             # 16-bit inputs of a batch norm that stays fp32: what it saves for backward is fp32 too.
             if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:

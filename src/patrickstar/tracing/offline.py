@@ -1,7 +1,8 @@
 """The trace of a step that has not been run: on a twin of the model whose tensors are fake.
 
-Fake *CPU* tensors behave as real ones do, saved tensors and recomputation included, without memory or arithmetic. Nothing of the user's is
-touched: not the model, its gradients or buffers, nor any random state.
+Fake tensors of the device that computes behave as real ones do, saved tensors and recomputation included, without memory or arithmetic. Nothing
+of the user's is touched: not the model, its gradients or buffers, nor any random state. For a device that is not here they are of the CPU: torch
+differentiates no fake tensors of a device that it does not have.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = ["CannotTrace", "Foreseen", "OfflineTracer"]
 _log = logging.getLogger("patrickstar")
 _LIKELY = 0.5
 _EXTREMES = (0.0, 1.0)
+_CPU = torch.device("cpu")
 
 
 class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)
@@ -64,9 +66,12 @@ class Foreseen:
 class _Twin:
     """A session that owns no bytes: writes down what a step asks for."""
 
-    def __init__(self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, grain_bytes: int) -> None:
+    def __init__(
+        self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, device: torch.device, grain_bytes: int
+    ) -> None:
         self._touches = touches
         self._dtypes = dtypes
+        self._device = device
         self.leases = Leases(self._slot)
         self.meter = LiveBytes(self._is_slot, grain_bytes=grain_bytes)
         self.recorder = TraceRecorder(self.meter)
@@ -95,7 +100,7 @@ class _Twin:
         assert self.binding is not None
         assert isinstance(key, str)
         bound = self.binding.records[key]
-        return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype)
+        return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._device)
 
     def _slot(self, key: PlaneRef) -> Tensor:
         layout = self._touches.layout
@@ -103,7 +108,7 @@ class _Twin:
         try:
             # A unit's tensors are of one type.
             dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
-            return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype)
+            return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype, device=self._device)
         finally:
             self._making_slot = False
 
@@ -213,6 +218,7 @@ class OfflineTracer:
         make_touches: fresh ones for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
+        device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
         grain_bytes: of the allocator where the step is to run, which gives out whole ones of these.
     """
 
@@ -226,6 +232,7 @@ class OfflineTracer:
         copied: Collection[str] = (),
         gathers_rows: bool = False,
         scales: bool = False,
+        device: torch.device = _CPU,
         grain_bytes: int = 1,
     ) -> None:
         self._layout = layout
@@ -235,6 +242,7 @@ class OfflineTracer:
         self._copied = copied
         self._gathers_rows = gathers_rows
         self._scales = scales
+        self._device = device
         self._grain_bytes = grain_bytes
 
     def foresee(
@@ -301,14 +309,15 @@ class OfflineTracer:
         fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
             stack.enter_context(_quiet_torch())
-            stack.enter_context(_random_states_kept())
+            stack.enter_context(_random_states_kept(self._device))
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self._make_touches()
-            owner = _Twin(touches, self._dtypes, grain_bytes=self._grain_bytes)
+            owner = _Twin(touches, self._dtypes, device=self._device, grain_bytes=self._grain_bytes)
+            fakes = _Fakes(fake_mode, values, self._device)
             try:
-                twin, twins = _twin_of(model, named, self._dtypes, fake_mode)
+                twin, twins = _twin_of(model, named, self._dtypes, fakes)
                 stack.enter_context(fake_mode)
                 owner.binding = Binding(
                     twins,
@@ -323,7 +332,7 @@ class OfflineTracer:
                 )
                 owner.binding.changes.rewriting = owner
                 owner.binding.bind()
-                inputs, keywords = _fake((args, dict(kwargs)), fake_mode, values)
+                inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(values)
                 stack.enter_context(MissingOperations())
                 stack.enter_context(owner.meter)
@@ -345,17 +354,52 @@ class OfflineTracer:
             return Foreseen(owner.recorder.trace(), values.branches)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fakes:
+    """Makes fake tensors of a device in the place of real ones, whose small values stay known."""
+
+    mode: FakeTensorMode
+    values: KnownValues
+    device: torch.device
+
+    def of(self, value: Any) -> Any:
+        """A value whose tensors are fake, also those in containers."""
+        if isinstance(value, Tensor):
+            # Where the input came from is none of the model's business; whether it wants a gradient is.
+            alike = self.like(value)
+            return alike.requires_grad_() if value.requires_grad else alike
+        if isinstance(value, Mapping):
+            faked = {name: self.of(item) for name, item in value.items()}
+            return faked if type(value) is dict else _rebuilt(value, faked)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.of(item) for item in value))
+        if isinstance(value, list | tuple):
+            return type(value)(self.of(item) for item in value)
+        return value
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A fake tensor without history: on the device, or on the CPU where the real one is there."""
+        on_cpu = tensor if tensor.is_meta else _on_cpu(tensor)
+        alike = self.mode.from_tensor(tensor.detach() if self.device.type == tensor.device.type else on_cpu)
+        self.values.know(alike, on_cpu)
+        return alike
+
+
 def _twin_of(
-    model: nn.Module, named: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], mode: FakeTensorMode
+    model: nn.Module, named: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], fakes: _Fakes
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """A copy of the model whose parameters are fake. Other tensors are copied as they are, being small and of values that may matter."""
-    with mode:
+    """A copy of the model whose parameters are fake, and buffers that are not on the CPU.
+
+    Other tensors are copied as they are, being small and of values that may matter.
+    """
+    with fakes.mode:
         twins = {
             name: nn.Parameter(
                 torch.empty_strided(
                     parameter.shape,
                     dense_strides(parameter.shape, parameter.stride()),
                     dtype=dtypes.get(name, torch.float32),
+                    device=fakes.device,
                 ),
                 requires_grad=parameter.requires_grad,
             )
@@ -363,42 +407,23 @@ def _twin_of(
         }
         memo: dict[int, Any] = {id(named[name]): twin for name, twin in twins.items()}
         memo.update(
-            (id(buffer), torch.empty_like(buffer, device="cpu")) for buffer in model.buffers() if buffer.is_meta
+            (id(buffer), torch.empty_like(buffer, device=fakes.device)) for buffer in model.buffers() if buffer.is_meta
         )
         # What a module keeps of an earlier forward (the old weight norm its product, a recurrence its state) cannot be copied with its history.
         kept = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
         with Plain():
             memo.update((id(tensor), torch.empty_like(tensor)) for tensor in kept if tensor.grad_fn is not None)
     # Outside of the mode: a real tensor cannot be copied under it.
-    memo.update(
-        (id(buffer), _on_cpu(buffer)) for buffer in model.buffers() if buffer.device.type not in ("cpu", "meta")
-    )
+    elsewhere = [buffer for buffer in model.buffers() if buffer.device.type not in ("cpu", "meta")]
+    as_real = _on_cpu if fakes.device.type == "cpu" else fakes.like
+    memo.update((id(buffer), as_real(buffer)) for buffer in elsewhere)
     return copy.deepcopy(model, memo), twins
 
 
-def _fake(value: Any, mode: FakeTensorMode, values: KnownValues) -> Any:
-    if isinstance(value, Tensor):
-        # Where the input came from is none of the model's business; whether it wants a gradient is.
-        value = _on_cpu(value)
-        alike = mode.from_tensor(value.detach())
-        values.know(alike, value)
-        return alike.requires_grad_() if value.requires_grad else alike
-    if isinstance(value, Mapping):
-        faked = {name: _fake(item, mode, values) for name, item in value.items()}
-        return faked if type(value) is dict else _rebuilt(value, faked)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_fake(item, mode, values) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_fake(item, mode, values) for item in value)
-    return value
-
-
 def _on_cpu(tensor: Tensor) -> Tensor:
-    """A tensor of the same values on the CPU, where a twin computes: fake tensors of a device cannot be differentiated everywhere."""
-    if tensor.device.type == "cpu":
-        return tensor
+    """A tensor of the same values on the CPU, without history."""
     with Undispatched():  # a mode of fake tensors would give a fake one, which has no values
-        return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+        return tensor.detach().cpu()
 
 
 def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
@@ -425,12 +450,12 @@ def _backward(output: Any, *, scales: bool) -> None:
     if loss is None and isinstance(output, Tensor):
         loss = output
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-        (loss * torch.ones(()) if scales else loss).backward()
+        (loss * torch.ones((), device=loss.device) if scales else loss).backward()
         return
     wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
     if wanted:
         scratch = [torch.empty_like(tensor) for tensor in wanted for _ in range(_LOSS_COPIES - 1)]
-        scratch.append(torch.empty(_LOSS_BYTES, dtype=torch.uint8))
+        scratch.append(torch.empty(_LOSS_BYTES, dtype=torch.uint8, device=wanted[0].device))
         torch.autograd.backward(wanted, [torch.empty_like(tensor) for tensor in wanted])
         del scratch
 
@@ -447,9 +472,10 @@ def _quiet_torch() -> Iterator[None]:
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """A context after which Python's, NumPy's and torch's random states are as they were."""
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """A context after which Python's, NumPy's and torch's random states, a device's too, are as they were."""
     python, torch_state = random.getstate(), torch.get_rng_state()
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     try:
@@ -457,5 +483,7 @@ def _random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         torch.set_rng_state(torch_state)
+        if on_device is not None:
+            torch.get_device_module(device).set_rng_state(on_device, device)
         if numpy:
             numpy.random.set_state(numpy_state)

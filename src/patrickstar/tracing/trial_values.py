@@ -30,6 +30,7 @@ __all__ = ["Endless", "KnownValues"]
 
 _MOST_ELEMENTS = 1 << 16
 _MOST_READS = 1000
+_CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _UNDEFINED = frozenset(
     (
@@ -201,7 +202,7 @@ class KnownValues(TorchDispatchMode):
                 or storage.nbytes() != tensor.numel() * tensor.itemsize
             ):
                 return False
-            elements = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            elements = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
             elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(torch.as_tensor(values))
             self._keep(tensor, elements, drawn=drawn)
             return True
@@ -214,7 +215,7 @@ class KnownValues(TorchDispatchMode):
 
 
 def _can_be_known(tensor: Tensor) -> bool:
-    return tensor.numel() <= _MOST_ELEMENTS and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return tensor.numel() <= _MOST_ELEMENTS and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -227,10 +228,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _with(values: dict[int, Tensor], operands: Iterable[Any]) -> list[Any]:
-    """The operands with values in the place of fake tensors."""
+    """The operands with values, which are on the CPU, in the place of fake tensors."""
     return [
         values[id(operand)]
         if isinstance(operand, Tensor)
+        else _CPU
+        if isinstance(operand, torch.device)
         else _with(values, operand)
         if isinstance(operand, list | tuple)
         else operand

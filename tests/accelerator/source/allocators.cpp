@@ -216,6 +216,7 @@ class Pinned final : public at::HostAllocator {
     memset(start, 0xff, size);
     char* bytes = static_cast<char*>(start);
     memory().blocks.emplace(bytes, Block{bytes, size, 0, true, {}, {}, {}});
+    memory().pinned += size;
     return {start, start, &release, Device(c10::kCPU)};
   }
 
@@ -250,6 +251,7 @@ class Pinned final : public at::HostAllocator {
     const size_t size = memory().blocks.at(start).size;
     memory().touch(kHost, start, start + size, true, "free");
     memset(start, 0xff, size);
+    memory().pinned -= size;
     memory().blocks.erase(start);
     ::free(start);
   }

@@ -46,7 +46,8 @@ class Memory {
   std::vector<std::string> races;
   size_t capacity = size_t(1) << 32;
   size_t driver_bytes = 0;  // memory that was made at the driver
-  bool refuses_registration = false;
+  size_t pinned = 0;       // bytes of the host
+  size_t most_pinned = 0;  // more is refused
 
   Block* find(const void* address);
   bool is_pinned(const void* address);

@@ -12,14 +12,14 @@ namespace py = pybind11;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
-  module.def("configure", [](double share, uint64_t seed, size_t capacity, bool refuses_registration) {
+  module.def("configure", [](double share, uint64_t seed, size_t capacity, size_t most_pinned) {
     scheduler().finish();
     scheduler().configure(share, seed);
     Lock lock(scheduler().state);
     memory().capacity = capacity;
-    memory().refuses_registration = refuses_registration;
+    memory().most_pinned = most_pinned;
     memory().races.clear();
-  }, py::arg("share"), py::arg("seed"), py::arg("capacity"), py::arg("refuses_registration"), WithoutGil());
+  }, py::arg("share"), py::arg("seed"), py::arg("capacity"), py::arg("most_pinned"), WithoutGil());
   module.def("finish", [] { scheduler().finish(); }, WithoutGil());
   module.def("fail", [](const std::string& name, int after) { scheduler().fail(name, after); });
   module.def("take_races", [] {
@@ -37,11 +37,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("register_host", [](size_t address, size_t size) {
     Lock lock(scheduler().state);
     char* start = reinterpret_cast<char*>(address);
-    if (memory().refuses_registration || memory().find(start) || memory().find(start + size - 1)) {
+    if (memory().pinned + size > memory().most_pinned || memory().find(start) || memory().find(start + size - 1)) {
       last_error = 2;
       return false;
     }
     memory().blocks.emplace(start, Block{start, size, 0, true, {}, {}, {}});
+    memory().pinned += size;
     return true;
   });
   module.def("unregister_host", [](size_t address) {
@@ -50,6 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     auto found = memory().blocks.find(start);
     if (found == memory().blocks.end() || !found->second.pinned) return false;
     memory().touch(kHost, start, start + found->second.size, true, "cudaHostUnregister");
+    memory().pinned -= found->second.size;
     memory().blocks.erase(found);
     return true;
   });
@@ -59,9 +61,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("pinned_bytes", [] {
     Lock lock(scheduler().state);
-    size_t size = 0;
-    for (auto& [start, block] : memory().blocks) size += block.pinned ? block.size : 0;
-    return size;
+    return memory().pinned;
   });
   module.def("attach_out_of_memory_observer", [](py::object observer) {
     // Never let go of, as torch's are not.

@@ -1,0 +1,125 @@
+"""What users do beside a step on a device: torch's own clipping, several threads, streams of their own used as they must not be."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar.errors import DeviceError
+from tests.cuda.schedules import FEW_SCHEDULES
+from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, twins
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.accelerator.cuda import Accelerator
+
+
+@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
+def test_torchs_own_clipping_goes_through_gradients_one_by_one(
+    schedule: tuple[float, int], accelerator: Accelerator
+) -> None:
+    """`foreach=False` is its oracle: gradients that lie in chunks are no plain tensors of one device and type."""
+    accelerator.configure(*schedule)
+    with twins() as pair:
+        for number in range(3):
+            norms = []
+            for model, optimizer, foreach in (
+                (pair.plain, pair.plain_optimizer, False),
+                (pair.model, pair.session.optimizer, None),
+            ):
+                model(batch(number)).square().mean().backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=foreach))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*norms)
+        pair.expect_same()
+    assert not accelerator.races()
+
+
+@pytest.mark.parametrize("own_streams", [False, True])
+@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
+def test_threads_evaluate_at_once(schedule: tuple[float, int], own_streams: bool, accelerator: Accelerator) -> None:
+    accelerator.configure(*schedule)
+    with twins() as pair:
+        pair.train(1)
+        with torch.no_grad():
+            want = [pair.plain(batch(number)).cpu() for number in range(4)]
+        found: dict[int, torch.Tensor] = {}
+        begin = threading.Barrier(len(want))
+
+        def evaluate(number: int) -> None:
+            stream = torch.Stream(device="cuda") if own_streams else torch.accelerator.current_stream()
+            with stream, torch.no_grad():
+                inputs = batch(number)
+                begin.wait()
+                found[number] = pair.model(inputs).cpu()
+
+        threads = [threading.Thread(target=evaluate, args=(number,)) for number in range(len(want))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(found[number], expected) for number, expected in enumerate(want))
+        pair.train(2, first=1)
+        pair.expect_same()
+    assert not accelerator.races()
+
+
+def test_a_tensor_over_a_slot_that_another_stream_writes_without_waiting_is_reported(accelerator: Accelerator) -> None:
+    """What plain PyTorch leaves to the user is left to the user: nobody can wait for a stream that he does not know of."""
+    accelerator.configure(0.0)
+    with twins() as pair:
+        pair.train(1)
+        held = pair.model[0].weight.detach()  # ready for the stream that takes it
+        with torch.Stream(device="cuda"):
+            held.mul_(2)
+        pair.model(batch(1)).sum().item()
+        assert accelerator.races()
+        del held
+
+
+def test_a_checkpoint_of_before_is_whole_when_the_device_has_failed(accelerator: Accelerator, tmp_path: Path) -> None:
+    accelerator.configure(0.3, 1)
+
+    def begin() -> tuple[nn.Module, patrickstar.Session]:
+        model = mlp()
+        session = patrickstar.manage(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            device="cuda",
+            device_memory=TIGHT,
+            precision="fp32",
+            options=patrickstar.Options(chunk_size=CHUNK, poison=True),
+        )
+        return model, session
+
+    def train(model: nn.Module, session: patrickstar.Session, first: int, steps: int) -> None:
+        for number in range(first, first + steps):
+            model(batch(number)).square().mean().backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+
+    model, session = begin()
+    train(model, session, 0, 2)
+    session.save_checkpoint(tmp_path / "saved")
+    want = {name: value.clone() for name, value in session.state_dict().items()}
+    files = {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+    accelerator.fail("aten::addmm", after=2)
+    with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
+        train(model, session, 2, 5)
+    with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
+        session.save_checkpoint(tmp_path / "saved")
+    assert {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()} == files
+    session.close(keep_weights=False)
+    accelerator.finish()
+
+    model, session = begin()  # in a process of its own on a GPU, which a failure ends
+    with session:
+        session.load_checkpoint(tmp_path / "saved")
+        assert all(torch.equal(value, want[name]) for name, value in session.state_dict().items())
