@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from patrickstar.torch_private import (
     inside_backward_node,
     is_checkpoints,
     is_profiled,
+    one_thread_here,
     storage_at,
     top_saved_tensors_hooks,
     writes_by_schema,
@@ -190,3 +193,24 @@ def test_what_is_called_before_a_step_is_seen(of_all):
     assert has_step_pre_hooks(optimizer)
     handle.remove()
     assert not has_step_pre_hooks(optimizer)
+
+
+def test_one_thread_may_compute_alone_while_others_do_not():
+    before, seen = torch.get_num_threads(), []
+
+    def compute():
+        with one_thread_here():
+            seen.append(torch.get_num_threads())
+            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert seen == [1, before, before]
+    with pytest.raises(ZeroDivisionError), one_thread_here():
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before

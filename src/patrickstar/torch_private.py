@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.optim.optimizer as _optimizers
@@ -25,6 +28,7 @@ __all__ = [
     "inside_backward_node",
     "is_checkpoints",
     "is_profiled",
+    "one_thread_here",
     "storage_at",
     "top_saved_tensors_hooks",
     "writes_by_schema",
@@ -106,6 +110,33 @@ def computes_bf16() -> bool:
 def computes_fp16() -> bool:
     """Tells whether the processor has instructions for products of fp16."""
     return bool(torch.cpu._is_amx_fp16_supported())
+
+
+@contextmanager
+def one_thread_here() -> Iterator[None]:
+    """A context in which torch's operations that this thread calls run on it alone; those of other threads run on as many as before.
+
+    `torch.set_num_threads` would say so to every thread that is started from then on. Where torch has no OpenMP of its own, nothing changes.
+    """
+    set_threads = _openmp_set_num_threads()
+    if set_threads is None:
+        yield
+        return
+    before = torch.get_num_threads()  # the first such call of a thread sets the number, which comes before ours
+    set_threads(1)
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+@cache
+def _openmp_set_num_threads() -> Callable[[int], Any] | None:
+    """OpenMP's `omp_set_num_threads`, of the very library that torch computes with; None where that has none."""
+    try:
+        return cast(Any, ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).omp_set_num_threads)
+    except (OSError, AttributeError):
+        return None
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

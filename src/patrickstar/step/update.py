@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,7 @@ from patrickstar.step.overflow import OverflowFlag, read
 from patrickstar.step.pending_step import Factors, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.whole_updates import Arrival
+from patrickstar.torch_private import one_thread_here
 
 __all__ = ["Updates"]
 
@@ -107,13 +109,17 @@ class Updates:
         with self._executor.quiet():  # an evaluation may be what has this done, in inference mode
             units = {touch.ref: self._executor.store.operand(touch.ref, tier) for touch in touches}
             planes, pieces = self._planes(chunk, units), self._pieces(chunk, order, units)
+        is_fp32 = planes.rest is None and all(gradient.dtype is torch.float32 for _, gradient in pieces)
+        in_blocks = not is_fp32 or any(piece.factors for piece, _ in pieces)
+        # Block by block, a team of threads would be woken ten times a block on cores that another team keeps: decision 0043.
+        is_alone = in_blocks and self._device is None
 
         def update() -> None:
             if not order.begin(chunk):
                 return
             began = time.perf_counter()
             try:
-                with self._executor.quiet():
+                with self._executor.quiet(), one_thread_here() if is_alone else nullcontext():
                     for piece, gradient in pieces:
                         span = slice(piece.start, piece.stop)
                         planes.update(span, gradient, step=piece.step, hyper=piece.hyper, factors=piece.factors)
