@@ -132,6 +132,17 @@ def test_a_unit_that_is_updated_is_used_after_that(store: ChunkStore, accelerato
     finish(store, accelerator)
 
 
+def test_an_update_comes_after_what_was_computed(store: ChunkStore, accelerator: Accelerator) -> None:
+    store.carry_out([Create(ONE, D)])
+    accelerator.finish()
+    use(store, ONE, writes=True).fill_(3)
+    operand = store.operand(ONE, D)
+    store.update_work = lambda chunk, tier: lambda: operand.mul_(2)
+    store.carry_out([Update(0, D), UpdateWait(0, D)])
+    assert use(store, ONE).sum().item() == 6 * 1024
+    finish(store, accelerator)
+
+
 def test_the_host_updates_what_has_come_down_and_it_goes_up_after_that(
     store: ChunkStore, accelerator: Accelerator
 ) -> None:

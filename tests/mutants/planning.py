@@ -219,7 +219,7 @@ PLANNING: tuple[Mutant, ...] = (
         file="plan/overlap.py",
         old="[Wait(ref, self._below), Drop(ref, self._compute, slots)]",
         new="[Drop(ref, self._compute, slots), Wait(ref, self._below)]",
-        tests=(f"{OVERLAP}::test_the_same_actions_keep_every_invariant_earlier",),
+        tests=(f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",),
     ),
     Mutant(
         name="what-comes-early-takes-slots-that-others-use",

@@ -84,7 +84,7 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/store.py",
         old="            if action.tier is self._compute:\n                before += self._readiness.computed()\n            ticket",
         new="            ticket",
-        tests=TRAINING,
+        tests=(f"{STORE}::test_an_update_comes_after_what_was_computed[(0.0, 0)]",),
     ),
     Mutant(
         name="an-update-does-not-wait-for-what-brought-its-units",
