@@ -78,6 +78,27 @@ def test_whoever_comes_next_is_told_and_nothing_hangs(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_a_checkpoint_of_before_is_whole(accelerator: Accelerator, tmp_path: Path) -> None:
+    accelerator.configure(0.3, 1)
+    model, session = begin()
+    train(model, session, 2)
+    session.save_checkpoint(tmp_path / "saved")
+    want = {name: value.clone() for name, value in session.state_dict().items()}
+    files = {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+    accelerator.fail("aten::addmm", after=2)
+    with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
+        train(model, session, 5)
+    with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
+        session.save_checkpoint(tmp_path / "saved")
+    assert {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()} == files
+    session.close(keep_weights=False)
+    accelerator.finish()
+    _, session = begin()  # in another process on a GPU, where a failure ends this one
+    with session:
+        session.load_checkpoint(tmp_path / "saved")
+        assert all(same_bits(want[name], value) for name, value in session.state_dict().items())
+
+
 def test_what_was_noticed_where_is_told(accelerator: Accelerator) -> None:
     """The step after a kernel of the user's has failed: at the norm, which the host waits for."""
     accelerator.configure(0.0)

@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import nn
 
-import patrickstar
-from patrickstar.errors import DeviceError
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, twins
+from tests.cuda.twins import batch, twins
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.accelerator.cuda import Accelerator
 
 
@@ -82,44 +77,3 @@ def test_a_tensor_over_a_slot_that_another_stream_writes_without_waiting_is_repo
         pair.model(batch(1)).sum().item()
         assert accelerator.races()
         del held
-
-
-def test_a_checkpoint_of_before_is_whole_when_the_device_has_failed(accelerator: Accelerator, tmp_path: Path) -> None:
-    accelerator.configure(0.3, 1)
-
-    def begin() -> tuple[nn.Module, patrickstar.Session]:
-        model = mlp()
-        session = patrickstar.manage(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-2),
-            device="cuda",
-            device_memory=TIGHT,
-            precision="fp32",
-            options=patrickstar.Options(chunk_size=CHUNK, poison=True),
-        )
-        return model, session
-
-    def train(model: nn.Module, session: patrickstar.Session, first: int, steps: int) -> None:
-        for number in range(first, first + steps):
-            model(batch(number)).square().mean().backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-
-    model, session = begin()
-    train(model, session, 0, 2)
-    session.save_checkpoint(tmp_path / "saved")
-    want = {name: value.clone() for name, value in session.state_dict().items()}
-    files = {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()}
-    accelerator.fail("aten::addmm", after=2)
-    with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
-        train(model, session, 2, 5)
-    with pytest.raises((torch.AcceleratorError, DeviceError), match="illegal memory access"):
-        session.save_checkpoint(tmp_path / "saved")
-    assert {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()} == files
-    session.close(keep_weights=False)
-    accelerator.finish()
-
-    model, session = begin()  # in a process of its own on a GPU, which a failure ends
-    with session:
-        session.load_checkpoint(tmp_path / "saved")
-        assert all(torch.equal(value, want[name]) for name, value in session.state_dict().items())

@@ -84,7 +84,7 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/store.py",
         old="            if action.tier is self._compute:\n                before += self._readiness.computed()\n            ticket",
         new="            ticket",
-        tests=(f"{STORE}::test_an_update_comes_after_what_was_computed[(0.0, 0)]",),
+        tests=(f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-True]",),
     ),
     Mutant(
         name="an-update-does-not-wait-for-what-brought-its-units",
@@ -98,7 +98,7 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/store.py",
         old="            for ref in units:\n                self._readiness.written((ref, action.tier), ticket)\n",
         new="",
-        tests=(f"{STORE}::test_a_unit_that_is_updated_is_used_after_that[(0.0, 0)]",),
+        tests=(f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",),
     ),
     Mutant(
         name="only-the-first-stream-that-computes-is-waited-for",
@@ -112,7 +112,7 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/readiness.py",
         old="        for ticket in self.before_writing(place):\n            ticket.wait()\n",
         new="",
-        tests=(f"{STORE}::test_a_unit_that_is_updated_is_used_after_that[(0.0, 0)]",),
+        tests=(f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",),
     ),
     Mutant(
         name="a-copy-that-reads-is-forgotten",
@@ -408,7 +408,7 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/readiness.py",
         old="            self._seen.pop(place, None)\n\n    def read",
         new="\n    def read",
-        tests=(f"{STORE}::test_a_unit_that_is_updated_is_used_after_that[(0.0, 0)]",),
+        tests=(f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",),
     ),
     Mutant(
         name="the-host-waits-until-a-work-is-queued",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -235,3 +236,19 @@ def test_planning_time_grows_with_the_plan_not_with_chunks_times_moments() -> No
 
     # It takes some 0.15 s. Sorting all candidates at each eviction took 2.4; the best of three is no accident.
     assert any(seconds() < 1 for _ in range(3))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_garbage_is_looked_for_again_after_a_plan_and_after_a_refusal(is_on: bool) -> None:
+    layout, trace = layout_of(1), trace_of("c0.weight")
+    start = resting(layout, planes=["weight"])
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        make_plan(trace, layout=layout, machine=host_over_disk(1), start=start)
+        assert gc.isenabled() == is_on
+        with pytest.raises(BudgetError):
+            make_plan(trace, layout=layout, machine=host_over_disk(0), start=start)
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
