@@ -78,7 +78,7 @@ class Formats:
         return self.at(ref.chunk, layout)[ref.plane]
 
     def is_split(self, chunk: int, layout: Layout) -> bool:
-        """Tells whether a chunk's masters are split in two halves."""
+        """Tells whether a chunk's masters are split in two."""
         return REST in self.at(chunk, layout)
 
     def is_trained(self, chunk: int, layout: Layout) -> bool:
@@ -112,7 +112,7 @@ FP32: Final = Formats(planes=_fp32_planes(), whole=_fp32_planes())
 
 
 def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
-    """The split master: 16-bit weights, and what completes them to fp32. `gradient`: "bfloat16", or "float32" where several add up."""
+    """The split master: bf16 weights, and what completes them to fp32. `gradient`: "bfloat16", or "float32" where several add up."""
     split = {
         WEIGHT: PlaneFormat("bfloat16", 2),
         REST: PlaneFormat("int16", 2),
@@ -123,10 +123,17 @@ def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
     return Formats(planes=split, whole=_fp32_planes(), frozen=split[WEIGHT])
 
 
-def fp16_formats(*, gradient: str = "float16") -> Formats:
-    """The fp32 master alone: the 16-bit weight is rounded from it at each use. `gradient`: "float16", or "float32" where several add up."""
+def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
+    """fp16 weights, rounded from fp32 masters.
+
+    Args:
+        is_split: whether the weight is kept, 2 bytes, and what completes it to the master, 4 bytes; else the master alone, from which the weight is
+            rounded at each use. gradient: "float16", or "float32" where several add up.
+    """
+    narrow = PlaneFormat("float16", 2)
+    kept = {WEIGHT: narrow, REST: PlaneFormat("int32", 4)} if is_split else {WEIGHT: _FP32}
     return Formats(
-        planes={**_fp32_planes(), GRAD: PlaneFormat(gradient, 2 if gradient == "float16" else 4)},
+        planes={**_fp32_planes(), **kept, GRAD: narrow if gradient == "float16" else _FP32},
         whole=_fp32_planes(),
-        frozen=PlaneFormat("float16", 2),
+        frozen=narrow,
     )

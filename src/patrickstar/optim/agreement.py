@@ -9,6 +9,7 @@ from torch import Tensor
 
 from patrickstar.optim.fma import Emulated
 from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.masters import rest_type
 from patrickstar.optim.norm import BLOCK_NUMEL
 from patrickstar.optim.passes import Passes, TorchPasses
 from patrickstar.optim.reference import Reference
@@ -16,7 +17,14 @@ from patrickstar.optim.reference import Reference
 __all__ = ["differences"]
 
 _NUMEL = 4_099  # several programs of a kernel, and a tail
-_FORMATS = ((False, torch.float32), (True, torch.bfloat16), (True, torch.float16), (False, torch.float16))
+# Types of weights (fp32: whole masters) and of gradients.
+_FORMATS = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float16),
+)
 _VARIANTS = ((True, 0.9), (False, 0.9), (True, 0.25))
 
 
@@ -41,7 +49,8 @@ def _outcomes(passes: Passes, device: torch.device) -> Iterator[tuple[str, Tenso
     sample = torch.randn(4, _NUMEL, generator=generator, device="cpu", dtype=torch.float32).to(device)
     sample[3].abs_()
     factors = (torch.tensor(0.7, device=device), torch.tensor(1 / 3, device="cpu"))
-    for is_split, dtype in _FORMATS:
+    for kept, dtype in _FORMATS:
+        is_split = kept is not torch.float32
         for decoupled, beta1 in _VARIANTS:
             hyper = Hyper(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
             master, grad, exp_avg, exp_avg_sq = sample.clone()
@@ -49,15 +58,15 @@ def _outcomes(passes: Passes, device: torch.device) -> Iterator[tuple[str, Tenso
             used = factors if dtype is torch.bfloat16 else factors[:1] if is_split else ()
             if is_split:
                 weight, rest = (
-                    torch.empty_like(master, dtype=torch.bfloat16),
-                    torch.empty_like(master, dtype=torch.int16),
+                    torch.empty_like(master, dtype=kept),
+                    torch.empty_like(master, dtype=rest_type(kept)),
                 )
                 passes.split(master, weight, rest)
                 passes.update(weight, rest, narrow, *averages, step=3, hyper=hyper, factors=used)
                 passes.join(weight, rest, master)
             else:
                 passes.update(master, None, narrow, *averages, step=3, hyper=hyper, factors=used)
-            yield f"update, {is_split=}, {dtype}, {decoupled=}, {beta1=}", torch.stack([master, *averages])
+            yield f"update, {kept}, {dtype}, {decoupled=}, {beta1=}", torch.stack([master, *averages])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         target = sample[0].to(dtype, copy=True)
         for adds, source in ((True, sample[1]), (False, sample[2].half())):

@@ -2,13 +2,17 @@
 
 Nothing as large as a chunk is ever made: a block is widened at once, updated by a kernel for fp32, and narrowed again.
 
-The split master is an fp32 value as a bf16 weight and what is left over, 16 bits each. The weight is the master rounded to the nearest bf16,
-ties away from zero. What is left over, as bit patterns, is then a signed 16-bit integer, and the sum of the two is the master again, bit for bit:
+The split master is an fp32 value as a 16-bit weight and what is left over of its bit pattern, an integer. The sum of the two is the master again,
+bit for bit:
 
-    bits(master) = (bits(weight) << 16) + rest,   -32768 <= rest <= 32767
+    bits(master) = bits(fp32(weight)) + rest
 
-(With ties to even one remainder would need a seventeenth bit.) A master that is NaN becomes the NaN that torch makes, with its sign. One above
-the largest bf16 rounds to infinity, as rounding does, and is a finite master again when joined.
+A bf16 weight is the master rounded to the nearest, ties away from zero, and the rest has 16 bits, signed. (With ties to even one remainder would
+need a seventeenth bit.) An fp16 weight is the master rounded to the nearest, ties to even, and the rest has 32 bits: below the smallest normal fp16
+each halving takes a bit from the weight. A rest of zero is the weight itself as the master.
+
+A master that is NaN becomes the NaN that torch makes, with its sign. One above the largest weight rounds to infinity, as rounding does, and is a
+finite master again when joined.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.scratch import block_numel
 
-__all__ = ["BLOCK_NUMEL", "Scratch", "SplitKernel", "WideningKernel", "blocks", "join", "scaled_blocks", "split"]
+__all__ = ["BLOCK_NUMEL", "Scratch", "SplitKernel", "WideningKernel", "blocks", "join", "rest_type", "scaled_blocks", "split"]
 
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
@@ -122,25 +126,39 @@ class WideningKernel:
                 self._kernel.update(weight[block], gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
 
 
+def rest_type(weight: torch.dtype) -> torch.dtype:
+    """The type of what completes weights of a 16-bit type to their masters."""
+    return torch.int16 if weight is torch.bfloat16 else torch.int32
+
+
 def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | None = None) -> None:
-    """Writes a master into its two halves.
+    """Writes a master into its two parts.
 
     Args:
-        master: fp32. weight: bf16. rest: int16. scratch: int32, to be written over; made where there is none. All contiguous and of one length.
+        master: fp32. weight: bf16 or fp16. rest: of the `rest_type` of that. scratch: int32, to be written over; made where there is none. All
+            contiguous and of one length.
     """
     bits = master.view(torch.int32)
     # On the host one pass, where looking for NaN takes ten: a finite sum has none. A device would have to be waited for.
     if not master.is_cpu or not bool(torch.isfinite(master.sum())):
         bits = torch.where(torch.isnan(master), (bits & -0x80000000) | _NAN, bits)
+    if weight.dtype is torch.float16:
+        weight.copy_(bits.view(torch.float32))
+        shown = torch.empty_like(bits) if scratch is None else scratch
+        shown.view(torch.float32).copy_(weight)
+        torch.sub(bits, shown, out=rest)
+        return
     rest.copy_(bits)  # the lower 16 bits are the remainder of rounding the rest, as a signed number
     upper = torch.add(bits, _HALF, out=scratch).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
 
 
 def join(weight: Tensor, rest: Tensor, master: Tensor, *, scratch: Tensor | None = None) -> None:
-    """Writes what two halves come to: the inverse of `split`, with the same arguments."""
-    master.copy_(weight)  # widening shifts the bits up, also those of a NaN that torch makes
-    wide = rest.to(torch.int32) if scratch is None else scratch.copy_(rest)  # adding one type to another is slow
+    """Writes what two parts come to: the inverse of `split`, with the same arguments."""
+    master.copy_(weight)
+    wide = rest
+    if rest.dtype is torch.int16:
+        wide = rest.to(torch.int32) if scratch is None else scratch.copy_(rest)  # adding one type to another is slow
     master.view(torch.int32).add_(wide)
 
 
@@ -171,7 +189,7 @@ class SplitKernel:
         """Updates weight, rest, exp_avg and exp_avg_sq in place; the gradient stays as it is.
 
         Args:
-            weight, rest: the halves, bf16 and int16. grad: of any floating type, widened before anything else.
+            weight, rest: as for `split`. grad: of any floating type, widened before anything else.
             exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
             step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
         """

@@ -3,7 +3,7 @@
 Families differ in speed, never in a bit: `TorchPasses` is the definition in torch's operations, on the host and wherever nothing faster is;
 `triton_passes.py` is for GPUs. `choose_kernels` decides which is used, once for each session; nobody else asks.
 
-NaN: what is NaN in one family is NaN in the other. Which one is defined where halves of a master are written (`masters.py`), and nowhere else: a GPU
+NaN: what is NaN in one family is NaN in the other. Which one is defined where parts of a master are written (`masters.py`), and nowhere else: a GPU
 makes 0x7FFFFFFF of all in fp32, and processors differ too.
 """
 
@@ -46,7 +46,7 @@ class Passes(Protocol):
         """Updates weight, rest, exp_avg and exp_avg_sq in place, as `kernel.py` defines it; the gradient stays as it is.
 
         Args:
-            weight, rest: fp32 and None, or the halves of a split master (`masters.py`), bf16 and int16. exp_avg, exp_avg_sq: fp32.
+            weight, rest: fp32 and None, or the parts of a split master (`masters.py`). exp_avg, exp_avg_sq: fp32.
             grad: fp32, bf16 or fp16, widened before anything else. All of one length and on one device.
             step: the number of this update for these elements, counting from 1.
             factors: what the widened gradient is multiplied with first, in order, each product rounded (0-dim fp32, on this device or on the host).
@@ -66,11 +66,11 @@ class Passes(Protocol):
         ...
 
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
-        """Writes a master into its two halves (`masters.split`)."""
+        """Writes a master into its two parts (`masters.split`)."""
         ...
 
     def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
-        """Writes what two halves come to (`masters.join`)."""
+        """Writes what two parts come to (`masters.join`)."""
         ...
 
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
@@ -147,6 +147,6 @@ class TorchPasses:
         whole, of_block = (
             map(self._kernel.scratch_bytes, (numel, block)) if isinstance(self._kernel, Reference) else (0, 0)
         )
-        # Halves are joined and split in blocks of three types, and splitting looks for NaN.
+        # Masters are joined and split in blocks of three types, and splitting looks for NaN.
         update = 3 * widened + max(of_block, 4 * widened) if is_split else max(whole, widened + of_block)
         return PassBytes(update, GlobalNorm.scratch_bytes(largest, tensors))

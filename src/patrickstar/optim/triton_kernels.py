@@ -7,7 +7,7 @@ round by themselves, to nearest, and keep subnormal numbers:
 
 - options have `enable_fp_fusion=False`: by default `x * y + z` is contracted, by LLVM and once more by ptxas;
 - `tl.div_rn`, `tl.sqrt_rn`: `/` and `tl.sqrt` are approximate;
-- of whatever NaN an operation on fp32 makes 0x7FFFFFFF. Where halves of a master or bf16 are written, a NaN has torch's bits and its own sign.
+- of whatever NaN an operation on fp32 makes 0x7FFFFFFF. Where parts of a master or bf16 are written, a NaN has torch's bits and its own sign.
 
 Note [Offsets]
 --------------
@@ -79,8 +79,8 @@ def scaled(values, factors, in_memory: tl.constexpr):
 
 @triton.jit
 def joined(weights, rests):
-    """Masters from their halves: the bits of the weight, shifted up, plus the rest. The inverse of `rounded_away`."""
-    return (shifted_up(weights) + rests.to(tl.int32)).to(tl.float32, bitcast=True)
+    """Masters from their parts: the bits of the weight in fp32, plus the rest. The inverse of `parted`."""
+    return (widened(weights).to(tl.int32, bitcast=True) + rests.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -91,11 +91,25 @@ def bits_of(values):
 
 
 @triton.jit
-def rounded_away(masters):
-    """Halves of masters: bf16 rounded to nearest, ties away from zero, and the rest. A NaN has no rest."""
+def parted(masters, dtype: tl.constexpr):
+    """Masters as weights and rests, as `masters.py` has them for this type. A NaN has no rest."""
     bits = bits_of(masters)
-    weights = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return weights, bits.to(tl.int16)
+    if dtype == tl.bfloat16:
+        weights = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        rests = bits.to(tl.int16)
+    else:
+        is_nan = (bits & _MAGNITUDE) > _INFINITY
+        weights = rounded_to_half(bits, is_nan)
+        rests = tl.where(is_nan, 0, bits - weights.to(tl.float32).to(tl.int32, bitcast=True))
+    return weights, rests
+
+
+@triton.jit
+def rounded_to_half(bits, is_nan):
+    """fp32 values, given by their bits, in fp16, rounded to nearest, ties to even; of a NaN the one that torch makes, with its sign."""
+    weights = bits.to(tl.float32, bitcast=True).to(tl.float16)
+    nan = ((bits >> 16) & 0x8000) | 0x7E00
+    return tl.where(is_nan, nan, weights.to(tl.int16, bitcast=True).to(tl.int32)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -139,7 +153,7 @@ def update_kernel(
 ):
     """An update of AdamW or Adam: the formulas of `kernel.py`, line by line.
 
-    Where `rest` is None, weights are fp32; else they are the upper halves of the masters. `shrink` and `l2` are None without that decay.
+    Where `rest` is None, weights are fp32; else masters are in two parts. `shrink` and `l2` are None without that decay.
     `blend` is what goes into the product: from the gradient's end (Note [Lerp]) that is f(f(1 - b1) - 1).
     """
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
@@ -169,8 +183,8 @@ def update_kernel(
     if rest is None:
         tl.store(weight + offsets, w, mask=mask)
     else:
-        upper, left = rounded_away(w)
-        tl.store(weight + offsets, upper, mask=mask)
+        shown, left = parted(w, weight.dtype.element_ty)
+        tl.store(weight + offsets, shown, mask=mask)
         tl.store(rest + offsets, left, mask=mask)
 
 
@@ -203,20 +217,20 @@ def is_finite_kernel(piece, numel, is_finite, block_numel: tl.constexpr):
 
 @triton.jit
 def join_kernel(weight, rest, master, numel, block_numel: tl.constexpr):
-    """Masters from their halves."""
+    """Masters from their parts."""
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
     mask = offsets < numel
-    upper = tl.load(weight + offsets, mask=mask, other=0.0)
-    tl.store(master + offsets, joined(upper, tl.load(rest + offsets, mask=mask, other=0)), mask=mask)
+    shown = tl.load(weight + offsets, mask=mask, other=0.0)
+    tl.store(master + offsets, joined(shown, tl.load(rest + offsets, mask=mask, other=0)), mask=mask)
 
 
 @triton.jit
 def split_kernel(master, weight, rest, numel, block_numel: tl.constexpr):
-    """Halves of masters; where `rest` is None, the upper ones only."""
+    """Parts of masters; where `rest` is None, the weights only."""
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
     mask = offsets < numel
-    upper, left = rounded_away(tl.load(master + offsets, mask=mask, other=0.0))
-    tl.store(weight + offsets, upper, mask=mask)
+    shown, left = parted(tl.load(master + offsets, mask=mask, other=0.0), weight.dtype.element_ty)
+    tl.store(weight + offsets, shown, mask=mask)
     if rest is not None:
         tl.store(rest + offsets, left, mask=mask)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.hyper import Coefficients, Hyper
+from patrickstar.optim.masters import rest_type
 from patrickstar.optim.norm import Norm
 from patrickstar.optim.scratch import PassBytes, triton_bytes
 from patrickstar.optim.triton_launch import WIDENED, factor_arguments, launch
@@ -35,8 +36,8 @@ class TritonPasses:
         hyper: Hyper,
         factors: Sequence[Tensor] = (),
     ) -> None:
-        assert weight.dtype is (torch.float32 if rest is None else torch.bfloat16), f"a weight of {weight.dtype}"
-        assert rest is None or rest.dtype is torch.int16, f"lower halves of masters of {rest.dtype}"
+        assert rest is not None or weight.dtype is torch.float32, f"a weight of {weight.dtype}"
+        assert rest is None or _are_parts(weight, rest), f"parts of masters of {weight.dtype} and {rest.dtype}"
         assert grad.dtype in WIDENED, f"a gradient of {grad.dtype}"
         assert exp_avg.dtype is exp_avg_sq.dtype is torch.float32, f"averages of {exp_avg.dtype}, {exp_avg_sq.dtype}"
         assert step >= 1, f"step {step}: the first update is number 1"
@@ -86,12 +87,12 @@ class TritonPasses:
 
     @torch.no_grad()
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
-        _check_halves(weight, rest, master)
+        _check_parts(weight, rest, master)
         launch(kernels.split_kernel, (master, weight, rest))
 
     @torch.no_grad()
     def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
-        _check_halves(weight, rest, master)
+        _check_parts(weight, rest, master)
         launch(kernels.join_kernel, (weight, rest, master))
 
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
@@ -113,6 +114,10 @@ def _flag(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.int32, device=device)
 
 
-def _check_halves(weight: Tensor, rest: Tensor, master: Tensor) -> None:
+def _are_parts(weight: Tensor, rest: Tensor) -> bool:
+    return weight.dtype in (torch.bfloat16, torch.float16) and rest.dtype is rest_type(weight.dtype)
+
+
+def _check_parts(weight: Tensor, rest: Tensor, master: Tensor) -> None:
     found = (weight.dtype, rest.dtype, master.dtype)
-    assert found == (torch.bfloat16, torch.int16, torch.float32), f"halves and a master of {found}"
+    assert _are_parts(weight, rest) and master.dtype is torch.float32, f"parts and a master of {found}"

@@ -9,7 +9,7 @@ from patrickstar.core.layout import Part
 from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import Error
-from patrickstar.optim.masters import Scratch, blocks, split
+from patrickstar.optim.masters import Scratch, blocks, rest_type, split
 from patrickstar.parameters.binding import Binding
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor
@@ -79,10 +79,10 @@ class Copies:
             if not bool(changed.any()):
                 continue
             value = copy[block].to(torch.float32)
-            if kept.dtype is not torch.bfloat16:
+            if kept.dtype is torch.float32:
                 kept[block].copy_(torch.where(changed, value, kept[block]))
                 continue
-            weight, left = torch.empty_like(kept[block]), torch.empty_like(value, dtype=torch.int16)
+            weight, left = torch.empty_like(kept[block]), torch.empty_like(value, dtype=rest_type(kept.dtype))
             split(value, weight, left)
             kept[block].copy_(torch.where(changed, weight, kept[block]))
             if rest is not None:

@@ -29,7 +29,7 @@ class Precision:
         formats: of planes, to begin with. compute: the type of parameters, inputs and buffers.
         whole: the paths of modules that stay fp32 whole, and all modules inside of them.
         copies: whether uses of other parameters see copies, converted from what is kept. rounding: the type a master is rounded to for that,
-            where its plane is fp32. mixed: whether there are 16-bit types.
+            where its plane is fp32. mixed: whether there are 16-bit types. scales: whether gradients may overflow, so that the loss is scaled.
     """
 
     formats: Formats
@@ -38,11 +38,7 @@ class Precision:
     mixed: bool = False
     copies: bool = False
     rounding: torch.dtype | None = None
-
-    @property
-    def scales(self) -> bool:
-        """True where gradients may overflow, so that the loss is scaled."""
-        return self.rounding is torch.float16
+    scales: bool = False
 
     def parameter_dtypes(self, layout: Layout) -> Mapping[str, torch.dtype]:
         """The types of parameters while they are managed, by name."""
@@ -72,8 +68,17 @@ def find_precision(memory: MemoryOptions, model: nn.Module, has: Resources) -> P
     if kept == "bf16":
         formats = bf16_formats(gradient="float32" if accumulates else "bfloat16")
         return Precision(formats, _TYPES[compute], whole, mixed=True, copies=compute == "fp32")
-    formats = fp16_formats(gradient="float32" if accumulates else "float16")
-    return Precision(formats, _TYPES[compute], whole, mixed=True, copies=True, rounding=torch.float16)
+    # Where weights cross a link, 2 bytes do that and 2 lie on the device; where nothing does, the master alone saves these 2.
+    is_split = has.device != "cpu"
+    return Precision(
+        fp16_formats(is_split=is_split, gradient="float32" if accumulates else "float16"),
+        _TYPES[compute],
+        whole,
+        mixed=True,
+        copies=not is_split or compute == "fp32",
+        rounding=None if is_split else torch.float16,
+        scales=True,
+    )
 
 
 def torch_type(form: PlaneFormat) -> torch.dtype:

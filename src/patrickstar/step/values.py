@@ -13,7 +13,7 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.deferred.recording import DeferredRecorder
 from patrickstar.errors import ConfigError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.optim.masters import blocks, join, split
+from patrickstar.optim.masters import blocks, join, rest_type, split
 from patrickstar.parameters.assembled import STEP
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
@@ -76,7 +76,7 @@ class Weights:
         for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
             master = torch.empty(block.stop - block.start, device="cpu")
             read(master, part.tensor_start + block.start)
-            if weight.dtype is not torch.bfloat16:
+            if weight.dtype is torch.float32:
                 weight[block].copy_(master)
                 continue
             halves = (weight, rest)
@@ -84,7 +84,7 @@ class Weights:
                 half[block]
                 if half is not None and half.is_cpu
                 else torch.empty(master.shape, dtype=dtype, device="cpu")
-                for half, dtype in zip(halves, (torch.bfloat16, torch.int16), strict=True)
+                for half, dtype in zip(halves, (weight.dtype, rest_type(weight.dtype)), strict=True)
             )
             split(master, upper, left)
             for half, made in zip(halves, (upper, left), strict=True):
