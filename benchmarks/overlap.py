@@ -8,9 +8,10 @@ whose transfers begin early, and one whose transfers begin when they are needed.
 must have the same losses.
 
 A step has two halves: the forward, with the update of the step before between its moments, and the backward. What comes up is tied to the half that
-uses it; what goes down, gradients and weights that were changed, may go in either. The bound is the sum over the halves of the longer of computing
-and of what comes up, or the time of all that goes down, if that is longer. The cores that compute also update and copy: the update is part of what
-computing takes, and what the copies take of all cores is added to it. Prints seconds and ratios to the bound, and to a step that computes all and
+uses it, as the simulation of the plan has it whose transfers are issued when they are needed; what goes down, gradients and weights that were
+changed, may go in either. The bound is the sum over the halves of the longer of computing and of what comes up, or the time of all that goes down,
+if that is longer. The cores that compute also update and copy: the update is part of what computing takes, and what the copies take of all cores is
+added to it. Both processes have the same bound. Prints seconds and ratios to the bound, and to a step that computes all and
 sends all at once, with the median's 90 % interval; and how much longer a step takes that clips, less what the norm takes where nothing moves.
 """
 
@@ -34,11 +35,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from worker import Worker
 
 import patrickstar
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.trace import Phase
+from patrickstar.plan.simulate import simulate
 
 TIMES = (0.3, 1.0, 3.0)
 """The link's time for the bytes of a step, as a multiple of computing."""
 
 PARTS = ("forward", "backward")
+_LINKS = ("H>D", "D>H")
 _WARM_UP = 3  # steps: the first is measured by the session, in the second moments are there
 _SHARE = 0.5
 _NORM = 1.0
@@ -90,14 +95,28 @@ def work(pipe: Connection, arguments: argparse.Namespace, side: Side) -> None:
             {
                 "loss": loss.item().hex(),
                 "seconds": [after - before for before, after in pairwise(marks)],
-                "bytes": [
-                    {link: after[link] - before[link] for link in ("H>D", "D>H")} for before, after in pairwise(moved)
-                ],
+                "bytes": [{link: after[link] - before[link] for link in _LINKS} for before, after in pairwise(moved)],
+                "simulated": simulated_halves(session),
                 "norm": norm,
                 "planned": session.stats().planned_steps,
             }
         )
     session.close(keep_weights=False)
+
+
+def simulated_halves(session: patrickstar.Session) -> list[dict[str, int]]:
+    """Bytes that the last step's plan moves in forward, updates included, and from the first moment of its backward on."""
+    plan, trace = session.plan, session.trace
+    assert plan is not None, "the step had no plan"
+    assert trace is not None, "the step had no trace"
+    unbounded = Machine(plan.start.compute, dict.fromkeys(Tier, sys.maxsize))  # budgets are the plan's to keep
+    moves = simulate(plan, trace, session.layout, unbounded).moved_by_moment
+    middle = next(index for index, moment in enumerate(trace.moments) if moment.phase is Phase.BACKWARD)
+    return [{link: sum(moved[link] for moved in half) for link in _LINKS} for half in (moves[:middle], moves[middle:])]
+
+
+def _total(halves: list[dict[str, int]]) -> dict[str, int]:
+    return {link: sum(half[link] for half in halves) for link in _LINKS}
 
 
 def build(arguments: argparse.Namespace) -> GPT2LMHeadModel:
@@ -154,7 +173,7 @@ def main() -> int:
     computing = [
         statistics.median(parts) for parts in zip(*(fits["fits"].ask(9)["seconds"] for _ in range(5)), strict=True)
     ]
-    sent = max(sum(part[link] for part in last["bytes"]) for link in ("H>D", "D>H"))
+    sent = max(sum(part[link] for part in last["simulated"]) for link in _LINKS)
     unpaced.dismiss()
     unpaced.join()
     copies = copies_per_second()
@@ -198,6 +217,8 @@ def measured(
         order.reverse()
         found = {name: workers[name].ask(number) for name in order}
         assert found["early"]["loss"] == found["late"]["loss"], "losses differ"
+        moved, simulated = (_total(found["late"][what]) for what in ("bytes", "simulated"))
+        assert number < _WARM_UP or moved == simulated, f"moved {moved}, simulated {simulated}"
         rounds.append(found)
     for worker in sides.values():
         worker.dismiss()
@@ -208,10 +229,10 @@ def measured(
     for name in ("late", "early"):
         to_bound, to_whole = [], []
         for found in rounds:
-            step, own = found[name], found["fits"]["seconds"]
-            total = sum(step["seconds"])
-            to_bound.append(total / bound(own, step["bytes"], speed, copies))
-            whole = max(sum(part[link] for part in step["bytes"]) for link in ("H>D", "D>H")) / speed
+            halves, own = found["late"]["simulated"], found["fits"]["seconds"]
+            total = sum(found[name]["seconds"])
+            to_bound.append(total / bound(own, halves, speed, copies))
+            whole = max(sum(part[link] for part in halves) for link in _LINKS) / speed
             to_whole.append(total / max(sum(own), whole))
         row[name] = {
             "seconds": statistics.median(sum(found[name]["seconds"]) for found in rounds),
@@ -219,6 +240,7 @@ def measured(
                 statistics.median(parts) for parts in zip(*(found[name]["seconds"] for found in rounds), strict=True)
             ],
             "bytes": rounds[-1][name]["bytes"],
+            "simulated": rounds[-1][name]["simulated"],
             "to_bound": {"median": statistics.median(to_bound), "interval": interval(sorted(to_bound))},
             "to_whole": {"median": statistics.median(to_whole), "interval": interval(sorted(to_whole))},
         }

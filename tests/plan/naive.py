@@ -11,8 +11,8 @@ from patrickstar.plan.plan import Plan
 from tests.plan.builders import SLOT_BYTES, Instance
 
 
-def replay(plan: Plan, machine: Machine, trace: Trace) -> tuple[list[int], dict[str, int], dict[str, int]]:
-    """Compute-tier bytes at each moment, bytes moved by link, peak bytes of the other tiers: from the text alone."""
+def replay(plan: Plan, machine: Machine, trace: Trace) -> tuple[list[int], list[dict[str, int]], dict[str, int]]:
+    """Compute-tier bytes and bytes moved by link at each moment, peak bytes of the other tiers: from the text alone."""
     lines = str(plan).splitlines()
     compute = plan.start.compute.value
     home = {str(ref): tier.value for ref, tier in plan.start.home.items()}
@@ -21,8 +21,9 @@ def replay(plan: Plan, machine: Machine, trace: Trace) -> tuple[list[int], dict[
     staged = {str(ref) for ref in plan.start.taken.get(Tier.HOST, ()) if compute != "H"}
     rest = {letter: sum(size[ref] for ref in home if home[ref] == letter != compute) for letter in "DHK"}
     on_the_way = sum(size[ref] for ref in staged)
-    peak, moved, curve = {**rest, "H": rest["H"] + on_the_way}, {"H>D": 0, "D>H": 0, "H>K": 0, "K>H": 0}, []
+    peak, moves, curve = {**rest, "H": rest["H"] + on_the_way}, [], []
     for index, moment in enumerate(trace.moments):
+        moved = {"H>D": 0, "D>H": 0, "H>K": 0, "K>H": 0}
         line = next((line for line in lines if line.startswith(f"{index}: ")), ": ")
         for words in filter(None, line.split(": ", 1)[1].split(", ")):
             ref, what = words.split(" ")[:2]
@@ -39,9 +40,10 @@ def replay(plan: Plan, machine: Machine, trace: Trace) -> tuple[list[int], dict[
             for letter in "HK":
                 on_the_way = sum(size[ref] for ref in staged) if letter == "H" else 0
                 peak[letter] = max(peak[letter], rest[letter] + on_the_way)
+        moves.append(moved)
         curve.append(sum(size[ref] for ref in here) + moment.nonmodel_bytes)
     del peak[compute]
-    return curve, moved, peak
+    return curve, moves, peak
 
 
 def needed_bytes(instance: Instance) -> list[int]:

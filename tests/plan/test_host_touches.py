@@ -89,12 +89,12 @@ def test_plans_keep_every_invariant_in_tight_tiers(instance: Instance, policy: s
     start = instance.start
     at_start = (start.slots_resting[Tier.HOST] + start.slots_used[Tier.HOST]) * SLOT_BYTES
     assert simulated.peak["host"] <= max(machine.budget[Tier.HOST], at_start)
-    curve, moved, _ = replay(plan, machine, trace)
+    curve, moves, _ = replay(plan, machine, trace)
     assert list(simulated.per_moment) == curve
-    rows = {True: 0, False: 0}
-    for moment in trace.moments:
-        rows[any(touch.writes for touch in moment.touches if touch.tier)] += moment.rows_bytes
-    assert simulated.moved == {**moved, "D>H": moved["D>H"] + rows[True], "H>D": moved["H>D"] + rows[False]}
+    for moment, moved in zip(trace.moments, moves, strict=True):
+        writes = any(touch.writes for touch in moment.touches if touch.tier)
+        moved["D>H" if writes else "H>D"] += moment.rows_bytes
+    assert list(simulated.moved_by_moment) == moves
 
 
 @some

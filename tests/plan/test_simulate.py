@@ -35,9 +35,10 @@ TRACE = trace_of("c0.weight*", "c1.weight", nonmodel=[1, 2])
 def test_peaks_and_moves_are_those_of_a_replay_of_the_text(instance: Instance, policy: str) -> None:
     plan = make_plan(instance.trace, policy=policy, following=instance.following, **instance.arguments)
     simulation = simulate(plan, instance.trace, instance.layout, instance.machine)
-    curve, moved, peaks = replay(plan, instance.machine, instance.trace)
+    curve, moves, peaks = replay(plan, instance.machine, instance.trace)
     assert list(simulation.per_moment) == curve
-    assert simulation.moved == moved
+    assert list(simulation.moved_by_moment) == moves
+    assert simulation.moved == {link: sum(moved[link] for moved in moves) for link in simulation.moved}
     assert simulation.peak[plan.start.compute.label] == max(curve)
     assert all(simulation.peak[Tier(letter).label] == nbytes for letter, nbytes in peaks.items())
     nonmodel = [moment.nonmodel_bytes for moment in instance.trace.moments]

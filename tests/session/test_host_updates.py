@@ -143,7 +143,6 @@ def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(
     assert [action.ref.plane for action in copies if action.dst is Tier.HOST] == [GRAD] * chunks
     again = sum(up.values()) - chunks
     assert (again > 0) is tight
-    wide = 2 if kind == "fp16" else 1  # an fp16 weight is the fp32 master that it is rounded from
     assert moved["D>H"] == itemsize * chunks * CHUNK
     assert moved["H>D"] == itemsize * (chunks + again) * CHUNK
     assert moved["H>K"] == moved["K>H"] == 0

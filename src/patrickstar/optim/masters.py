@@ -27,7 +27,17 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.scratch import block_numel
 
-__all__ = ["BLOCK_NUMEL", "Scratch", "SplitKernel", "WideningKernel", "blocks", "join", "rest_type", "scaled_blocks", "split"]
+__all__ = [
+    "BLOCK_NUMEL",
+    "Scratch",
+    "SplitKernel",
+    "WideningKernel",
+    "blocks",
+    "join",
+    "rest_type",
+    "scaled_blocks",
+    "split",
+]
 
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""

@@ -109,7 +109,9 @@ def rounded_to_half(bits, is_nan):
     """fp32 values, given by their bits, in fp16, rounded to nearest, ties to even; of a NaN the one that torch makes, with its sign."""
     weights = bits.to(tl.float32, bitcast=True).to(tl.float16)
     nan = ((bits >> 16) & 0x8000) | 0x7E00
-    return tl.where(is_nan, nan, weights.to(tl.int16, bitcast=True).to(tl.int32)).to(tl.int16).to(tl.float16, bitcast=True)
+    return (
+        tl.where(is_nan, nan, weights.to(tl.int16, bitcast=True).to(tl.int32)).to(tl.int16).to(tl.float16, bitcast=True)
+    )
 
 
 @triton.jit

@@ -120,4 +120,5 @@ def _are_parts(weight: Tensor, rest: Tensor) -> bool:
 
 def _check_parts(weight: Tensor, rest: Tensor, master: Tensor) -> None:
     found = (weight.dtype, rest.dtype, master.dtype)
-    assert _are_parts(weight, rest) and master.dtype is torch.float32, f"parts and a master of {found}"
+    assert _are_parts(weight, rest), f"parts and a master of {found}"
+    assert master.dtype is torch.float32, f"parts and a master of {found}"
