@@ -31,13 +31,6 @@ TABLES = (
         tests=(f"{TESTS}::test_padding_in_a_later_tile_gets_no_gradient",),
     ),
     Mutant(
-        name="fp16-rows-compute-with-bits-that-fp16-does-not-have",
-        file="step/tables.py",
-        old="                if self._rounding is not None:",
-        new="                if False:",
-        tests=(f"{TESTS}::test_16_bits_have_the_bits_of_tables_that_are_fetched[1-fp16-fp32]",),
-    ),
-    Mutant(
         name="rows-that-cross-the-link-are-not-counted",
         file="step/executor.py",
         old="                store.ledger.move(*link_of_rows(touches), rows_bytes)",

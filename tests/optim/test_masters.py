@@ -1,4 +1,4 @@
-"""Updates of fp32 masters from 16-bit gradients, whole or in two halves: the plain update of the widened gradient, bit for bit."""
+"""Updates of fp32 masters from 16-bit gradients, whole or in two parts: the plain update of the widened gradient, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.masters import BLOCK_NUMEL, SplitKernel, WideningKernel, join, scaled_blocks, split
+from patrickstar.optim.masters import BLOCK_NUMEL, SplitKernel, WideningKernel, join, rest_type, scaled_blocks, split
 from patrickstar.optim.reference import Reference
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
+KEPT = (torch.bfloat16, torch.float16)
 SIZES = (1, 7, BLOCK_NUMEL, BLOCK_NUMEL + 1, 3 * BLOCK_NUMEL - 5)
 
 
-def halves(master: Tensor) -> tuple[Tensor, Tensor]:
-    weight, rest = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
+def parts(master: Tensor, kept: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    weight, rest = torch.empty(master.shape, dtype=kept), torch.empty(master.shape, dtype=rest_type(kept))
     split(master, weight, rest)
     return weight, rest
 
@@ -39,22 +40,26 @@ def every_upper_half(low: int) -> Tensor:
     return of_bits((np.arange(1 << 16, dtype=np.uint64) << 16) | low)
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234])
-def test_joining_is_the_inverse_of_splitting(low: int) -> None:
+def test_joining_is_the_inverse_of_splitting(low: int, kept: torch.dtype) -> None:
     master = every_upper_half(low)
-    weight, rest = halves(master)
+    weight, rest = parts(master, kept)
     again = joined(weight, rest)
     finite = ~torch.isnan(master)
     assert torch.equal(again[finite].view(torch.int32), master[finite].view(torch.int32))
     assert torch.isnan(again[~finite]).all()
     assert torch.isnan(weight[~finite]).all(), "a master that is NaN shows as one"
     assert torch.equal(torch.signbit(again), torch.signbit(master))
+    assert bool((rest[~finite] == 0).all())
+    last = parts(master[:-1], kept)[1]  # another length: torch widens the last elements by themselves
+    assert torch.equal(last, rest[:-1])
 
 
-@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
-def test_any_value_comes_back(bits: list[int]) -> None:
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64), kept=st.sampled_from(KEPT))
+def test_any_value_comes_back(bits: list[int], kept: torch.dtype) -> None:
     master = of_bits(np.array(bits, dtype=np.uint64))
-    again = joined(*halves(master))
+    again = joined(*parts(master, kept))
     finite = ~torch.isnan(master)
     assert torch.equal(again[finite].view(torch.int32), master[finite].view(torch.int32))
     assert torch.equal(torch.isnan(again), torch.isnan(master))
@@ -74,25 +79,51 @@ def nearest_bf16(value: np.float32) -> float:
 @given(bits=st.integers(0, 0x7F7FFFFF), negative=st.booleans())
 def test_the_weight_is_the_nearest_and_ties_go_away_from_zero(bits: int, negative: bool) -> None:
     value = np.uint32(bits | (0x80000000 if negative else 0)).view(np.float32)
-    weight, _ = halves(torch.tensor([float(value)]))
+    weight, _ = parts(torch.tensor([float(value)]))
     assert weight.item() == nearest_bf16(value) or (weight.item() == 0 == nearest_bf16(value))
 
 
 def test_ties_go_away_from_zero() -> None:
     tie = of_bits(np.array([0x3F808000, 0xBF808000, 0x3F818000]))
-    weight, rest = halves(tie)
+    weight, rest = parts(tie)
     assert weight.tolist() == [1.0078125, -1.0078125, 1.015625]
     assert rest.tolist() == [-32768, -32768, -32768]
 
 
+@pytest.mark.parametrize("low", [0, 0x0FFF, 0x1000, 0x1001, 0x3000, 0xE7FF])
+def test_an_fp16_weight_is_torchs_rounding_of_the_master(low: int) -> None:
+    """To nearest, ties to even, down to the smallest subnormal fp16 and up to infinity: which NumPy rounds by itself."""
+    master = every_upper_half(low)
+    weight, _ = parts(master, torch.float16)
+    is_number = ~torch.isnan(master)
+    with np.errstate(over="ignore"):
+        want = torch.from_numpy(master.numpy().astype(np.float16))
+    assert torch.equal(weight[is_number].view(torch.int16), want[is_number].view(torch.int16))
+    assert torch.equal(weight[is_number].view(torch.int16), master.half()[is_number].view(torch.int16))
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_weight_alone_is_its_own_master(kept: torch.dtype) -> None:
+    """What has no rest yet, or was changed by hand, has a rest of zero."""
+    weight = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(kept)
+    master = joined(weight, torch.zeros(weight.shape, dtype=rest_type(kept)))
+    assert torch.equal(master.isnan(), weight.isnan())
+    assert torch.equal(master.nan_to_num(0.0), weight.float().nan_to_num(0.0))
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("numel", [1, 17, 4096, (1 << 16) + 48])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_update_of_halves_is_the_update_of_the_master(decoupled: bool, numel: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [(kept, dtype) for kept in KEPT for dtype in (kept, torch.float32)],
+)
+def test_an_update_of_parts_is_the_update_of_the_master(
+    decoupled: bool, numel: int, kept: torch.dtype, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(3)
     master = torch.randn(numel, generator=generator)
     exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
-    weight, rest = halves(master)
+    weight, rest = parts(master, kept)
     ours = exp_avg.clone(), exp_avg_sq.clone()
     kernel = choose_kernel("torch")
     splitting = SplitKernel(kernel)
@@ -108,7 +139,7 @@ def test_an_update_of_halves_is_the_update_of_the_master(decoupled: bool, numel:
         assert torch.equal(joined(weight, rest).view(torch.int32), master.view(torch.int32))
         assert torch.equal(ours[0], exp_avg)
         assert torch.equal(ours[1], exp_avg_sq)
-        assert torch.equal(weight.view(torch.int16), halves(master)[0].view(torch.int16))
+        assert torch.equal(weight.view(torch.int16), parts(master, kept)[0].view(torch.int16))
 
 
 @pytest.mark.parametrize("numel", SIZES)

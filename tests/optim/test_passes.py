@@ -8,7 +8,7 @@ from torch import Tensor
 
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.masters import join, split
+from patrickstar.optim.masters import join, rest_type, split
 from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.passes import TorchPasses
 
@@ -16,11 +16,11 @@ HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoup
 PASSES = TorchPasses(choose_kernel())
 
 
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factors", [(), (0.5, 1 / 3)])
 def test_every_format_has_the_update_of_the_widened_gradient(
-    is_split: bool, dtype: torch.dtype, factors: tuple[float, ...]
+    kept: torch.dtype, dtype: torch.dtype, factors: tuple[float, ...]
 ) -> None:
     master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
     exp_avg_sq.abs_()
@@ -30,20 +30,21 @@ def test_every_format_has_the_update_of_the_widened_gradient(
     want = [plane.clone() for plane in (master, exp_avg, exp_avg_sq)]
     choose_kernel().update(want[0], wide, *want[1:], step=2, hyper=HYPER)
 
-    halves: tuple[Tensor, Tensor | None] = (master, None)
-    if is_split:
-        halves = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16)
-        PASSES.split(master, *halves)
+    parts: tuple[Tensor, Tensor | None] = (master, None)
+    if kept is not torch.float32:
+        parts = torch.empty(1000, dtype=kept), torch.empty(1000, dtype=rest_type(kept))
+        PASSES.split(master, *parts)
     scales = [torch.tensor(factor) for factor in factors]
-    PASSES.update(*halves, grad, exp_avg, exp_avg_sq, step=2, hyper=HYPER, factors=scales)
-    if is_split:
-        PASSES.join(*halves, master)
+    PASSES.update(*parts, grad, exp_avg, exp_avg_sq, step=2, hyper=HYPER, factors=scales)
+    if kept is not torch.float32:
+        PASSES.join(*parts, master)
     assert [torch.equal(*pair) for pair in zip((master, exp_avg, exp_avg_sq), want)] == [True] * 3
 
 
-def test_halves_are_those_of_the_split_master() -> None:
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+def test_parts_are_those_of_the_split_master(kept: torch.dtype) -> None:
     master = torch.randn(100)
-    ours, want = ((torch.empty(100, dtype=torch.bfloat16), torch.empty(100, dtype=torch.int16)) for _ in range(2))
+    ours, want = ((torch.empty(100, dtype=kept), torch.empty(100, dtype=rest_type(kept))) for _ in range(2))
     PASSES.split(master, *ours)
     split(master, *want)
     assert all(torch.equal(*pair) for pair in zip(ours, want))

@@ -22,11 +22,13 @@ from tests.session.masters import KINDS, Twin, expect_same, manage, managed_back
 Change = Callable[[nn.Module], Any]
 
 
-@pytest.fixture(params=KINDS)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, nn.Module, patrickstar.Session]]:
-    model = mlp()
-    with manage(model, request.param) as session:
-        yield Twin(request.param), model, session
+@pytest.fixture(params=[*KINDS, "fp16-host", "fp16-fp32-host"])  # where the host computes, fp16 masters are kept alone
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Twin, nn.Module, patrickstar.Session]]:
+    kind, model = request.param.removesuffix("-host"), mlp()
+    machine = {} if kind == request.param else MACHINES["cpu+disk"](tmp_path / "disk")
+    with manage(model, kind, **machine) as session:
+        assert (REST in {ref.plane for ref in session._parts.executor.store.state.home}) is (not machine)
+        yield Twin(kind), model, session
 
 
 @pytest.mark.sampled
@@ -64,16 +66,20 @@ def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
     assert not compare_mappings("weight", dict(twin.masters.state_dict()), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize(("given", "wanted"), [({}, 14), ({"accumulate": 3}, 16)])
+@pytest.mark.parametrize(("given", "gradient"), [({}, 2), ({"accumulate": 3}, 4)])
+@pytest.mark.parametrize("machine", [{"device": "emulated", "device_memory": "64MiB"}, {"host_memory": "1GiB"}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_a_parameter(kind: str, given: dict[str, Any], wanted: int) -> None:
+def test_bytes_of_a_parameter(kind: str, machine: dict[str, str], given: dict[str, Any], gradient: int) -> None:
+    """bf16 weights and what completes them have 2 each; fp16 masters have 4, and weights beside them, where a device computes, 2."""
+    is_fp16, has_device = kind.startswith("fp16"), "device" in machine
     model = mlp()
-    with manage(model, kind, given=given, device="emulated", device_memory="64MiB") as session:
+    with manage(model, kind, given=given, **machine) as session:
         model(batch()).sum().backward()
         session.optimizer.step()
         stats = session.stats()
+        wanted = (6 if is_fp16 and has_device else 4) + 8 + gradient
         assert sum(stats.model_data.values()) == wanted * session.layout.n_chunks * session.layout.chunk_numel
-        assert (REST in stats.model_data) is kind.startswith("bf16")
+        assert (REST in stats.model_data) is (not is_fp16 or has_device)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +105,12 @@ def test_a_second_backward_makes_room_for_gradients_in_fp32(pair: tuple[Twin, nn
     twin.optimizer.zero_grad()
     session.scaler.step(session.optimizer)
     session.scaler.update()
-    assert sum(session.stats().model_data.values()) == 16 * session.layout.n_chunks * CHUNK
+    model_data = session.stats().model_data
+    assert model_data["grad"] == 4 * session.layout.n_chunks * CHUNK
+    assert (
+        sum(model_data.values())
+        == (18 if model_data.get(REST) == model_data["grad"] else 16) * session.layout.n_chunks * CHUNK
+    )
     session.optimizer.zero_grad()
     expect_same(twin, session)
     for number in range(2, 5):
@@ -525,22 +536,20 @@ def test_weights_compute_in_their_own_type_where_the_processor_is_fast_in_it(
         assert {parameter.dtype for parameter in model.parameters()} == {own if is_fast else torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["bf16-fp32", "fp16", "fp16-fp32"])
-def test_a_copy_that_is_held_shows_the_update(kind: str) -> None:
+def test_a_view_of_a_weight_that_is_held_shows_the_update(pair: tuple[Twin, nn.Module, Any]) -> None:
     """As in PyTorch, where a view of a weight is the weight."""
-    twin, model = Twin(kind), mlp()
-    with manage(model, kind) as session:
-        row = model[2].weight[3]
-        twin.step()
-        managed_step(session, model)
-        _ = model.state_dict()  # whatever asks first has the pending update done
-        assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
-        with torch.no_grad():
-            row.add_(0.5)
-            twin.model[2].weight[3].add_(0.5)
-        twin.carry()
-        expect_same(twin, session)
-        assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
+    twin, model, session = pair
+    row = model[2].weight[3]
+    twin.step()
+    managed_step(session, model)
+    _ = model.state_dict()  # whatever asks first has the pending update done
+    assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
+    with torch.no_grad():
+        row.add_(0.5)
+        twin.model[2].weight[3].add_(0.5)
+    twin.carry()
+    expect_same(twin, session)
+    assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -150,13 +150,16 @@ def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | Non
     """
     bits = master.view(torch.int32)
     # On the host one pass, where looking for NaN takes ten: a finite sum has none. A device would have to be waited for.
-    if not master.is_cpu or not bool(torch.isfinite(master.sum())):
+    may_be_nan = not master.is_cpu or not bool(torch.isfinite(master.sum()))
+    if may_be_nan:
         bits = torch.where(torch.isnan(master), (bits & -0x80000000) | _NAN, bits)
     if weight.dtype is torch.float16:
         weight.copy_(bits.view(torch.float32))
         shown = torch.empty_like(bits) if scratch is None else scratch
         shown.view(torch.float32).copy_(weight)
         torch.sub(bits, shown, out=rest)
+        if may_be_nan:
+            rest.masked_fill_(torch.isnan(weight), 0)  # of a NaN that is widened, torch makes one here and another there
         return
     rest.copy_(bits)  # the lower 16 bits are the remainder of rounding the rest, as a signed number
     upper = torch.add(bits, _HALF, out=scratch).bitwise_right_shift_(16)

@@ -367,7 +367,7 @@ def _build_session(
         copies=Copies(binding, executor, precision, touches),
         late_planes=late_planes,
         assembling=assembling,
-        tables=TableRows(binding, executor, in_chunks, touches, rounding=precision.rounding),
+        tables=TableRows(binding, executor, in_chunks, touches),
         is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before

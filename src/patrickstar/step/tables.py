@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from patrickstar.core.machine import Tier
@@ -19,26 +18,13 @@ __all__ = ["TableRows"]
 
 
 class TableRows:
-    """Reads rows of tables, and takes their gradients.
+    """Reads rows of tables, and takes their gradients."""
 
-    Args:
-        rounding: the type that a kept value is rounded to before it computes, if any.
-    """
-
-    def __init__(
-        self,
-        binding: Binding,
-        executor: Executor,
-        gradients: Gradients,
-        touches: Touches,
-        *,
-        rounding: torch.dtype | None,
-    ) -> None:
+    def __init__(self, binding: Binding, executor: Executor, gradients: Gradients, touches: Touches) -> None:
         self._binding = binding
         self._executor = executor
         self._gradients = gradients
         self._touches = touches
-        self._rounding = rounding
 
     def gather(self, name: str, ids: Tensor, values: Tensor) -> None:
         """Writes rows that are usable on the host into `values` (ids x width); rows kept in another type, in the type that computes."""
@@ -50,8 +36,6 @@ class TableRows:
                 kept = self._executor.store.tensor(tile.ref, Tier.HOST)
                 numel = tile.shape_only.numel()
                 found = kept[tile.offset : tile.offset + numel].view(tile.rows, -1)[local]
-                if self._rounding is not None:
-                    found = found.to(self._rounding)
                 values.index_copy_(0, wanted, found.to(values.dtype))
 
     def add_gradient(self, gradients: RowGradients, *, deliver: Callable[[str, Tensor], None]) -> None:

@@ -25,17 +25,18 @@ from torch import Tensor
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim import triton_launch, triton_passes
 from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.masters import rest_type
 from patrickstar.optim.triton_norm import TritonNorm
 from patrickstar.optim.triton_passes import TritonPasses
 from tests.triton.compiled.launches import Compiled, compiling_for
 
-FORMATS = tuple(itertools.product((False, True), (torch.float32, torch.bfloat16, torch.float16)))
 ADAMW = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 DECAYS = {"AdamW": ADAMW, "Adam": replace(ADAMW, decoupled=False), "none": replace(ADAMW, weight_decay=0.0)}
 BLOCK = kernels.BLOCK_NUMEL
 # Addresses and lengths that are multiples of 16, as nearly all are; none; a single element.
 PLACES = {"aligned": (0, 4096), "unaligned": (1, 4001), "one": (0, 1)}
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = tuple(itertools.product(TYPES, TYPES))  # of weights (fp32: whole masters) and of gradients
 
 
 @pytest.fixture(params=[80, 90], ids=["sm_80", "sm_90"])
@@ -65,14 +66,14 @@ def plane(dtype: torch.dtype, place: str) -> Tensor:
 
 def update(
     *,
-    is_split: bool,
+    kept: torch.dtype,
     grad: torch.dtype,
     hyper: Hyper,
     place: str,
     factors: Sequence[Tensor] = (),
 ) -> None:
-    weight = plane(torch.bfloat16 if is_split else torch.float32, place)
-    rest = plane(torch.int16, place) if is_split else None
+    weight = plane(kept, place)
+    rest = None if kept is torch.float32 else plane(rest_type(kept), place)
     averages = plane(torch.float32, place), plane(torch.float32, place)
     TritonPasses().update(weight, rest, plane(grad, place), *averages, step=3, hyper=hyper, factors=factors)
 
@@ -90,22 +91,22 @@ def defined(hyper: Hyper, *, n_factors: int = 0) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("is_split", "grad"), FORMATS, ids=str)
+@pytest.mark.parametrize(("kept", "grad"), FORMATS, ids=str)
 @pytest.mark.parametrize("beta1", [0.9, 0.25])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_an_update_has_the_operations_of_the_definition(
-    is_split: bool, grad: torch.dtype, beta1: float, decay: str, launched: list[Compiled]
+    kept: torch.dtype, grad: torch.dtype, beta1: float, decay: str, launched: list[Compiled]
 ) -> None:
     hyper = replace(DECAYS[decay], beta1=beta1)
     for place in PLACES:
-        update(is_split=is_split, grad=grad, hyper=hyper, place=place)
+        update(kept=kept, grad=grad, hyper=hyper, place=place)
     assert [each.each(BLOCK) for each in launched] == [defined(hyper)] * len(PLACES)
 
 
-@pytest.mark.parametrize(("is_split", "grad"), FORMATS, ids=str)
+@pytest.mark.parametrize(("kept", "grad"), FORMATS, ids=str)
 @pytest.mark.parametrize("n_factors", [1, 2, 3])
 def test_a_factor_is_a_product_of_its_own_wherever_it_is(
-    is_split: bool, grad: torch.dtype, n_factors: int, launched: list[Compiled], monkeypatch: pytest.MonkeyPatch
+    kept: torch.dtype, grad: torch.dtype, n_factors: int, launched: list[Compiled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for host in (False, True):
         if (
@@ -116,24 +117,22 @@ def test_a_factor_is_a_product_of_its_own_wherever_it_is(
                 "factor_arguments",
                 lambda factors, _: (tuple(map(float, factors)), (False,) * len(factors)),
             )
-        update(is_split=is_split, grad=grad, hyper=ADAMW, place="aligned", factors=[torch.tensor(0.5)] * n_factors)
+        update(kept=kept, grad=grad, hyper=ADAMW, place="aligned", factors=[torch.tensor(0.5)] * n_factors)
     assert [each.each(BLOCK) for each in launched] == [defined(ADAMW, n_factors=n_factors)] * 2
     loads = [len(re.findall(r"ld\.global", each.ptx)) for each in launched]
     assert loads[0] == loads[1] + n_factors, "each factor in memory is one load"
 
 
-@pytest.mark.parametrize(("is_split", "grad"), FORMATS, ids=str)
+@pytest.mark.parametrize(("kept", "grad"), FORMATS, ids=str)
 def test_planes_at_multiples_of_16_are_read_and_written_16_bytes_at_a_time(
-    is_split: bool, grad: torch.dtype, launched: list[Compiled]
+    kept: torch.dtype, grad: torch.dtype, launched: list[Compiled]
 ) -> None:
-    update(is_split=is_split, grad=grad, hyper=ADAMW, place="aligned")
-    n_bytes = (
-        BLOCK // 128 * (4 + 4 + 4 + grad.itemsize)
-    )  # a thread's weights (in one or two halves), averages and gradients
+    update(kept=kept, grad=grad, hyper=ADAMW, place="aligned")
+    master = 6 if kept is torch.float16 else 4  # in one part or two
     reads = re.findall(r"\bld\.global\S*", launched[0].ptx)
-    assert reads == ["ld.global.v4.b32"] * (n_bytes // 16)
+    assert reads == ["ld.global.v4.b32"] * (BLOCK // 128 * (master + 4 + 4 + grad.itemsize) // 16)
     writes = re.findall(r"\bst\.global\S*", launched[0].ptx)
-    assert writes == ["st.global.v4.b32"] * (BLOCK // 128 * 12 // 16)
+    assert writes == ["st.global.v4.b32"] * (BLOCK // 128 * (master + 4 + 4) // 16)
 
 
 @pytest.mark.parametrize("kept", TYPES)
@@ -160,12 +159,13 @@ def test_gradients_are_added_by_one_rounded_addition(
 
 def test_what_only_moves_bits_computes_nothing(launched: list[Compiled]) -> None:
     for place in PLACES:
-        master, weight, rest = (plane(dtype, place) for dtype in (torch.float32, torch.bfloat16, torch.int16))
-        TritonPasses().split(master, weight, rest)
-        TritonPasses().join(weight, rest, master)
+        for kept in (torch.bfloat16, torch.float16):
+            master, weight, rest = (plane(dtype, place) for dtype in (torch.float32, kept, rest_type(kept)))
+            TritonPasses().split(master, weight, rest)
+            TritonPasses().join(weight, rest, master)
         for dtype in TYPES:
             TritonPasses().is_finite(plane(dtype, place))
-    assert len(launched) == 5 * len(PLACES)
+    assert len(launched) == 7 * len(PLACES)
     assert not any(each.arithmetic() for each in launched)
 
 
@@ -197,7 +197,7 @@ def test_by_default_the_update_would_be_another_one(monkeypatch: pytest.MonkeyPa
     """What these tests look for is there where nothing is done against it."""
     monkeypatch.setattr(triton_launch.kernels, "OPTIONS", {**kernels.OPTIONS, "enable_fp_fusion": True})
     with compiling_for(80, monkeypatch) as launched:
-        update(is_split=False, grad=torch.float32, hyper=ADAMW, place="aligned")
+        update(kept=torch.float32, grad=torch.float32, hyper=ADAMW, place="aligned")
     assert launched[0].each(BLOCK) != defined(ADAMW)
     with pytest.raises(AssertionError, match="may be contracted"):
         check(launched[0], 80)

@@ -57,8 +57,8 @@ def test_the_kernels_agree_with_the_definition() -> None:
 @pytest.mark.parametrize(
     ("spoiled", "found"),
     [
-        (NoFactors, "update, is_split=True, torch.bfloat16"),
-        (NoRest, "update, is_split=True, torch.float16"),
+        (NoFactors, "update, torch.bfloat16, torch.bfloat16"),
+        (NoRest, "update, torch.float16, torch.float16"),
         (Overwriting, "gradients in torch.float32, adds=True"),
         (Blind, "overflow in torch.bfloat16"),
         (OtherBlocks, "norm"),
@@ -67,7 +67,7 @@ def test_the_kernels_agree_with_the_definition() -> None:
 def test_passes_with_other_bits_are_found(spoiled: type[TritonPasses], found: str) -> None:
     names = differences(spoiled(), HOST)
     assert any(name.startswith(found) for name in names), names
-    assert len(names) < 18, "what agrees is named as well"
+    assert len(names) < 21, "what agrees is named as well"
 
 
 def test_a_family_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

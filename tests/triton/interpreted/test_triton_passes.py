@@ -11,6 +11,7 @@ from torch import Tensor
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.fma import Emulated
 from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.masters import rest_type
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.optim.triton_launch import launch
@@ -20,6 +21,7 @@ from tests.triton.interpreted.planes import Plane, differing, numbers, of_bits
 OURS = TritonPasses()
 TORCHS = TorchPasses(Reference(operations=Emulated()))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+KEPT = (torch.bfloat16, torch.float16)
 BLOCK = kernels.BLOCK_NUMEL
 SIZES = (0, 1, 15, 16, 17, 997, BLOCK - 1, BLOCK, BLOCK + 1)
 
@@ -116,44 +118,55 @@ def test_nothing_beyond_the_end_is_looked_at(dtype: torch.dtype, numel: int) -> 
     assert bool(TORCHS.is_finite(piece))
 
 
-def check_halves(master: Tensor, *, start: int = 0) -> None:
-    weight, rest = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+def check_parts(master: Tensor, kept: torch.dtype, *, start: int = 0) -> None:
+    weight, rest = torch.empty_like(master, dtype=kept), torch.empty_like(master, dtype=rest_type(kept))
     TORCHS.split(master, weight, rest)
-    upper, lower = Plane.of(torch.zeros_like(weight), start=start), Plane.of(torch.zeros_like(rest), start=start)
-    OURS.split(Plane.of(master, start=start).values, upper.values, lower.values)
+    shown, left = Plane.of(torch.zeros_like(weight), start=start), Plane.of(torch.zeros_like(rest), start=start)
+    OURS.split(Plane.of(master, start=start).values, shown.values, left.values)
     # Bits of NaN too: here the definition has them.
-    assert torch.equal(upper.values.view(torch.int16), weight.view(torch.int16))
-    assert torch.equal(lower.values, rest)
+    assert torch.equal(shown.values.view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(left.values, rest)
     want, again = torch.empty_like(master), Plane.of(torch.empty_like(master), start=start)
     TORCHS.join(weight, rest, want)
-    OURS.join(upper.values, lower.values, again.values)
+    OURS.join(shown.values, left.values, again.values)
     assert torch.equal(again.values.view(torch.int32), want.view(torch.int32))
-    for plane in (upper, lower, again):
+    for plane in (shown, left, again):
         plane.check_neighbours()
 
 
-@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-def test_all_upper_halves_are_split_and_joined(low: int) -> None:
-    check_halves(of_bits([upper << 16 | low for upper in range(1 << 16)]))
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("low", [0, 1, 0x0FFF, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_all_upper_halves_are_split_and_joined(low: int, kept: torch.dtype) -> None:
+    check_parts(of_bits([upper << 16 | low for upper in range(1 << 16)]), kept)
 
 
-@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), start=st.integers(0, 9))
-def test_anything_is_split_and_joined(bits: list[int], start: int) -> None:
-    check_halves(of_bits(bits), start=start)
+@given(
+    bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+    kept=st.sampled_from(KEPT),
+    start=st.integers(0, 9),
+)
+def test_anything_is_split_and_joined(bits: list[int], kept: torch.dtype, start: int) -> None:
+    check_parts(of_bits(bits), kept, start=start)
 
 
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("numel", SIZES)
-def test_every_length_is_split_and_joined(numel: int) -> None:
-    check_halves(numbers(numel, seed=9))
+def test_every_length_is_split_and_joined(numel: int, kept: torch.dtype) -> None:
+    check_parts(numbers(numel, seed=9), kept)
 
 
-def test_halves_that_nobody_has_rounded_are_joined_by_their_bits() -> None:
+@pytest.mark.parametrize("kept", KEPT)
+def test_parts_that_nobody_has_rounded_are_joined_by_their_bits(kept: torch.dtype) -> None:
+    """But for fp16 that is NaN, which a GPU widens to the one NaN it knows: such a master is NaN, whichever."""
     weight, rest = (torch.arange(-(1 << 15), 1 << 15).to(torch.int16) for _ in range(2))
+    kept_weight = weight.view(kept)
+    if kept is torch.float16:
+        kept_weight = kept_weight.nan_to_num(1.0, torch.inf, -torch.inf)
     for shift in (0, 1, 12345):
-        moved = rest.roll(shift)
+        moved = rest.roll(shift).to(rest_type(kept))
         want, got = torch.empty(1 << 16), torch.empty(1 << 16)
-        TORCHS.join(weight.view(torch.bfloat16), moved, want)
-        OURS.join(weight.view(torch.bfloat16), moved, got)
+        TORCHS.join(kept_weight, moved, want)
+        OURS.join(kept_weight, moved, got)
         assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
@@ -195,10 +208,10 @@ def test_parts_of_a_plane_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyP
     assert differing(seen[1], seen[0]) == differing(seen[2], seen[0]) == 0
 
 
-def test_halves_of_other_types_are_refused() -> None:
-    with pytest.raises(AssertionError, match="halves and a master of"):
+def test_parts_of_other_types_are_refused() -> None:
+    with pytest.raises(AssertionError, match="parts and a master of"):
         OURS.split(torch.zeros(4), torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.int16))
-    with pytest.raises(AssertionError, match="halves and a master of"):
+    with pytest.raises(AssertionError, match="parts and a master of"):
         OURS.join(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32), torch.zeros(4))
     with pytest.raises(AssertionError, match="a plane of"):
         OURS.put(torch.zeros(4, dtype=torch.float64), torch.zeros(4), adds=True)

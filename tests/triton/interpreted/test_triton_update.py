@@ -16,6 +16,7 @@ from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim import triton_passes
 from patrickstar.optim.fma import Emulated, exact_fma
 from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.masters import rest_type
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.optim.triton_passes import TritonPasses
@@ -41,14 +42,20 @@ SIZES = (0, 1, 2, 15, 16, 17, 31, 997, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 
 class Format:
     """What the weight and the gradient are kept in."""
 
-    is_split: bool
+    kept: torch.dtype
     grad: torch.dtype
 
+    @property
+    def is_split(self) -> bool:
+        return self.kept is not torch.float32
+
     def __str__(self) -> str:
-        return f"{'split' if self.is_split else 'whole'} from {str(self.grad).removeprefix('torch.')}"
+        return " from ".join(str(dtype).removeprefix("torch.") for dtype in (self.kept, self.grad))
 
 
-FORMATS = [Format(*each) for each in itertools.product((False, True), (torch.float32, torch.bfloat16, torch.float16))]
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = [Format(*each) for each in itertools.product(TYPES, TYPES)]
+QUIET_NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
 
 def check(
@@ -61,19 +68,19 @@ def check(
     start: int = 0,
     passes: TritonPasses | None = None,
 ) -> Tensor:
-    """Compares an update of (weight, grad, exp_avg, exp_avg_sq) with the definition's. Gives back the weight, or its upper half."""
+    """Compares an update of (weight, grad, exp_avg, exp_avg_sq) with the definition's. Gives back the weight."""
     master, grad, exp_avg, exp_avg_sq = planes
     kept: list[Tensor] = [master]
     if form.is_split:
-        kept = [torch.empty_like(master, dtype=dtype) for dtype in (torch.bfloat16, torch.int16)]
+        kept = [torch.empty_like(master, dtype=dtype) for dtype in (form.kept, rest_type(form.kept))]
         DEFINITION.split(master, *kept)
     narrow = grad.to(form.grad)
     seen = []
     for family in (DEFINITION, passes or TritonPasses()):
         placed = [Plane.of(values, start=start) for values in (*kept, narrow, exp_avg, exp_avg_sq)]
         *weight, gradient, averages, squares = (plane.values for plane in placed)
-        halves = (weight[0], weight[1] if form.is_split else None)
-        family.update(*halves, gradient, averages, squares, step=step, hyper=hyper, factors=factors)
+        parts = (weight[0], weight[1] if form.is_split else None)
+        family.update(*parts, gradient, averages, squares, step=step, hyper=hyper, factors=factors)
         for plane in placed:
             plane.check_neighbours()
         assert differing(gradient, narrow) == 0, "the gradient has changed"
@@ -83,7 +90,7 @@ def check(
     if form.is_split:  # the one NaN that has defined bits, but for the sign
         weight, rest = seen[1][:2]
         is_nan = torch.isnan(weight)
-        assert bool(((weight[is_nan].view(torch.int16) & 0x7FFF) == 0x7FC0).all())
+        assert bool(((weight[is_nan].view(torch.int16) & 0x7FFF) == QUIET_NAN[form.kept]).all())
         assert bool((rest[is_nan] == 0).all())
     return seen[1][0]
 
