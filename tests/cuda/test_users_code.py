@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import batch, twins
+from tests.cuda.twins import TIGHT, batch, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -35,6 +35,25 @@ def test_torchs_own_clipping_goes_through_gradients_one_by_one(
             assert torch.equal(*norms)
         pair.expect_same()
     assert not accelerator.races()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_master_that_is_written_comes_back_whole(precision: str, accelerator: Accelerator) -> None:
+    """Where the device holds everything, both parts of a master go up to it, and come down again."""
+    with twins(precision=precision, device_memory=64 * TIGHT) as pair:
+        pair.session.scaler.scale(pair.model(batch()).float().square().mean()).backward()
+        pair.session.scaler.step(pair.session.optimizer)
+        generator = torch.Generator("cpu").manual_seed(1)
+        value = torch.randn(pair.plain[0].weight.shape, generator=generator, device="cpu") * 1e-3
+        pair.session.write("0.weight", value)
+        assert torch.equal(pair.session.state_dict()["0.weight"].cpu(), value)
+        assert torch.equal(pair.model[0].weight.detach().cpu(), narrowed(value, precision))
+        assert not accelerator.races()
+
+
+def narrowed(value: torch.Tensor, precision: str) -> torch.Tensor:
+    """Masters as weights: bf16 rounds ties away from zero, of which a random number has none."""
+    return value.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision])
 
 
 @pytest.mark.parametrize("own_streams", [False, True])

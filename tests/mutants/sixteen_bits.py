@@ -7,7 +7,6 @@ from tests.mutants.mutant import Mutant
 __all__ = ["SIXTEEN_BITS"]
 
 SIXTEEN = "tests/session/test_sixteen_bits.py"
-PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
 SCALING = "tests/session/test_loss_scaling.py"
 
 SIXTEEN_BITS = (
@@ -70,18 +69,18 @@ SIXTEEN_BITS = (
         tests=("tests/optim/test_masters.py::test_joining_is_the_inverse_of_splitting[0-kept1]",),
     ),
     Mutant(
-        name="a-weight-read-from-a-checkpoint-has-the-rest-of-another-type",
+        name="a-weight-written-on-a-gpu-has-the-rest-of-another-type",
         file="step/values.py",
         old="zip(halves, (weight.dtype, rest_type(weight.dtype)), strict=True)",
         new="zip(halves, (weight.dtype, torch.int16), strict=True)",
-        tests=(f"{SIXTEEN}::test_masters_come_back_whole[fp16-64MiB]",),
+        tests=("tests/cuda/test_users_code.py::test_a_master_that_is_written_comes_back_whole[fp16]",),
     ),
     Mutant(
         name="other-units-leave-while-a-copy-is-made",
         file="parameters/binding.py",
         old="            units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made",
         new="            units = []",
-        tests=(f"{PARITY}[encoder-reentrant-x1-noclip-deferred-next-use-minimum-emulated-bf16-fp32]",),
+        tests=(f"{SIXTEEN}::test_no_unit_leaves_while_copies_of_several_are_made",),
     ),
     Mutant(
         name="an-overflow-is-not-found",

@@ -552,6 +552,39 @@ def test_a_view_of_a_weight_that_is_held_shows_the_update(pair: tuple[Twin, nn.M
     assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
 
 
+class Products(nn.Module):
+    """Uses several weights in one operation, beside an activation that may grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.extra = mlp(), 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = torch.ones(self.extra)
+        for first in (0, 2, 4):
+            x = x @ torch.linalg.multi_dot([self.layers[first + more].weight for more in (0, 2, 6)])
+        return x.square().mean() + 0 * extra.sum()
+
+
+def test_no_unit_leaves_while_copies_of_several_are_made() -> None:
+    """Copies may be what no longer fits: what they are still to be made from stays, whatever else leaves."""
+    twin, went_on, refused = Twin("bf16-fp32", Products), 0, 0
+    want = [twin.step(first=number)[0] for number in range(3)]
+    for extra in range(8_000, 12_000, 250):
+        model = Products()
+        with manage(model, "bf16-fp32", device="emulated", device_memory=10 * SLOT) as session:
+            got = [managed_step(session, model, first=number)[0] for number in range(2)]
+            model.extra = extra
+            try:
+                got.append(managed_step(session, model, first=2)[0])
+            except BudgetError:
+                refused += 1
+            went_on += len(got) == 3
+            assert all(map(same_bits, want, got))
+    assert went_on
+    assert refused
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_fp32_goes_on_in_16_bits_and_back(kind: str, tmp_path: Path) -> None:
     model, other, last = mlp(), mlp(5), mlp(6)
