@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError
-from patrickstar.optim.masters import split
+from patrickstar.optim.masters import rest_type, split
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.cuda.twins import TIGHT, WIDTH, batch, twins
@@ -67,22 +67,25 @@ def test_a_step_never_waits_for_the_device(
         assert pair.session.stats().reason == ""
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nan", [False, True])
-def test_halves_are_written_on_a_device_without_a_wait_and_as_on_the_host(nan: bool, accelerator: Accelerator) -> None:
+def test_parts_are_written_on_a_device_without_a_wait_and_as_on_the_host(
+    nan: bool, kept: torch.dtype, accelerator: Accelerator
+) -> None:
     master = torch.randn(1000)
     master[[3, 7]] = torch.tensor([torch.inf, 3.4028234e38])
     if nan:
         master.view(torch.int32)[[5, 6, 9]] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32)
-    halves = []
+    parts = []
     for device in ("cpu", "cuda"):
         there = master.to(device)
-        weight = torch.empty(1000, dtype=torch.bfloat16, device=device)
-        rest = torch.empty(1000, dtype=torch.int16, device=device)
+        weight = torch.empty(1000, dtype=kept, device=device)
+        rest = torch.empty(1000, dtype=rest_type(kept), device=device)
         accelerator.waits()
         split(there, weight, rest)
         assert not accelerator.waits()
-        halves.append((weight.view(torch.int16).cpu(), rest.cpu()))
-    assert all(map(torch.equal, *halves))
+        parts.append((weight.view(torch.int16).cpu(), rest.cpu()))
+    assert all(map(torch.equal, *parts))
 
 
 WIDE = 256  # so that the slots of a few weights are more than what a norm, or an update of 16 bits, takes beside them
@@ -118,9 +121,7 @@ def _is_counted(precision: str, way: str, what: str) -> bool:
     """What a session allows; but for steps in 16 bits that wait still, which the roadmap names."""
     if way == "in_backward":  # the number would be known when parameters have been updated
         return precision != "fp16" and what not in {"clipping", "accumulation"}
-    return precision == "fp32" or not (
-        way == "deferred, updated on the device" or (precision, what) == ("bf16", "accumulation")
-    )
+    return precision == "fp32" or not (way == "deferred, updated on the device" or what == "accumulation")
 
 
 COUNTED = [one for one in product(["fp32", "bf16", "fp16"], WAYS, STEPS) if _is_counted(*one)]

@@ -159,7 +159,7 @@ def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | Non
         shown.view(torch.float32).copy_(weight)
         torch.sub(bits, shown, out=rest)
         if may_be_nan:
-            rest.masked_fill_(torch.isnan(weight), 0)  # of a NaN that is widened, torch makes one here and another there
+            rest.masked_fill_(torch.isnan(weight), 0)  # torch widens one NaN to different ones
         return
     rest.copy_(bits)  # the lower 16 bits are the remainder of rounding the rest, as a signed number
     upper = torch.add(bits, _HALF, out=scratch).bitwise_right_shift_(16)
