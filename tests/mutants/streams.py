@@ -335,8 +335,8 @@ STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="a-device-is-asked-whether-masters-are-finite",
         file="optim/masters.py",
-        old="if not master.is_cpu or not bool(",
-        new="if not bool(",
+        old="not master.is_cpu or not bool(",
+        new="not bool(",
         tests=(
             "tests/cuda/test_waits.py::test_parts_are_written_on_a_device_without_a_wait_and_as_on_the_host[False-kept0]",
         ),
