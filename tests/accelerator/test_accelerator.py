@@ -412,6 +412,39 @@ def test_memory_that_is_in_use_is_not_unmapped_unseen(
     assert free_addresses(address, 2 * GRANULE) == 0
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_at_two_addresses_is_one(waits: bool, accelerator: Accelerator) -> None:
+    """Of works by either address, one that writes has to be ordered with the others; each address goes by itself, the memory with the last."""
+    accelerator.configure(1.0)
+    before = accelerator.driver_bytes()
+    address = reserve(2 * GRANULE)
+    _, handle = create(GRANULE)
+    assert [map_at(address + at, GRANULE, handle) for at in (0, GRANULE)] == [0, 0]
+    assert release(handle) == 0
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        floats_at(address, 16).fill_(3)
+        written = first.record_event()
+    with torch.cuda.stream(second):
+        if waits:
+            second.wait_event(written)
+        total = floats_at(address + GRANULE, 16).sum()
+    torch.accelerator.synchronize()
+    races = accelerator.races()
+    assert bool(races) == (not waits)
+    assert all("by another address" in race for race in races)
+    assert total.item() == 48 or not waits
+    with torch.cuda.stream(second):
+        floats_at(address + GRANULE, 16).fill_(4)
+    assert unmap(address, GRANULE) == 0  # what is under way uses the other address
+    assert not accelerator.races()
+    assert accelerator.driver_bytes() == before + GRANULE
+    torch.accelerator.synchronize()
+    assert unmap(address + GRANULE, GRANULE) == 0
+    assert accelerator.driver_bytes() == before
+    assert free_addresses(address, 2 * GRANULE) == 0
+
+
 def test_the_driver_shares_the_capacity_with_torch(accelerator: Accelerator) -> None:
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()

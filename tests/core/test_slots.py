@@ -19,6 +19,17 @@ def test_slots_start_cold_and_are_warm_once_given_back():
     assert (slots.in_use, slots.warm, slots.committed) == (0, 1, 1)
 
 
+def test_a_slot_that_is_set_apart_is_not_taken_until_it_is_put_back():
+    slots = SlotMap(3)
+    slots.set_apart(0)
+    assert not slots.can_take(3)
+    assert [slots.take(), slots.take()] == [1, 2]
+    with pytest.raises(LookupError):
+        slots.take()
+    slots.put_back(0)
+    assert slots.take() == 0
+
+
 def test_a_warm_slot_is_taken_before_a_cold_one():
     slots = SlotMap(8)
     taken = [slots.take() for _ in range(3)]
@@ -158,9 +169,10 @@ class SlotMachine(RuleBasedStateMachine):
         self.owned = {}
         self.warm = set()
         self.last_given = set()
+        self.apart = set()
 
     def windows(self, n):
-        used = {slot for first, length in self.owned.items() for slot in range(first, first + length)}
+        used = {slot for first, length in self.owned.items() for slot in range(first, first + length)} | self.apart
         every = (set(range(first, first + n)) for first in range(self.N - n + 1))
         return [window for window in every if window.isdisjoint(used)]
 
@@ -191,6 +203,22 @@ class SlotMachine(RuleBasedStateMachine):
         self.slots.give(first, n)
         self.last_given = set(range(first, first + n))
         self.warm |= self.last_given
+
+    @rule(data=st.data())
+    def set_apart(self, data):
+        used = {slot for first, length in self.owned.items() for slot in range(first, first + length)}
+        cold = set(range(self.N)) - used - self.warm - self.apart
+        if cold:
+            slot = data.draw(st.sampled_from(sorted(cold)))
+            self.slots.set_apart(slot)
+            self.apart.add(slot)
+
+    @precondition(lambda self: self.apart)
+    @rule(data=st.data())
+    def put_back(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.apart)))
+        self.slots.put_back(slot)
+        self.apart.remove(slot)
 
     @rule(bound=st.integers(0, N))
     def trim(self, bound):

@@ -130,6 +130,84 @@ def test_a_device_that_is_full_is_an_error_that_changes_nothing(accelerator: Acc
     arena.close()
 
 
+def late_writes(device: Arena, slots: list[int], value: int) -> StreamTicket:
+    """Writes into slots on a stream of their own, and what ends when they have ended."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for slot in slots:
+            device.wrapping(slot, 1, torch.uint8)().fill_(value)
+        return StreamTicket(stream)
+
+
+@pytest.mark.parametrize("comes_after", [True, False])
+def test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait(
+    comes_after: bool, accelerator: Accelerator
+) -> None:
+    """With what is still under way on it: whoever writes there, by other addresses, has to come after that."""
+    device = on_device(GRANULE)
+    single = [device.take() for _ in range(4)]
+    before = accelerator.driver_bytes()
+    fence = late_writes(device, single, 7)
+    for slot in single[::2]:
+        device.give(slot, fence=fence)
+    accelerator.waits()
+    pair = device.take(2, max_committed_slots=4)
+    assert not accelerator.waits()
+    assert accelerator.driver_bytes() == before
+    assert (device.committed_slots, device.in_use) == (4, 4)
+    found = device.fences(pair, 2)
+    assert found in ([fence], [])  # []: it was over
+    if comes_after:
+        for each in found:
+            each.wait_on_device()
+    device.wrapping(pair, 2, torch.uint8)().fill_(9)
+    torch.accelerator.synchronize()
+    assert bool(accelerator.races()) == (bool(found) and not comes_after)
+    assert [int(device.wrapping(slot, 1, torch.uint8)()[5]) for slot in (single[1], single[3])] == [7, 7]
+    if comes_after:
+        assert bool((device.wrapping(pair, 2, torch.uint8)() == 9).all())
+    # The addresses that had the memory come back when nothing uses them any more.
+    other = [device.take(), device.take()]
+    assert set(single[::2]).isdisjoint({pair, pair + 1})
+    for slot in (*single[1::2], pair, pair + 1, *other):
+        device.give(slot)
+    device.trim(0)
+    assert accelerator.driver_bytes() == before - 4 * GRANULE
+    device.close()
+    accelerator.races()
+
+
+def test_more_memory_than_is_needed_side_by_side_is_waited_for(accelerator: Accelerator) -> None:
+    """The bound holds at once."""
+    device = on_device(GRANULE)
+    single = [device.take() for _ in range(6)]
+    before = accelerator.driver_bytes()
+    fence = late_writes(device, single, 7)
+    for slot in single[::2]:
+        device.give(slot, fence=fence)
+    pair = device.take(2, max_committed_slots=5)
+    assert accelerator.driver_bytes() == before - GRANULE
+    assert (device.committed_slots, device.in_use) == (5, 5)
+    for slot in (*single[1::2], pair, pair + 1):
+        device.give(slot)
+    device.close()
+    assert not accelerator.races()
+
+
+def test_slots_that_share_what_the_driver_maps_lend_nothing(accelerator: Accelerator) -> None:
+    device = on_device(3 * MIB)
+    single = [device.take() for _ in range(4)]
+    fence = late_writes(device, single, 7)
+    for slot in single[::2]:
+        device.give(slot, fence=fence)
+    pair = device.take(2, max_committed_slots=4)
+    assert fence.done
+    for slot in (*single[1::2], pair, pair + 1):
+        device.give(slot)
+    device.close()
+    assert not accelerator.races()
+
+
 def test_trimming_waits_for_what_is_under_way(accelerator: Accelerator) -> None:
     arena = on_device(GRANULE)
     first = arena.take()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -94,37 +95,34 @@ WIDE = 256  # so that the slots of a few weights are more than what a norm, or a
 SCALE = patrickstar.LossScale(initial=2.0, dynamic=False)  # with which no gradient overflows
 
 
-def wide_mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[part for _ in range(16) for part in (nn.Linear(WIDE, WIDE), nn.Tanh())])
-
-
 class Checkpointed(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
 
 
-def checkpointed_mlp() -> nn.Module:
+def wide_mlp(width: int = WIDE, layer: type[nn.Linear] = nn.Linear) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[part for _ in range(16) for part in (Checkpointed(WIDE, WIDE), nn.Tanh())])
+    return nn.Sequential(*[part for _ in range(16) for part in (layer(width, width), nn.Tanh())])
 
 
-STEPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "checkpointing": {"build": checkpointed_mlp},
-    "clipping": {"max_grad_norm": 0.01},
-    "accumulation": {"accumulate": 2},
-}
+STEPS = ("plain", "checkpointing", "clipping", "accumulation")
 
 
 def _is_counted(precision: str, way: str, what: str) -> bool:
-    """What a session allows; but for steps in 16 bits that wait still, which the roadmap names."""
+    """What a session allows; but for units of several sizes, which have a test of their own."""
     if way == "in_backward":  # the number would be known when parameters have been updated
         return precision != "fp16" and what not in {"clipping", "accumulation"}
-    return precision == "fp32" or not (way == "deferred, updated on the device" or what == "accumulation")
+    return not _has_sizes(precision, way, what)
 
 
-COUNTED = [one for one in product(["fp32", "bf16", "fp16"], WAYS, STEPS) if _is_counted(*one)]
+def _has_sizes(precision: str, way: str, what: str) -> bool:
+    """Whether units of one slot and of two come to a device: weights of 2 bytes, and moments or gradients of 4."""
+    return precision != "fp32" and way != "in_backward" and ("on the device" in way or what == "accumulation")
+
+
+ALL = list(product(["fp32", "bf16", "fp16"], WAYS, STEPS))
+COUNTED = [one for one in ALL if _is_counted(*one)]
+OF_SIZES = [one for one in ALL if _has_sizes(*one)]
 
 
 @pytest.mark.parametrize(
@@ -134,16 +132,41 @@ COUNTED = [one for one in product(["fp32", "bf16", "fp16"], WAYS, STEPS) if _is_
 def test_a_step_of_any_precision_waits_for_no_more_than_its_numbers(
     precision: str, way: str, what: str, accelerator: Accelerator
 ) -> None:
+    expect_no_more_waits(precision, way, what, accelerator, width=WIDE, memory=(12 if precision == "bf16" else 8) << 20)
+
+
+@pytest.mark.parametrize(
+    ("precision", "way", "what"),
+    [pytest.param(*one, marks=() if number == 0 else pytest.mark.campaign) for number, one in enumerate(OF_SIZES)],
+)
+def test_units_of_one_slot_and_of_two_change_places_without_a_wait(
+    precision: str, way: str, what: str, accelerator: Accelerator
+) -> None:
+    """Slots are as on a GPU, whole pieces of what the driver maps: what is free, and not side by side, is mapped side by side."""
+    expect_no_more_waits(
+        precision, way, what, accelerator, width=4 * WIDE, memory=(12 if precision == "bf16" else 8) << 24
+    )
+
+
+def expect_no_more_waits(
+    precision: str, way: str, what: str, accelerator: Accelerator, *, width: int, memory: int
+) -> None:
     accelerator.configure(0.3, 1)
-    arguments = {"build": wide_mlp, **WAYS[way], **STEPS[what]}
-    accumulate = arguments.pop("accumulate", 1)
-    options = patrickstar.Options(chunk_size=WIDE * WIDE, poison=True, accumulate=accumulate, loss_scale=SCALE)
-    memory = (12 if precision == "bf16" else 8) << 20
+    arguments = {"build": partial(wide_mlp, width), **WAYS[way]}
+    accumulate = 1
+    match what:
+        case "checkpointing":
+            arguments["build"] = partial(wide_mlp, width, Checkpointed)
+        case "clipping":
+            arguments["max_grad_norm"] = 0.01
+        case "accumulation":
+            accumulate = 2
+    options = patrickstar.Options(chunk_size=width * width, poison=True, accumulate=accumulate, loss_scale=SCALE)
     most = int(precision == "fp16" or what == "clipping")
     with twins(device_memory=memory, precision=precision, options=options, **arguments) as pair:
         session = pair.session
         for number in range(WARM_UP + 3):
-            inputs = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(number)).cuda()
+            inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(number)).cuda()
             waits_by_whom(accelerator)
             for _ in range(accumulate):
                 session.scaler.scale(pair.model(inputs).float().square().mean()).backward()
@@ -153,6 +176,7 @@ def test_a_step_of_any_precision_waits_for_no_more_than_its_numbers(
             _, ours = waits_by_whom(accelerator)
             assert ours <= most or number < WARM_UP
         assert (session.stats().steps, session.stats().reason) == (WARM_UP + 3, "")
+        assert not accelerator.races()
 
 
 @pytest.mark.sampled

@@ -1,6 +1,6 @@
 """Slots of an arena that are in use, and those that hold pages: bookkeeping that has never seen a byte.
 
-(1) A slot is in use, warm (free, its pages are committed) or cold (free, without pages).
+(1) A slot is in use, warm (free, its pages are committed), cold (free, without pages), or apart (has none, and is not to be taken).
 (2) `in_use` and `warm` are the counts of such slots; `committed` is their sum, what the process really holds.
 (3) The queue of warm slots holds each warm slot once, the one that was given back longest ago first.
 (4) No cold slot lies below `_cold_from`.
@@ -17,7 +17,7 @@ import re
 from collections import OrderedDict
 from typing import Final
 
-_COLD, _WARM, _USED = 0, 1, 2
+_COLD, _WARM, _USED, _APART = 0, 1, 2, 3
 _WARM_EXTENT: Final = re.compile(rb"\x01+")
 
 
@@ -32,6 +32,7 @@ class SlotMap:
         self._state = bytearray(virtual_slots)
         self._warm: OrderedDict[int, None] = OrderedDict()
         self._in_use = 0
+        self._n_apart = 0
         self._cold_from = 0
         self._last_given = (0, 0)
 
@@ -56,7 +57,7 @@ class SlotMap:
 
     def can_take(self, n: int = 1) -> bool:
         """Tells whether there are `n` adjacent free slots."""
-        return self._in_use < self.virtual_slots if n == 1 else self._best_run(n) >= 0
+        return self._in_use + self._n_apart < self.virtual_slots if n == 1 else self._best_run(n) >= 0
 
     def take(self, n: int = 1) -> int:
         """The first of `n` adjacent slots, now in use. Warm ones where there are such, else as many warm as can be.
@@ -110,11 +111,25 @@ class SlotMap:
             self._cold_from = min(self._cold_from, cooled[0])
         return _ranges(cooled)
 
+    def set_apart(self, slot: int) -> None:
+        """A cold slot is not taken any more, until `put_back`."""
+        assert self._state[slot] == _COLD, f"slot {slot} is set apart but not cold"
+        self._state[slot] = _APART
+        self._n_apart += 1
+
+    def put_back(self, slot: int) -> None:
+        """A slot that was set apart is cold again."""
+        assert self._state[slot] == _APART, f"slot {slot} is put back but was not set apart"
+        self._state[slot] = _COLD
+        self._n_apart -= 1
+        self._cold_from = min(self._cold_from, slot)
+
     def check(self) -> None:
         """Fails, naming the number, where an invariant at the top of this file does not hold. Tests call it."""
         assert len(self._state) == self.virtual_slots, "(1)"
-        assert set(self._state) <= {_COLD, _WARM, _USED}, "(1)"
+        assert set(self._state) <= {_COLD, _WARM, _USED, _APART}, "(1)"
         assert self._in_use == self._state.count(_USED), f"(2) {self._in_use} in use, {self._state.count(_USED)} marked"
+        assert self._n_apart == self._state.count(_APART), "(1)"
         assert sorted(self._warm) == [slot for slot, state in enumerate(self._state) if state == _WARM], "(3)"
         assert self._state.count(_COLD, 0, self._cold_from) == 0, "(4)"
 

@@ -7,6 +7,11 @@ They are worth having: a given-back gigabyte is faulted in again in 0.17 s, agai
 
 A slot may be given back while its last tenant's works are still under way: it then has fences, and whoever writes into it next comes after them.
 
+Note [Lent memory]
+    Of slots of one and of several among each other, enough may be free and none side by side. Memory then has to go from some addresses to others. To
+    take it away, works under way must have ended, and the host would wait for a device. Where a space can, the memory is mapped at the new addresses
+    as well, with the fences of the old ones; and these are set apart until their works are over, when it is taken from them.
+
 Callers take turns: an arena has no lock of its own.
 """
 
@@ -48,6 +53,9 @@ class Arena:
         self._space = make_space(slot_bytes * virtual_slots, unit_bytes=slot_bytes, name=name)
         self._fences: dict[int, Ticket] = {}
         self._unprepared = bytearray(b"\1") * virtual_slots
+        self._lent: dict[
+            int, Ticket | None
+        ] = {}  # slots that are set apart, and what ends when they are not used any more
 
     @property
     def in_use(self) -> int:
@@ -85,7 +93,7 @@ class Arena:
 
         What is written into them comes after `fences`.
 
-        `max_committed_slots`: pages of other slots are given back before these get theirs, as `trim` does.
+        `max_committed_slots`: pages of other slots are given back before these get theirs, as `trim` does. See Note [Lent memory].
 
         Raises:
             DeviceError: there is no memory for them.
@@ -93,10 +101,16 @@ class Arena:
             StateError: the arena is closed, or belongs to another process.
         """
         self._space.expect_open()
+        self._end_loans()
+        if self._lent and not self._slots.can_take(n):
+            self._end_loans(waits=True)
         first = self._slots.take(n)
         try:
             if max_committed_slots is not None and self._slots.committed > max_committed_slots:
-                self.trim(max_committed_slots)
+                if self._space.can_lend():
+                    self._lend(max_committed_slots, range(first, first + n))
+                else:
+                    self.trim(max_committed_slots)
             for slot in range(first, first + n):
                 if self._unprepared[slot]:
                     self._space.prepare(slot * self.slot_bytes, self.slot_bytes)
@@ -124,6 +138,7 @@ class Arena:
 
     def trim(self, max_committed_slots: int) -> None:
         """Gives the pages of free slots back to the system until at most `max_committed_slots` slots hold any, if that can be."""
+        self._end_loans(waits=True)
         for first, n in self._slots.trim(max_committed_slots):
             for slot in range(first, first + n):
                 if slot in self._fences:
@@ -137,6 +152,40 @@ class Arena:
                     continue
                 if self._space.discard(start * self.slot_bytes, length * self.slot_bytes):
                     self._unprepared[start : start + length] = b"\1" * length
+
+    def _lend(self, max_committed_slots: int, to: range) -> None:
+        """Gives the memory of free slots to those of `to` that have none, as far as the bound asks for that. See Note [Lent memory]."""
+        needy = [slot for slot in to if self._unprepared[slot]]
+        for first, n in self._slots.trim(max_committed_slots):
+            for slot in range(first, first + n):
+                if not needy or self._unprepared[slot]:
+                    self._take_away(slot, self._fences.get(slot))
+                    self._fences.pop(slot, None)
+                    continue
+                target = needy.pop()
+                self._space.lend(slot * self.slot_bytes, target * self.slot_bytes)
+                self._unprepared[target] = 0
+                if slot in self._fences:
+                    self._fences[target] = self._fences[slot]
+                self._lent[slot] = self._fences.pop(slot, None)
+                self._slots.set_apart(slot)
+        self._end_loans()
+
+    def _end_loans(self, *, waits: bool = False) -> None:
+        """Takes memory away from slots that are set apart and whose works are over, or are waited for."""
+        for slot, fence in list(self._lent.items()):
+            if waits or fence is None or fence.done:
+                self._take_away(slot, fence)
+                del self._lent[slot]
+                self._slots.put_back(slot)
+
+    def _take_away(self, slot: int, fence: Ticket | None) -> None:
+        """Takes the memory of a slot away, when the works on it are over."""
+        if fence is not None:
+            with suppress(Exception):  # over, however it ended: whom that concerns is told by other tickets
+                fence.wait()
+        if not self._unprepared[slot] and self._space.discard(slot * self.slot_bytes, self.slot_bytes):
+            self._unprepared[slot] = 1
 
     def absent_bytes(self, first: int, n: int = 1) -> int:
         """Bytes of `n` slots that have no pages yet."""

@@ -98,6 +98,14 @@ class DeviceSpace:
                         self._addresses.unmap(piece)
         return True
 
+    def can_lend(self) -> bool:
+        return self._piece_bytes == self._unit_bytes
+
+    def lend(self, at: int, to: int) -> None:
+        addresses = self._open()
+        addresses.map_also(to, at)
+        self._prepared[to] += 1
+
     def absent_bytes(self, at: int, nbytes: int) -> int:  # noqa: ARG002
         return 0
 

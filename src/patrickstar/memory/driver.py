@@ -6,6 +6,7 @@ The driver's own functions (CUDA driver API, "Virtual Memory Management"), which
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -91,6 +92,19 @@ def granule_bytes(device: int) -> int:
     return nbytes.value
 
 
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """Memory of the device, and the number of places at which it is mapped. It goes with the last of them."""
+
+    handle: int
+    nbytes: int
+    places: int = 0
+
+    def let_go(self) -> None:
+        if not self.places:
+            _call("cuMemRelease", _Address(self.handle))
+
+
 class DeviceAddresses:
     """A range of addresses of a device, at which memory is mapped piece by piece.
 
@@ -102,7 +116,7 @@ class DeviceAddresses:
         granule = granule_bytes(device)
         self.nbytes = -(-nbytes // granule) * granule
         self._device = device
-        self._pieces: dict[int, int] = {}
+        self._pieces: dict[int, _Memory] = {}
         start = _Address()
         result = _call(
             "cuMemAddressReserve", ctypes.byref(start), ctypes.c_size_t(self.nbytes), ctypes.c_size_t(0), _Address(0),
@@ -113,8 +127,8 @@ class DeviceAddresses:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that have memory."""
-        return sum(self._pieces.values())
+        """Bytes of memory, wherever it is mapped."""
+        return sum(memory.nbytes for memory in set(self._pieces.values()))
 
     def map(self, at: int, nbytes: int) -> None:
         """Gives memory to a piece that has none: whole granules, contents undefined.
@@ -137,14 +151,23 @@ class DeviceAddresses:
         if result == _OUT_OF_MEMORY:
             raise DeviceError(self._no_memory(nbytes))
         _expect(result, f"{format_bytes(nbytes)} of the device cannot be taken")
-        address = _Address(self.start + at)
+        memory = _Memory(handle.value, nbytes)
         try:
-            mapped = _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
-            _expect(mapped, "memory of the device cannot be mapped")
+            self._map(at, memory)
         finally:
-            _call("cuMemRelease", handle)  # the mapping keeps it
-        self._pieces[at] = nbytes
-        access = _Access(properties.location, _READ_AND_WRITE)
+            memory.let_go()
+
+    def map_also(self, at: int, of: int) -> None:
+        """Gives the memory of a piece to another one as well, which has none. Nothing is waited for: whoever asks orders what uses both."""
+        self._map(at, self._pieces[of])
+
+    def _map(self, at: int, memory: _Memory) -> None:
+        address, size = _Address(self.start + at), ctypes.c_size_t(memory.nbytes)
+        mapped = _call("cuMemMap", address, size, ctypes.c_size_t(0), _Address(memory.handle), ctypes.c_ulonglong(0))
+        _expect(mapped, "memory of the device cannot be mapped")
+        self._pieces[at] = memory
+        memory.places += 1
+        access = _Access(_Location(_ON_DEVICE, self._device), _READ_AND_WRITE)
         _expect(
             _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1)),
             "memory of the device cannot be used",
@@ -162,9 +185,12 @@ class DeviceAddresses:
 
     def unmap(self, at: int) -> None:
         """Takes the memory of a piece away, which nothing on the device uses any more."""
-        result = _call("cuMemUnmap", _Address(self.start + at), ctypes.c_size_t(self._pieces[at]))
+        memory = self._pieces[at]
+        result = _call("cuMemUnmap", _Address(self.start + at), ctypes.c_size_t(memory.nbytes))
         _expect(result, "memory of the device cannot be given back")
         del self._pieces[at]
+        memory.places -= 1
+        memory.let_go()
 
     def close(self) -> None:
         """Gives the addresses up, and the memory at them. Nothing on the device uses them any more."""

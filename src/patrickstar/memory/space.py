@@ -54,6 +54,12 @@ class Space(Protocol):
     def discard(self, at: int, nbytes: int) -> bool:
         """Gives the memory of slots back to the system, or keeps it; tells whether they have to be prepared again. Nothing uses them."""
 
+    def can_lend(self) -> bool:
+        """Tells whether the memory of one slot can be another's as well."""
+
+    def lend(self, at: int, to: int) -> None:
+        """Gives the memory of a slot that is prepared to another one as well, which then is: both read and write the same bytes until `discard`."""
+
     def absent_bytes(self, at: int, nbytes: int) -> int:
         """Bytes of a range of whole pages that have none yet."""
 
@@ -109,6 +115,12 @@ class HostSpace:
         if os.getpid() == self._owner:
             discard(self._start + at, nbytes)
         return False
+
+    def can_lend(self) -> bool:
+        return False
+
+    def lend(self, at: int, to: int) -> None:
+        raise NotImplementedError("pages of the host are at one address")
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         return absent_bytes(self._start + at, nbytes)

@@ -13,7 +13,7 @@ constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2;
 constexpr size_t kGranule = size_t(2) << 20;
 
 struct Handle {
-  size_t size;
+  std::shared_ptr<Physical> memory;
   int maps = 0;
   bool released = false;
 };
@@ -31,7 +31,7 @@ Address last_handle = 0;
 void free_unused(Address handle) {
   auto found = handles().find(handle);
   if (found->second.maps || !found->second.released) return;
-  memory().driver_bytes -= found->second.size;
+  memory().driver_bytes -= found->second.memory->size;
   handles().erase(found);
 }
 
@@ -83,7 +83,7 @@ Result cuMemCreate(Address* handle, size_t size, const void*, unsigned long long
   if (reserved + memory().driver_bytes + size > memory().capacity) return kOutOfMemory;
   memory().driver_bytes += size;
   *handle = ++last_handle;
-  handles()[*handle] = {size};
+  handles()[*handle] = {std::make_shared<Physical>(size)};
   return kSuccess;
 }
 
@@ -100,15 +100,18 @@ Result cuMemMap(Address address, size_t size, size_t offset, Address handle, uns
   Lock lock(scheduler().state);
   Block* block = memory().find(reinterpret_cast<char*>(address));
   auto found = handles().find(handle);
-  if (!block || !block->mapped || found == handles().end() || offset || size != found->second.size) return kInvalidValue;
+  if (!block || !block->mapped || found == handles().end() || offset || size != found->second.memory->size) return kInvalidValue;
   const size_t at = reinterpret_cast<char*>(address) - block->start;
   if (at % kGranule || at + size > block->size || block->mapped->count(at)) return kInvalidValue;
-  (*block->mapped)[at] = size;
-  ++found->second.maps;
+  const bool is_new = !found->second.maps++;
   mapped_handles()[address] = handle;
-  memset(memory().addresses.in_task(block->start + at), 0xff, size);
-  // What is there is new: whoever uses it knows that it was mapped, since the host has told it so.
-  memory().touch(kHost, block->start + at, block->start + at + size, true, "cuMemMap");
+  memory().addresses.show(block->start + at, *found->second.memory);
+  if (is_new) memset(memory().addresses.in_task(block->start + at), 0xff, size);
+  // Whoever uses these addresses knows that they were mapped, since the host has told it so; and new memory, too.
+  (*block->mapped)[at] = found->second.memory;
+  char* start = block->start + at;
+  if (is_new) memory().touch(kHost, start, start + size, true, "cuMemMap");
+  else memory().touch_addresses(kHost, *block, start, start + size, true, "cuMemMap");
   return kSuccess;
 }
 
@@ -122,14 +125,15 @@ Result cuMemUnmap(Address address, size_t size) {
   const size_t first = reinterpret_cast<char*>(address) - block->start;
   size_t end = first;
   for (auto piece = block->mapped->find(end); piece != block->mapped->end() && end < first + size; piece = block->mapped->find(end)) {
-    end += piece->second;
+    end += piece->second->size;
   }
   if (end != first + size) return kInvalidValue;
-  memory().touch(kHost, block->start + first, block->start + end, true, "cuMemUnmap");
+  // Others may use the memory by other addresses.
+  memory().touch_addresses(kHost, *block, block->start + first, block->start + end, true, "cuMemUnmap");
   for (size_t at = first; at < end;) {
     const Address where = Address(block->start + at), handle = mapped_handles()[where];
-    const size_t length = handles().at(handle).size;
-    memory().addresses.give_up(block->start + at, length);
+    const size_t length = handles().at(handle).memory->size;
+    memory().addresses.hide(block->start + at, length);
     block->mapped->erase(at);
     mapped_handles().erase(where);
     --handles().at(handle).maps;

@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -45,6 +46,21 @@ void Addresses::give_up(char* start, size_t size) {
   madvise(in_task(start), up(size, kPage), MADV_DONTNEED);  // a task that comes too late has been reported, and does no harm
 }
 
+void Addresses::show(char* start, const Physical& memory) {
+  void* shown = mmap(in_task(start), memory.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memory.file, 0);
+  if (shown == MAP_FAILED) throw std::runtime_error("the test accelerator cannot map its memory");
+}
+
+void Addresses::hide(char* start, size_t size) {
+  mmap(in_task(start), size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+Physical::Physical(size_t size) : size(size), file(memfd_create("accelerator", MFD_CLOEXEC)) {
+  if (file < 0 || ftruncate(file, off_t(size))) throw std::runtime_error("the test accelerator has no memory left");
+}
+
+Physical::~Physical() { close(file); }
+
 Memory& memory() {
   static Memory* instance = new Memory;  // lives as long as tensors that are freed at exit
   return *instance;
@@ -77,15 +93,34 @@ void Memory::touch(Actor actor, char* low, char* high, bool writes, const std::s
     size_t there = first;
     auto piece = block->mapped->upper_bound(first);
     if (piece != block->mapped->begin()) --piece;
-    for (; piece != block->mapped->end() && piece->first <= there; ++piece) there = std::max(there, piece->first + piece->second);
+    for (; piece != block->mapped->end() && piece->first <= there; ++piece) there = std::max(there, piece->first + piece->second->size);
     if (there < last) {
       throw std::runtime_error("CUDA error: " + operation + " uses device addresses that have no memory");
     }
   }
+  const bool is_known = touch_addresses(actor, *block, low, high, writes, operation);
+  if (!block->mapped) return;
+  const Clock& clock = scheduler().clock(actor);
+  auto piece = std::prev(block->mapped->upper_bound(low - block->start));
+  for (; piece != block->mapped->end() && block->start + piece->first < high; ++piece) {
+    const char* start = block->start + piece->first;
+    const size_t first = std::max<const char*>(low, start) - start, last = std::min<const char*>(high, start + piece->second->size) - start;
+    const char* origin = nullptr;  // offsets into the memory
+    auto race = piece->second->history.add({origin + first, origin + last, actor, clock.of(actor), writes, operation}, clock);
+    if (!is_known) note(race, "memory of the device, by another address");
+  }
+}
+
+bool Memory::touch_addresses(Actor actor, Block& block, char* low, char* high, bool writes, const std::string& operation) {
   Clock& clock = scheduler().clock(actor);
   if (actor == kHost) clock.tick(kHost);
-  auto race = block->history.add({low, high, actor, clock.of(actor), writes, operation}, clock);
-  if (race && !scheduler().has_failed()) races.push_back(*race + (block->pinned ? " (pinned memory of the host)" : " (memory of the device)"));
+  auto race = block.history.add({low, high, actor, clock.of(actor), writes, operation}, clock);
+  note(race, block.pinned ? "pinned memory of the host" : "memory of the device");
+  return race.has_value();
+}
+
+void Memory::note(const std::optional<std::string>& race, const std::string& what) {
+  if (race && !scheduler().has_failed()) races.push_back(*race + " (" + what + ")");
 }
 
 void Memory::poison(int stream, char* start, size_t size) {

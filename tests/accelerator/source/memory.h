@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -22,11 +23,24 @@ class Addresses {
   // New addresses, never given twice.
   char* take(size_t size, size_t alignment);
   void give_up(char* start, size_t size);
+  // Memory that may stand at several addresses.
+  void show(char* start, const struct Physical& memory);
+  void hide(char* start, size_t size);
 
  private:
   char* device_;
   char* tasks_;
   size_t next_;
+};
+
+// Memory made at the driver, wherever it is mapped: accesses by all its addresses are checked together.
+struct Physical {
+  size_t size;
+  int file;
+  History history;
+
+  explicit Physical(size_t size);
+  ~Physical();
 };
 
 struct Block {
@@ -36,7 +50,7 @@ struct Block {
   bool pinned;  // memory of the host
   std::set<int> recorded;
   History history;
-  std::optional<std::map<size_t, size_t>> mapped;  // of addresses reserved at the driver: offset and size of what has memory
+  std::optional<std::map<size_t, std::shared_ptr<Physical>>> mapped;  // of addresses reserved at the driver: by offset, what has memory
 };
 
 class Memory {
@@ -53,6 +67,9 @@ class Memory {
   bool is_pinned(const void* address);
   // An access: a race is noted, and the use of memory that is not there raises.
   void touch(Actor actor, char* low, char* high, bool writes, const std::string& operation);
+  // The same of addresses alone, whatever memory stands there. Tells whether there was a race.
+  bool touch_addresses(Actor actor, Block& block, char* low, char* high, bool writes, const std::string& operation);
+  void note(const std::optional<std::string>& race, const std::string& what);
   // NaN for what is given back, in the order of the stream.
   void poison(int stream, char* start, size_t size);
 };
