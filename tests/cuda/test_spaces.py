@@ -131,10 +131,10 @@ def test_a_device_that_is_full_is_an_error_that_changes_nothing(accelerator: Acc
 
 
 def late_writes(device: Arena, slots: list[int], value: int) -> StreamTicket:
-    """Writes into slots on a stream of their own, and what ends when they have ended."""
+    """Writes into slots on a stream of their own, and what ends when they have ended. Each look at it lets one of them end."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for slot in slots:
+        for slot in 10 * slots:
             device.wrapping(slot, 1, torch.uint8)().fill_(value)
         return StreamTicket(stream)
 
@@ -143,7 +143,7 @@ def late_writes(device: Arena, slots: list[int], value: int) -> StreamTicket:
 def test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait(
     comes_after: bool, accelerator: Accelerator
 ) -> None:
-    """With what is still under way on it: whoever writes there, by other addresses, has to come after that."""
+    """With what may still be under way on it: whoever writes there, by other addresses, has to come after that."""
     device = on_device(GRANULE)
     single = [device.take() for _ in range(4)]
     before = accelerator.driver_bytes()

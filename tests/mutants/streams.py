@@ -29,6 +29,7 @@ PEAKS = "tests/cuda/test_peaks.py"
 FAILURE = "tests/cuda/test_device_failure.py"
 LANE = "tests/cuda/test_stream_lane.py"
 STORE = "tests/cuda/test_store.py"
+SPACES = "tests/cuda/test_spaces.py"
 COPIED = "            before += self._readiness.before_writing((ref, tier))\n"
 COMPUTED = "            if tier is self._compute:\n                before += self._readiness.computed()\n"
 FENCE = f"{COPIED}{COMPUTED}            self._readiness.forget"
@@ -331,6 +332,34 @@ STREAMS: tuple[Mutant, ...] = (
         old="            copy.record_stream(stream)\n",
         new="",
         tests=VIEW,
+    ),
+    Mutant(
+        name="memory-is-taken-away-and-waited-for",
+        file="memory/device_space.py",
+        old="        return self._piece_bytes == self._unit_bytes",
+        new="        return False",
+        tests=(f"{SPACES}::test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait[(0.0, 0)-True]",),
+    ),
+    Mutant(
+        name="lent-memory-has-no-fence",
+        file="memory/arena.py",
+        old="                    self._fences[target] = self._fences[slot]",
+        new="                    pass",
+        tests=(f"{SPACES}::test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait[(0.0, 0)-True]",),
+    ),
+    Mutant(
+        name="addresses-that-are-in-use-lose-their-memory",
+        file="memory/arena.py",
+        old="            if waits or fence is None or fence.done:\n                self._take_away(slot, fence)",
+        new="            if True:\n                self._take_away(slot, None)",
+        tests=(f"{SPACES}::test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait[(0.0, 0)-True]",),
+    ),
+    Mutant(
+        name="more-is-lent-than-the-bound-allows",
+        file="memory/arena.py",
+        old="                    self._take_away(slot, self._fences.get(slot))\n",
+        new="",
+        tests=(f"{SPACES}::test_more_memory_than_is_needed_side_by_side_is_waited_for[(0.0, 0)]",),
     ),
     Mutant(
         name="a-device-is-asked-whether-masters-are-finite",
