@@ -99,7 +99,7 @@ TRAINING: tuple[Mutant, ...] = (
         file="optim/masters.py",
         old="rest.copy_(bits)  #",
         new="rest.zero_()  #",
-        tests=("tests/optim/test_masters.py::test_joining_is_the_inverse_of_splitting[1]",),
+        tests=("tests/optim/test_masters.py::test_joining_is_the_inverse_of_splitting[1-kept0]",),
     ),
     Mutant(
         name="ties-of-a-split-master-go-to-even",
