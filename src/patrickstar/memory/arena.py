@@ -53,9 +53,8 @@ class Arena:
         self._space = make_space(slot_bytes * virtual_slots, unit_bytes=slot_bytes, name=name)
         self._fences: dict[int, Ticket] = {}
         self._unprepared = bytearray(b"\1") * virtual_slots
-        self._lent: dict[
-            int, Ticket | None
-        ] = {}  # slots that are set apart, and what ends when they are not used any more
+        # Slots that are set apart, and what ends when they are not used any more.
+        self._lent: dict[int, Ticket | None] = {}
 
     @property
     def in_use(self) -> int:
