@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -47,10 +48,17 @@ print(written, verified, read_back)
 
 
 def test_64_mib_are_written_verified_and_read_in_a_few(tmp_path):
+    # Every block goes back to the system when it is freed: what glibc keeps on its heap differs by chance, by 4 MiB and more.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     written, verified, read_back = map(int, done.stdout.split())
-    # Two blocks of 4 MiB; two blocks of 4 MiB; two pieces of 4 MiB. And the allocator's own.
-    assert max(written, verified, read_back) < 20 << 20, done.stdout
+    # Two blocks of 4 MiB; two blocks of 4 MiB; two pieces of 4 MiB. And what is smaller.
+    assert max(written, verified, read_back) < 10 << 20, done.stdout
