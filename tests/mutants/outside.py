@@ -20,9 +20,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         file="memory/interruptions.py",
         old="        if not callable(handler) or",
         new="        if callable(handler) or",
-        tests=(
-            "tests/session/test_interruptions.py::test_an_interruption_at_any_line_loses_nothing[cpu+disk-deferred-1]",
-        ),
+        tests=("tests/memory/test_interruptions.py::test_what_has_begun_ends_and_whoever_asked_is_told_then",),
     ),
     Mutant(
         name="an-interruption-that-was-put-off-is-forgotten",
@@ -269,7 +267,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         old="        self._kept = [self._lease(ref) for ref in self.watched]",
         new="        self._kept = []",
         tests=(
-            "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[fp16-after the step]",
+            "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[fp16-host-after the step]",
         ),
     ),
     Mutant(
