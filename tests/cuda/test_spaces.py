@@ -139,17 +139,23 @@ def late_writes(device: Arena, slots: list[int], value: int) -> StreamTicket:
         return StreamTicket(stream)
 
 
+def given_back_apart(device: Arena, count: int) -> tuple[list[int], StreamTicket]:
+    """Slots, each second of which is given back while something writes into all of them until the ticket ends."""
+    slots = [device.take() for _ in range(count)]
+    fence = late_writes(device, slots, 7)
+    for slot in slots[::2]:
+        device.give(slot, fence=fence)
+    return slots, fence
+
+
 @pytest.mark.parametrize("comes_after", [True, False])
 def test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait(
     comes_after: bool, accelerator: Accelerator
 ) -> None:
     """With what may still be under way on it: whoever writes there, by other addresses, has to come after that."""
     device = on_device(GRANULE)
-    single = [device.take() for _ in range(4)]
+    single, fence = given_back_apart(device, 4)
     before = accelerator.driver_bytes()
-    fence = late_writes(device, single, 7)
-    for slot in single[::2]:
-        device.give(slot, fence=fence)
     accelerator.waits()
     pair = device.take(2, max_committed_slots=4)
     assert not accelerator.waits()
@@ -180,11 +186,8 @@ def test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait(
 def test_more_memory_than_is_needed_side_by_side_is_waited_for(accelerator: Accelerator) -> None:
     """The bound holds at once."""
     device = on_device(GRANULE)
-    single = [device.take() for _ in range(6)]
+    single, fence = given_back_apart(device, 6)
     before = accelerator.driver_bytes()
-    fence = late_writes(device, single, 7)
-    for slot in single[::2]:
-        device.give(slot, fence=fence)
     pair = device.take(2, max_committed_slots=5)
     assert accelerator.driver_bytes() == before - GRANULE
     assert (device.committed_slots, device.in_use) == (5, 5)
@@ -196,10 +199,7 @@ def test_more_memory_than_is_needed_side_by_side_is_waited_for(accelerator: Acce
 
 def test_slots_that_share_what_the_driver_maps_lend_nothing(accelerator: Accelerator) -> None:
     device = on_device(3 * MIB)
-    single = [device.take() for _ in range(4)]
-    fence = late_writes(device, single, 7)
-    for slot in single[::2]:
-        device.give(slot, fence=fence)
+    single, fence = given_back_apart(device, 4)
     pair = device.take(2, max_committed_slots=4)
     assert fence.done
     for slot in (*single[1::2], pair, pair + 1):

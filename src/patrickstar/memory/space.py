@@ -120,7 +120,7 @@ class HostSpace:
         return False
 
     def lend(self, at: int, to: int) -> None:
-        raise NotImplementedError("pages of the host are at one address")
+        raise StateError(f"the {self.name} arena has each page at one address")
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         return absent_bytes(self._start + at, nbytes)
