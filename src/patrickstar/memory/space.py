@@ -119,7 +119,7 @@ class HostSpace:
     def can_lend(self) -> bool:
         return False
 
-    def lend(self, at: int, to: int) -> None:
+    def lend(self, at: int, to: int) -> None:  # noqa: ARG002
         raise StateError(f"the {self.name} arena has each page at one address")
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
