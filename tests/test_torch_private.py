@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -15,11 +16,13 @@ from patrickstar.torch_private import (
     Plain,
     Undispatched,
     Unseen,
+    are_saved_tensors_hooks_allowed,
     at_end_of_backward,
     backward_id,
     backward_makes_graph,
     has_step_pre_hooks,
     inside_backward_node,
+    inside_node_of_torch,
     is_checkpoints,
     is_profiled,
     one_thread_here,
@@ -122,6 +125,54 @@ def test_the_end_of_a_nested_backward_is_inside_a_node_of_the_outer_one():
     x = torch.ones(1, 2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
     assert ends == [True]
+
+
+def test_hooks_that_are_pushed_in_a_node_go_when_it_ends():
+    """Nobody pops them: torch gives each node the state of the thread that has called the backward, and its own thread its own state back."""
+    seen: list[object] = []
+
+    def unpack(tensor):
+        seen.append((inside_node_of_torch(), top_saved_tensors_hooks()))
+        saved_tensors_hooks(str, str).__enter__()
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = x.sin().cos()
+    outer = saved_tensors_hooks(repr, repr)
+    with outer:
+        y.sum().backward()
+        assert top_saved_tensors_hooks() == (repr, repr)
+    assert seen == [(True, (repr, repr))] * 2
+    assert top_saved_tensors_hooks() is None
+
+
+def test_hooks_are_allowed_but_where_somebody_forbids_them():
+    assert are_saved_tensors_hooks_allowed()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not are_saved_tensors_hooks_allowed()
+    assert are_saved_tensors_hooks_allowed()
+
+
+def test_nodes_of_torch_are_told_from_functions_of_others():
+    seen: list[bool] = []
+
+    class Watches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(inside_node_of_torch())
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(inside_node_of_torch()))
+    Watches.apply(y).sum().backward()
+    assert seen == [False, True]
+    assert not inside_node_of_torch()
 
 
 def test_undispatched_switches_dispatch_modes_off():

@@ -18,6 +18,7 @@ __all__ = [
     "Undispatched",
     "Unseen",
     "allocated_bytes",
+    "are_saved_tensors_hooks_allowed",
     "at_end_of_backward",
     "attach_out_of_memory_observer",
     "backward_id",
@@ -26,6 +27,7 @@ __all__ = [
     "computes_fp16",
     "has_step_pre_hooks",
     "inside_backward_node",
+    "inside_node_of_torch",
     "is_checkpoints",
     "is_profiled",
     "one_thread_here",
@@ -49,6 +51,10 @@ top_saved_tensors_hooks: Callable[[], SavedTensorsHooks | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
 """Gives the (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called. Asked at every use."""
+
+
+are_saved_tensors_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+"""Tells whether hooks may be pushed; not within `torch.autograd.graph.disable_saved_tensors_hooks`."""
 
 
 def is_checkpoints(hooks: SavedTensorsHooks) -> bool:
@@ -95,6 +101,12 @@ def backward_makes_graph() -> bool:
 def inside_backward_node() -> bool:
     """Tells whether a backward node is being evaluated on this thread."""
     return torch._C._current_autograd_node() is not None
+
+
+def inside_node_of_torch() -> bool:
+    """Tells whether a backward node is being evaluated on this thread that is not the backward of a `torch.autograd.Function`."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:

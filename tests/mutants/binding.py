@@ -35,6 +35,27 @@ BINDING: tuple[Mutant, ...] = (
         tests=(f"{SAVED}::test_inplace_operations_after_a_layer",),
     ),
     Mutant(
+        name="a-graph-of-gradients-holds-its-weights",
+        file="parameters/saved.py",
+        old="if backward_makes_graph() and inside_node_of_torch()",
+        new="if False and inside_node_of_torch()",
+        tests=(f"{SAVED}::test_a_graph_of_gradients_holds_no_weight[2]",),
+    ),
+    Mutant(
+        name="hooks-are-pushed-inside-of-others",
+        file="parameters/saved.py",
+        old="if backward_makes_graph() and inside_node_of_torch()",
+        new="if backward_makes_graph()",
+        tests=(f"{SAVED}::test_a_backward_in_python_finds_the_hooks_that_it_has_pushed",),
+    ),
+    Mutant(
+        name="hooks-are-pushed-where-they-are-forbidden",
+        file="parameters/saved.py",
+        old=" and are_saved_tensors_hooks_allowed():",
+        new=":",
+        tests=(f"{SAVED}::test_where_hooks_are_forbidden_weights_are_held",),
+    ),
+    Mutant(
         name="packing-does-not-delegate-to-the-hooks-underneath",
         file="parameters/saved.py",
         old="if underneath is not None:",

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from patrickstar.torch_private import top_saved_tensors_hooks
 from tests.parameters.toy import NoSlot, ToyOwner, compare
 
 X = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
@@ -204,13 +205,142 @@ def test_autograd_grad_gives_gradients_to_its_caller():
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_double_backward():
+def slope_of(model, x):
+    """The gradient of what a model gives along its input, with a graph."""
+    (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+    return slope
+
+
+def penalty(model):
+    return slope_of(model, X.clone().requires_grad_()).square().sum() * 1e3
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_graph_of_gradients_holds_no_weight(slots):
+    compare(Tower, penalty, slots=slots, chunk_numel=2048)
+
+
+def test_nor_does_a_graph_of_their_gradients():
     def loss_of(model):
         x = X.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope_of(model, x).square().sum() * 1e3, x, create_graph=True)
+        return curve.square().sum() * 1e3
+
+    compare(Tower, loss_of, slots=1, chunk_numel=2048)
+
+
+def test_nor_does_one_of_blocks_that_are_computed_again():
+    compare(lambda: Tower(lambda run, x: checkpoint(run, x, use_reentrant=False)), penalty, slots=1, chunk_numel=2048)
+
+
+def test_convolutions_hold_none_either():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.square().mean()
+
+    image = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(2))
+    compare(
+        Model,
+        lambda model: slope_of(model, image.clone().requires_grad_()).square().sum() * 1e3,
+        slots=1,
+        chunk_numel=640,
+    )
+
+
+def test_hooks_of_the_users_around_a_backward_are_called_for_activations_only():
+    def saved_in_backward(model):
+        seen = []
+        x = X.clone().requires_grad_()
+        value = model(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            torch.autograd.grad(value, x, create_graph=True)
+        return seen
+
+    model = Tower()
+    everything = saved_in_backward(model)
+    weights = {layer.weight.data_ptr() for layer in model.layers}
+    activations = [tensor for tensor in everything if tensor.data_ptr() not in weights]
+    owner = ToyOwner(model, slots=1, chunk_numel=2048)
+    seen = saved_in_backward(model)
+    assert len(everything) > len(activations) > 0
+    assert [tensor.shape for tensor in seen] == [tensor.shape for tensor in activations]
+    assert all(owner.binding.leases.locate(tensor) is None for tensor in seen)
+
+
+def test_a_backward_leaves_no_hook_behind():
+    model = Tower()
+    ToyOwner(model, slots=1, chunk_numel=2048)
+    x = X.clone().requires_grad_()
+    value = model(x)
+    hooks = []
+    x.register_hook(lambda _: hooks.append(top_saved_tensors_hooks()))  # in a node of its own, after those of weights
+    torch.autograd.grad(value, x, create_graph=True)
+    assert hooks == [None]
+    assert top_saved_tensors_hooks() is None
+
+
+def test_nor_does_one_that_fails():
+    model = Tower()
+    ToyOwner(model, slots=1, chunk_numel=2048)
+    x = X.clone().requires_grad_()
+    value = model(x)
+    value.grad_fn.next_functions[0][0].register_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(value, x, create_graph=True)
+    assert top_saved_tensors_hooks() is None
+
+
+def test_where_hooks_are_forbidden_weights_are_held():
+    def loss_of(model):
+        x = X.clone().requires_grad_()
+        value = model(x)
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            (slope,) = torch.autograd.grad(value, x, create_graph=True)
         return slope.square().sum() * 1e3
 
-    compare(Tower, loss_of, slots=4, chunk_numel=2048, moves=False)  # the graph of the gradient holds every weight
+    compare(Tower, loss_of, slots=4, chunk_numel=2048, moves=False)
+    with pytest.raises(NoSlot):
+        compare(Tower, loss_of, slots=3, chunk_numel=2048)
+
+
+@torch.library.custom_op("patrickstar_tests::product", mutates_args=())
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product whose backward, a function in Python, has hooks of its own around what it unpacks."""
+    return x @ weight.t()
+
+
+def product_backward(ctx, gradient):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        x, weight = ctx.saved_tensors
+        assert top_saved_tensors_hooks()[0].__module__ == __name__
+        along = gradient @ weight
+    assert top_saved_tensors_hooks() is None
+    return along, gradient.t() @ x
+
+
+product.register_autograd(product_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def test_a_backward_in_python_finds_the_hooks_that_it_has_pushed():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 6) for _ in range(3))
+
+        def forward(self, x):
+            for weight in self.weights:
+                x = torch.tanh(product(x, weight))
+            return x.square().mean()
+
+    compare(Model, penalty, slots=3, chunk_numel=1024, moves=False)
+    with pytest.raises(NoSlot):  # it holds weights
+        compare(Model, penalty, slots=2, chunk_numel=1024)
 
 
 def test_an_exception_in_the_forward_leaves_no_lease():

@@ -17,8 +17,8 @@ from tests.session.builders import SLOT, TIGHT, WIDTH, Pair, batch, mlp, train_s
 MakePair = Callable[..., Pair]
 Step = Callable[..., Tensor]
 
-ROOM = 13 * SLOT
-"""Bytes for twelve of the twenty-four slots of model data and the activations: a graph of gradients keeps six weights in use."""
+ROOM = 7 * SLOT
+"""Bytes for three of the twenty-four slots of model data, beside a graph of gradients: one that kept its weights in use would need six for these."""
 
 MACHINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "emulated": lambda disk: {"device": "emulated", "device_memory": ROOM},

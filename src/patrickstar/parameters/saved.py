@@ -6,6 +6,10 @@ Note [Saved tensors]
     Saved-tensor hooks do not nest: torch calls the topmost pair only. Pushed for a whole session ours would miss every weight saved during a
     non-re-entrant recomputation (checkpoint's own pair is on top there); pushed around a module they would switch the user's checkpointing
     off. So our hooks are pushed around each *use* of a parameter, and whatever is not a slot is handed to the pair underneath.
+    A backward that makes a graph (`create_graph=True`) saves the weights that it unpacks once more, for its own backward, and no use surrounds
+    it. There our hooks are pushed as a weight is unpacked, for as long as its node runs: before each node torch sets its thread's state, hooks
+    included, to what it was when the backward was called. Not in the backward of a `torch.autograd.Function`, which may have contexts of its
+    own open around what it unpacks; nor where hooks are forbidden: there the alias is kept, and holds its slot.
     Under hooks torch does not check that a saved tensor is unchanged: both kinds carry the version they had, and unpacking checks it.
 """
 
@@ -18,7 +22,14 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import WeightKey
-from patrickstar.torch_private import Plain, is_checkpoints, top_saved_tensors_hooks
+from patrickstar.torch_private import (
+    Plain,
+    are_saved_tensors_hooks_allowed,
+    backward_makes_graph,
+    inside_node_of_torch,
+    is_checkpoints,
+    top_saved_tensors_hooks,
+)
 
 __all__ = ["SavedSlice", "SavedTensors"]
 
@@ -115,7 +126,10 @@ class SavedTensors:
                 # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.
                 if now != saved.version and not (saved.is_recomputed and self._was_recomputed(saved.owner, now)):
                     raise WeightChangedError(changed_message(saved.shape, now, saved.version))
-                return torch.as_strided(self._fetch(saved.key), saved.shape, saved.stride, saved.offset)
+                alias = torch.as_strided(self._fetch(saved.key), saved.shape, saved.stride, saved.offset)
+                if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():
+                    self.around_use().__enter__()  # torch takes them away
+                return alias
             case SavedTensor():
                 if saved.tensor._version != saved.version:
                     raise RuntimeError(changed_message(tuple(saved.tensor.shape), saved.tensor._version, saved.version))
