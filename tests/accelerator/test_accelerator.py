@@ -294,6 +294,22 @@ def test_memory_that_is_in_a_copy_is_not_unregistered_unseen(accelerator: Accele
     assert "cudaHostUnregister" in accelerator.races()[0]
 
 
+@pytest.mark.parametrize("half", [0, 1])
+def test_the_host_is_seen_in_each_piece_of_what_it_uses(half: int, accelerator: Accelerator) -> None:
+    """Though it may use memory as one that was registered in two pieces."""
+    accelerator.configure(0.0)
+    runtime, tensor = torch.cuda.cudart(), torch.ones(8192)
+    halves = [(tensor.data_ptr() + offset, tensor.nbytes // 2) for offset in (0, tensor.nbytes // 2)]
+    assert [runtime.cudaHostRegister(*each, 0) for each in halves] == [0, 0]
+    tensor[half * 4096 : (half + 1) * 4096].copy_(torch.zeros(4096, device="cuda"), non_blocking=True)
+    assert not accelerator.races()
+    tensor.add_(1)
+    (race,) = accelerator.races()
+    assert "aten::add_" in race
+    torch.accelerator.synchronize()
+    assert [runtime.cudaHostUnregister(address) for address, _ in halves] == [0, 0]
+
+
 def test_a_copy_of_memory_that_was_registered_in_two_pieces_fails() -> None:
     runtime, tensor = torch.cuda.cudart(), torch.ones(8192)
     halves = [(tensor.data_ptr() + offset, tensor.nbytes // 2) for offset in (0, tensor.nbytes // 2)]

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import Tensor
 
 import patrickstar
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
-from patrickstar.step.overflow import Overflow, names_of, read
+from patrickstar.step.overflow import Overflow, names_of, overflow_bytes, read
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import CHUNK, TIGHT, batch, mlp
+from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
 
 PASSES = TorchPasses(Reference())
+ONE_LOOK = 8 * 512  # while it is taken: extremes, whether they are finite, and both
 
 
 @pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
@@ -35,7 +41,7 @@ def test_the_host_waits_once_for_all_gradients(schedule: tuple[float, int], acce
     overflow = Overflow()
     accelerator.waits()
     for name in ("infinite", "fine", "none", "empty", "late", "infinite"):
-        overflow.note(name, PASSES.is_finite(pieces[name]))
+        note(overflow, name, pieces[name])
     assert not accelerator.waits()
     seen_before = overflow.flags()
     numbers = torch.tensor([3.0, torch.inf], dtype=torch.float64, device="cuda")
@@ -50,13 +56,61 @@ def test_what_is_let_go_is_forgotten_read_or_not() -> None:
     overflow = Overflow()
     bad = torch.tensor([torch.nan], device="cuda")
     for name in ("one", "other", "third"):
-        overflow.note(name, PASSES.is_finite(bad))
+        note(overflow, name, bad)
     overflow.forget("one")
     assert names_of(overflow.flags()) == ["other", "third"]
     overflow.forget("other")
     assert names_of(overflow.flags()) == ["third"]
-    overflow.note("third", PASSES.is_finite(torch.ones(1, device="cuda")))
+    note(overflow, "third", torch.ones(1, device="cuda"))
     assert names_of(overflow.flags()) == ["third"]
+
+
+def test_names_come_in_the_order_of_what_was_found() -> None:
+    """Also where a gradient was looked at before, and was fine."""
+    overflow = Overflow()
+    for name, value in (("second", 1.0), ("first", torch.inf), ("second", torch.inf)):
+        note(overflow, name, torch.full((4,), value, device="cuda"))
+    assert names_of(overflow.flags()) == ["first", "second"]
+
+
+@pytest.mark.parametrize("looks", [1, 127, 128, 129, 1_000])
+def test_many_looks_take_no_more_than_plans_have_for_them(looks: int) -> None:
+    overflow, piece = Overflow(), torch.ones(16, device="cuda")
+    numbers = torch.zeros(2, dtype=torch.float64, device="cuda")
+    with measured(least=overflow_bytes(looks) // 4, most=overflow_bytes(looks) + ONE_LOOK):
+        for each in range(looks):
+            note(overflow, f"{each}", piece)
+    with measured(least=0, most=overflow_bytes(looks)):
+        assert read(overflow.flags(), numbers) == [0.0, 0.0]
+    assert overflow.flags() == []
+
+
+@contextmanager
+def measured(*, least: int, most: int) -> Iterator[None]:
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    yield
+    assert least <= torch.accelerator.max_memory_allocated() - before <= most
+
+
+@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
+def test_looks_on_several_streams_share_nothing(schedule: tuple[float, int], accelerator: Accelerator) -> None:
+    accelerator.configure(*schedule)
+    overflow, streams = Overflow(), [torch.Stream(device="cuda") for _ in range(2)]
+    for number in range(6):
+        with streams[number % 2]:
+            note(overflow, f"{number}", torch.full((4,), torch.inf if number == 3 else 1.0, device="cuda"))
+    for stream in streams:
+        torch.accelerator.current_stream().wait_stream(stream)
+    assert names_of(overflow.flags()) == ["3"]
+    assert not accelerator.races()
+
+
+def note(overflow: Overflow, name: str, piece: Tensor) -> None:
+    is_finite = overflow.number(piece.device)
+    PASSES.look(piece, is_finite)
+    overflow.note(name, is_finite)
 
 
 def test_gradients_that_a_hook_changes_before_the_step_count_as_changed_in_its_norm(accelerator: Accelerator) -> None:
@@ -93,3 +147,56 @@ def test_gradients_that_a_hook_changes_before_the_step_count_as_changed_in_its_n
 def halve_gradients(model: torch.nn.Module, *_: object) -> None:
     for parameter in model.parameters():
         parameter.grad.mul_(0.5)
+
+
+def test_plans_have_room_for_the_looks_of_every_backward() -> None:
+    peaks = []
+    for backwards in (100, 1_000):
+        options = patrickstar.Options(chunk_size=CHUNK, accumulate=backwards)
+        with twins(device_memory=64 << 20, precision="fp16", options=options) as pair:
+            pair.model(batch())
+            peaks.append(pair.session.trace.peak)
+    parts = 10  # five weights and biases, each in one chunk
+    assert peaks[1] - peaks[0] == overflow_bytes(1_000 * parts) - overflow_bytes(100 * parts)
+
+
+def test_a_step_of_many_gradients_takes_what_was_foreseen(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the smallest budget; what allocators give out for each look alone would be more."""
+    accelerator.configure(0.3, 1)
+    count, width = 150, 8
+
+    def train(device_memory: int) -> int:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(count)])
+        with patrickstar.manage(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            device="cuda",
+            device_memory=device_memory,
+            precision="fp16",
+            max_grad_norm=1.0,
+            options=patrickstar.Options(chunk_size=CHUNK, poison=True, loss_scale=patrickstar.LossScale(initial=2.0)),
+        ) as session:
+            for number in range(3):
+                inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(number)).cuda()
+                session.scaler.scale(model(inputs).float().square().mean()).backward()
+                session.scaler.step(session.optimizer)
+                session.scaler.update()
+                session.optimizer.zero_grad()
+            assert session.stats().planned_steps == session.stats().steps == 3
+            return session.stats().peak["device"]
+
+    memory = CHUNK
+    for _ in range(6):
+        try:
+            with caplog.at_level(logging.INFO, logger="patrickstar"):
+                assert train(memory) <= memory
+            break
+        except patrickstar.BudgetError as refusal:
+            assert refusal.smallest_bytes > memory
+            memory = refusal.smallest_bytes
+    else:
+        raise AssertionError("refused at each budget that a refusal had named")
+    assert not [record.message for record in caplog.records if "than was foreseen" in record.message]

@@ -58,14 +58,26 @@ def test_parts_are_those_of_the_split_master(kept: torch.dtype) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1.0])
 def test_what_is_put_is_looked_at(adds: bool, bad: float) -> None:
     target, source = torch.ones(3, dtype=torch.bfloat16), torch.tensor([2.0, bad, 3.0])
-    is_finite = PASSES.put_and_look(target, source, adds=adds)
+    is_finite = torch.ones((), dtype=torch.int32)
+    PASSES.put_and_look(target, source, is_finite, adds=adds)
     assert target.tolist()[::2] == ([3.0, 4.0] if adds else [2.0, 3.0])
-    assert (is_finite.shape, bool(is_finite)) == ((), bad == 1.0)
-    assert bool(PASSES.is_finite(target)) == (bad == 1.0)
+    assert is_finite.item() == (bad == 1.0) == found(target)
 
 
 def test_of_nothing_nothing_is_infinite() -> None:
-    assert bool(PASSES.is_finite(torch.empty(0)))
+    assert found(torch.empty(0)) == 1
+
+
+def test_what_has_been_found_is_not_forgotten() -> None:
+    assert found(torch.tensor([torch.inf]), torch.ones(1)) == 0
+
+
+def found(*pieces: Tensor) -> float:
+    """What looks at these pieces, one after the other, make of a number."""
+    is_finite = torch.ones((), dtype=torch.int32)
+    for piece in pieces:
+        PASSES.look(piece, is_finite)
+    return is_finite.item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -70,10 +70,13 @@ def _outcomes(passes: Passes, device: torch.device) -> Iterator[tuple[str, Tenso
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         target = sample[0].to(dtype, copy=True)
         for adds, source in ((True, sample[1]), (False, sample[2].half())):
-            flag = passes.put_and_look(target, source, adds=adds)
+            flag = torch.ones((), dtype=torch.int32, device=device)
+            passes.put_and_look(target, source, flag, adds=adds)
             yield f"gradients in {dtype}, {adds=}", torch.cat([target.float(), flag.float()[None]])
         target[77] = torch.nan
-        yield f"overflow in {dtype}", passes.is_finite(target).float()
+        flag = torch.ones((), dtype=torch.int32, device=device)
+        passes.look(target, flag)
+        yield f"overflow in {dtype}", flag.float()
     norm = passes.norm(device)
     long = sample.reshape(-1).repeat(10)  # two blocks and a part of a third
     assert long.numel() > 2 * BLOCK_NUMEL

@@ -57,12 +57,12 @@ class Passes(Protocol):
         """Writes the source over the target, or adds it to what is there: in fp32, rounded to the target's type to nearest, ties to even."""
         ...
 
-    def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
-        """Puts as `put` does, and gives back what `is_finite` then says of the target."""
+    def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
+        """Puts as `put` does, and then looks at the target."""
         ...
 
-    def is_finite(self, piece: Tensor) -> Tensor:
-        """A number of no dimensions where the piece is: 0 (or False) if there is an Inf or NaN in it, else 1."""
+    def look(self, piece: Tensor, is_finite: Tensor) -> None:
+        """Makes a number where the piece is (0-dim, int32) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
         ...
 
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
@@ -122,15 +122,14 @@ class TorchPasses:
         else:
             target.copy_(source)
 
-    def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
+    def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
         self.put(target, source, adds=adds)
-        return self.is_finite(target)  # now, where it is in the caches
+        self.look(target, is_finite)  # now, where it is in the caches
 
-    def is_finite(self, piece: Tensor) -> Tensor:
-        if not piece.numel():
-            return torch.ones((), dtype=torch.bool, device=piece.device)
-        least, most = torch.aminmax(piece)  # both show in the extremes
-        return torch.isfinite(least) & torch.isfinite(most)
+    def look(self, piece: Tensor, is_finite: Tensor) -> None:
+        if piece.numel():
+            least, most = torch.aminmax(piece)  # both show in the extremes
+            is_finite.mul_(torch.isfinite(least) & torch.isfinite(most))
 
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
         masters.split(master, weight, rest)

@@ -196,7 +196,7 @@ def put_kernel(
 ):
     """Values times factors, added to what is there or written over it, in fp32, then rounded to the target's type, ties to even.
 
-    Where `is_finite` is no None, it tells of what the target then holds.
+    Where `is_finite` is no None, it becomes 0 for an Inf or NaN in what the target then holds.
     """
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
     mask = offsets < numel
@@ -210,8 +210,8 @@ def put_kernel(
 
 
 @triton.jit
-def is_finite_kernel(piece, numel, is_finite, block_numel: tl.constexpr):
-    """Looks for Inf and NaN in a piece."""
+def look_kernel(piece, numel, is_finite, block_numel: tl.constexpr):
+    """Looks for Inf and NaN in a piece, for which `is_finite` becomes 0."""
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
     mask = offsets < numel
     flag_overflow(widened(tl.load(piece + offsets, mask=mask, other=0.0)), mask, is_finite)

@@ -70,20 +70,19 @@ class TritonPasses:
             target.copy_(source)
 
     @torch.no_grad()
-    def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
+    def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
         if not _can_put(source, target):
             self.put(target, source, adds=adds)
-            return self.is_finite(target)
-        is_finite = _flag(target.device)
+            self.look(target, is_finite)
+            return
+        _check_flag(is_finite, target)
         launch(kernels.put_kernel, (target, source), is_finite, (), in_memory=(), adds=adds)
-        return is_finite
 
     @torch.no_grad()
-    def is_finite(self, piece: Tensor) -> Tensor:
+    def look(self, piece: Tensor, is_finite: Tensor) -> None:
         assert piece.dtype in WIDENED, f"a piece of {piece.dtype}"
-        is_finite = _flag(piece.device)
-        launch(kernels.is_finite_kernel, (piece,), is_finite)
-        return is_finite
+        _check_flag(is_finite, piece)
+        launch(kernels.look_kernel, (piece,), is_finite)
 
     @torch.no_grad()
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
@@ -109,9 +108,10 @@ def _can_put(source: Tensor, target: Tensor) -> bool:
     return source.device == target.device and source.dtype in WIDENED
 
 
-def _flag(device: torch.device) -> Tensor:
-    """A number of no dimensions that says "finite" until a kernel has found something else."""
-    return torch.ones((), dtype=torch.int32, device=device)
+def _check_flag(is_finite: Tensor, piece: Tensor) -> None:
+    assert is_finite.dtype is torch.int32, f"a flag of {is_finite.dtype}"
+    assert is_finite.dim() == 0, f"a flag of shape {tuple(is_finite.shape)}"
+    assert is_finite.device == piece.device, f"a flag on {is_finite.device} for a piece on {piece.device}"
 
 
 def _are_parts(weight: Tensor, rest: Tensor) -> bool:

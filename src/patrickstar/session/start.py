@@ -26,6 +26,7 @@ from patrickstar.plan.placement import place, place_gradients, place_on_all_tier
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import norm_trace, step_trace
 from patrickstar.step.budgets import Budgets
+from patrickstar.step.overflow import overflow_bytes
 from patrickstar.step.precision import Precision, lies_in
 
 __all__ = [
@@ -141,12 +142,17 @@ def gathers_rows(budgets: Budgets) -> bool:
 
 
 def with_pass_bytes(
-    budgets: Budgets, layout: Layout, formats: Formats, *, passes: Mapping[str, Passes] | None = None
+    budgets: Budgets,
+    layout: Layout,
+    precision: Precision,
+    *,
+    accumulate: int,
+    passes: Mapping[str, Passes] | None = None,
 ) -> Budgets:
-    """The budgets, with what passes over planes take of a device whose memory torch gives out.
+    """The budgets, with what passes over planes take of a device whose memory torch gives out, and looks for overflows.
 
     Args:
-        passes: by type of device; None: those of a GPU.
+        accumulate: backwards that are expected for a step. passes: by type of device; None: those of a GPU.
     """
     if budgets.stream_device is None:
         return budgets
@@ -154,13 +160,15 @@ def with_pass_bytes(
     if passes is not None and here is None:
         return budgets  # nothing is trained
     largest, tensors = layout.largest_numel, len(layout.slices)
-    is_split = any(formats.is_split(chunk, layout) for chunk in range(layout.n_chunks))
+    is_split = any(precision.formats.is_split(chunk, layout) for chunk in range(layout.n_chunks))
     taken = (
         triton_bytes(largest, tensors)
         if here is None
         else here.scratch_bytes(layout.chunk_numel, is_split=is_split, largest=largest, tensors=tensors)
     )
-    return replace(budgets, passes=taken)
+    looks = accumulate * sum(len(layout.parts(name)) for name in layout.slices) if precision.scales else 0
+    flags = overflow_bytes(looks) if looks else 0
+    return replace(budgets, passes=replace(taken, norm=taken.norm + flags), fixed_bytes=budgets.fixed_bytes + flags)
 
 
 def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:

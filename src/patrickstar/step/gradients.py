@@ -124,12 +124,16 @@ class Gradients:
             passes.put(target, piece, adds=is_there)
             return
         with self._executor.apart():
-            self.overflow.note(name, passes.put_and_look(target, piece, adds=is_there))
+            is_finite = self.overflow.number(target.device)
+            passes.put_and_look(target, piece, is_finite, adds=is_there)
+            self.overflow.note(name, is_finite)
 
     def _look_for_overflow(self, name: str, target: Tensor) -> None:
         if self._finds_overflow:
             with self._executor.apart():
-                self.overflow.note(name, self._passes[target.device.type].is_finite(target))
+                is_finite = self.overflow.number(target.device)
+                self._passes[target.device.type].look(target, is_finite)
+                self.overflow.note(name, is_finite)
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""

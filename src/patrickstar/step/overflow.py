@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-__all__ = ["Overflow", "OverflowFlag", "names_of", "read"]
+from patrickstar.optim.scratch import grains
+
+__all__ = ["Overflow", "OverflowFlag", "names_of", "overflow_bytes", "read"]
+
+_BLOCK = 128  # numbers: the least that an allocator of a device gives out
 
 
 @dataclass(slots=True, eq=False)
 class OverflowFlag:
-    """The answer to a look at a piece of a parameter's gradient. `on_device`: the answer there, until the host has read it."""
+    """The answer to a look at a piece of a parameter's gradient.
+
+    `on_device`: the answer there, until the host has read it. `number`: of the look, in the order in which gradients arrive.
+    """
 
     name: str
     on_device: Tensor | None
     is_finite: bool = True
+    number: int = 0
 
     @classmethod
-    def of(cls, name: str, is_finite: Tensor) -> OverflowFlag:
+    def of(cls, name: str, is_finite: Tensor, *, number: int = 0) -> OverflowFlag:
         """A flag of no dimensions, read at once where it is on the host."""
         if not is_finite.is_cpu:
-            return cls(name, is_finite)
-        return cls(name, None, bool(is_finite))
+            return cls(name, is_finite, number=number)
+        return cls(name, None, bool(is_finite), number)
 
 
 def read(flags: Iterable[OverflowFlag], numbers: Tensor | None = None) -> list[float]:
@@ -40,6 +49,11 @@ def read(flags: Iterable[OverflowFlag], numbers: Tensor | None = None) -> list[f
     return values[len(unread) :]
 
 
+def overflow_bytes(looks: int) -> int:
+    """The most bytes of a device that so many looks take: for the flags, a block that is begun, and what `read` makes of them."""
+    return grains(4 * (looks + _BLOCK)) + grains(4 * looks) + 2 * grains(8 * looks)
+
+
 def names_of(flags: Sequence[OverflowFlag]) -> list[str]:
     """The names of those that have overflowed, first come first. Waits for a device once, where something is still there."""
     read(flags)
@@ -47,22 +61,41 @@ def names_of(flags: Sequence[OverflowFlag]) -> list[str]:
 
 
 class Overflow:
-    """The parameters whose gradients have overflowed, as far as they are still there."""
+    """The parameters whose gradients have overflowed, as far as they are still there.
+
+    Flags on a device are numbers of blocks, each of which is for one stream: so they take what they are of its memory, and no stream writes before
+    another has made the block.
+    """
 
     def __init__(self) -> None:
-        self._flags: list[OverflowFlag] = []
+        self._flags: dict[str, list[OverflowFlag]] = {}
+        self._looks = 0
+        self._block: Tensor | None = None
+        self._used = 0
+        self._of: tuple[torch.device, torch.Stream | None] | None = None
+
+    def number(self, device: torch.device) -> Tensor:
+        """A number (0-dim, int32) that is 1, for a look on the current stream (`Passes.look`)."""
+        place = (device, None if device.type == "cpu" else torch.accelerator.current_stream(device))
+        if self._block is None or self._used == _BLOCK or place != self._of:
+            self._block, self._used, self._of = torch.ones(_BLOCK, dtype=torch.int32, device=device), 0, place
+        self._used += 1
+        return self._block[self._used - 1]
 
     def note(self, name: str, is_finite: Tensor) -> None:
-        """Notes what a look at a piece of a parameter's gradient has given (`Passes.is_finite`)."""
-        flag = OverflowFlag.of(name, is_finite)
+        """Notes what a look at a piece of a parameter's gradient has made of its number."""
+        flag = OverflowFlag.of(name, is_finite, number=self._looks)
+        self._looks += 1
         if flag.on_device is not None or not flag.is_finite:
-            self._flags.append(flag)
+            self._flags.setdefault(name, []).append(flag)
 
     def forget(self, name: str) -> None:
         """Forgets a gradient, which has been let go or written anew."""
-        self._flags = [flag for flag in self._flags if flag.name != name]
+        self._flags.pop(name, None)
 
     def flags(self) -> list[OverflowFlag]:
-        """The flags so far, read or not, but for those of pieces that are known to be finite."""
-        self._flags = [flag for flag in self._flags if flag.on_device is not None or not flag.is_finite]
-        return list(self._flags)
+        """The flags so far, read or not, first come first, but for those of pieces that are known to be finite."""
+        kept = (flag for flags in self._flags.values() for flag in flags)
+        return sorted(
+            (flag for flag in kept if flag.on_device is not None or not flag.is_finite), key=attrgetter("number")
+        )

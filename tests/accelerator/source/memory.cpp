@@ -111,6 +111,18 @@ void Memory::touch(Actor actor, char* low, char* high, bool writes, const std::s
   }
 }
 
+void Memory::touch_pinned(char* low, char* high, bool writes, const std::string& operation) {
+  if (!low || low >= high) return;
+  Lock lock(scheduler().state);
+  auto after = blocks.upper_bound(low);
+  if (after != blocks.begin()) --after;
+  for (; after != blocks.end() && after->first < high; ++after) {
+    Block& block = after->second;
+    char* end = block.start + block.size;
+    if (block.pinned && end > low) touch_addresses(kHost, block, std::max(low, block.start), std::min(high, end), writes, operation);
+  }
+}
+
 bool Memory::touch_addresses(Actor actor, Block& block, char* low, char* high, bool writes, const std::string& operation) {
   Clock& clock = scheduler().clock(actor);
   if (actor == kHost) clock.tick(kHost);

@@ -67,7 +67,9 @@ class Memory {
   bool is_pinned(const void* address);
   // An access: a race is noted, and the use of memory that is not there raises.
   void touch(Actor actor, char* low, char* high, bool writes, const std::string& operation);
-  // The same of addresses alone, whatever memory stands there. Tells whether there was a race.
+  // An access of the host: of what is pinned of these bytes, however many pieces that was pinned in.
+  void touch_pinned(char* low, char* high, bool writes, const std::string& operation);
+  // As `touch`, of addresses alone, whatever memory stands there. Tells whether there was a race.
   bool touch_addresses(Actor actor, Block& block, char* low, char* high, bool writes, const std::string& operation);
   void note(const std::optional<std::string>& race, const std::string& what);
   // NaN for what is given back, in the order of the stream.

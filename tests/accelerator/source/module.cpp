@@ -57,7 +57,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("touch_host", [](size_t address, size_t size, bool writes, const std::string& operation) {
     char* start = reinterpret_cast<char*>(address);
-    if (memory().is_pinned(start)) memory().touch(kHost, start, start + size, writes, operation);
+    memory().touch_pinned(start, start + size, writes, operation);
   });
   module.def("pinned_bytes", [] {
     Lock lock(scheduler().state);

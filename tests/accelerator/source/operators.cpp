@@ -99,13 +99,18 @@ void each_tensor(const IValue& value, Visit visit) {
 }
 
 // The bytes from the first element to the last, as if what lies between were used as well.
-void touch(Actor actor, const Tensor& tensor, bool writes, const std::string& operation) {
+std::pair<char*, char*> extent(const Tensor& tensor) {
   char* low = static_cast<char*>(const_cast<void*>(tensor.storage().data()));
-  if (!low || tensor.numel() == 0) return;
+  if (!low || tensor.numel() == 0) return {nullptr, nullptr};
   low += tensor.storage_offset() * int64_t(tensor.itemsize());
   int64_t elements = 1;
   for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
-  memory().touch(actor, low, low + elements * int64_t(tensor.itemsize()), writes, operation);
+  return {low, low + elements * int64_t(tensor.itemsize())};
+}
+
+void touch(Actor actor, const Tensor& tensor, bool writes, const std::string& operation) {
+  const auto [low, high] = extent(tensor);
+  memory().touch(actor, low, high, writes, operation);
 }
 
 Tensor empty_like_on_device(const Tensor& like) {
@@ -408,7 +413,9 @@ std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& function) {
   if (any) return nullptr;
   for (size_t i = 0; i < inputs.size(); ++i) {
     each_tensor(inputs[i], [&](const Tensor& tensor) {
-      if (tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor)) touch(kHost, tensor, writes(schema->arguments()[i]), schema->name());
+      if (!tensor.is_cpu() || !tensor.has_storage()) return;
+      const auto [low, high] = extent(tensor);
+      memory().touch_pinned(low, high, writes(schema->arguments()[i]), schema->name());
     });
   }
   return nullptr;

@@ -64,6 +64,10 @@ def plane(dtype: torch.dtype, place: str) -> Tensor:
     return torch.zeros(start + numel, dtype=dtype)[start:]
 
 
+def flag() -> Tensor:
+    return torch.ones((), dtype=torch.int32)
+
+
 def update(
     *,
     kept: torch.dtype,
@@ -144,7 +148,7 @@ def test_gradients_are_added_by_one_rounded_addition(
     for place in PLACES:
         target, source = plane(kept, place), plane(comes, place)
         TritonPasses().put(target, source, adds=adds)
-        TritonPasses().put_and_look(target, source, adds=adds)
+        TritonPasses().put_and_look(target, source, flag(), adds=adds)
     if adds and kept is comes is torch.float16:
         # In fp16, mostly two at once: the sum in fp32 of two fp16 numbers, rounded to fp16, is their sum rounded once.
         assert {name for each in launched for name in each.arithmetic()} == {"add.rn.f16", "add.rn.f16x2"}
@@ -164,7 +168,7 @@ def test_what_only_moves_bits_computes_nothing(launched: list[Compiled]) -> None
             TritonPasses().split(master, weight, rest)
             TritonPasses().join(weight, rest, master)
         for dtype in TYPES:
-            TritonPasses().is_finite(plane(dtype, place))
+            TritonPasses().look(plane(dtype, place), flag())
     assert len(launched) == 7 * len(PLACES)
     assert not any(each.arithmetic() for each in launched)
 

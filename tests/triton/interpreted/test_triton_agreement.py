@@ -30,13 +30,13 @@ class NoRest(TritonPasses):
 
 
 class Overwriting(TritonPasses):
-    def put_and_look(self, target: Tensor, source: Tensor, *, adds: bool) -> Tensor:
-        return super().put_and_look(target, source, adds=False)
+    def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
+        super().put_and_look(target, source, is_finite, adds=False)
 
 
 class Blind(TritonPasses):
-    def is_finite(self, piece: Tensor) -> Tensor:
-        return torch.ones((), dtype=torch.int32)
+    def look(self, piece: Tensor, is_finite: Tensor) -> None:
+        pass
 
 
 class OneTensor(TritonNorm):

@@ -12,7 +12,7 @@ from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.fma import Emulated
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type
-from patrickstar.optim.passes import TorchPasses
+from patrickstar.optim.passes import Passes, TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.optim.triton_launch import launch
 from patrickstar.optim.triton_passes import TritonPasses
@@ -85,7 +85,7 @@ def test_a_negative_zero_that_is_written_stays_one() -> None:
 def test_what_no_kernel_reads_is_put_by_torch(adds: bool) -> None:
     check_put(numbers(50, seed=7), numbers(50, seed=8).double() / 3, adds=adds)
     target = numbers(50, seed=7, special=False)
-    assert OURS.put_and_look(target, torch.full((50,), 1e300, dtype=torch.float64), adds=adds).item() == 0
+    assert not found_by_putting(target, torch.full((50,), 1e300, dtype=torch.float64), adds=adds)
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -98,15 +98,32 @@ def test_a_look_sees_what_is_not_finite_wherever_it_is(
     target, source = torch.ones(BLOCK + 71, dtype=kept), torch.full((BLOCK + 71,), -2.0)
     if bad is not None:
         source[place] = bad
-    flag = OURS.put_and_look(target, source, adds=adds)
-    assert (flag.shape, bool(flag)) == ((), bad is None)
-    assert bool(OURS.is_finite(target)) == bool(TORCHS.is_finite(target)) == (bad is None)
+    assert found_by_putting(target, source, adds=adds) == (bad is None)
+    assert found_by_looking(OURS, target) == found_by_looking(TORCHS, target) == (bad is None)
 
 
 def test_what_overflows_when_it_is_rounded_or_added_is_seen() -> None:
-    assert not OURS.put_and_look(torch.zeros(5, dtype=torch.float16), torch.full((5,), 65520.0), adds=False)
-    assert OURS.put_and_look(torch.zeros(5, dtype=torch.float16), torch.full((5,), 65519.0), adds=False)
-    assert not OURS.put_and_look(torch.full((5,), 3e38), torch.full((5,), 3e38), adds=True)
+    assert not found_by_putting(torch.zeros(5, dtype=torch.float16), torch.full((5,), 65520.0), adds=False)
+    assert found_by_putting(torch.zeros(5, dtype=torch.float16), torch.full((5,), 65519.0), adds=False)
+    assert not found_by_putting(torch.full((5,), 3e38), torch.full((5,), 3e38), adds=True)
+
+
+def test_what_has_been_found_is_not_forgotten() -> None:
+    for passes in (OURS, TORCHS):
+        assert not found_by_looking(passes, torch.tensor([torch.inf]), torch.ones(1))
+
+
+def found_by_putting(target: Tensor, source: Tensor, *, adds: bool) -> bool:
+    is_finite = torch.ones((), dtype=torch.int32)
+    OURS.put_and_look(target, source, is_finite, adds=adds)
+    return is_finite.item() == 1
+
+
+def found_by_looking(passes: Passes, *pieces: Tensor) -> bool:
+    is_finite = torch.ones((), dtype=torch.int32)
+    for piece in pieces:
+        passes.look(piece, is_finite)
+    return is_finite.item() == 1
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -114,8 +131,8 @@ def test_what_overflows_when_it_is_rounded_or_added_is_seen() -> None:
 def test_nothing_beyond_the_end_is_looked_at(dtype: torch.dtype, numel: int) -> None:
     whole = torch.full((numel + 40,), torch.nan, dtype=dtype)
     piece = whole[20 : 20 + numel].fill_(torch.finfo(dtype).max)
-    assert bool(OURS.is_finite(piece))
-    assert bool(TORCHS.is_finite(piece))
+    assert found_by_looking(OURS, piece)
+    assert found_by_looking(TORCHS, piece)
 
 
 def check_parts(master: Tensor, kept: torch.dtype, *, start: int = 0) -> None:
@@ -203,7 +220,8 @@ def test_parts_of_a_plane_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(kernels, "LAUNCH_NUMEL", numel)
         planes = [plane.clone() for plane in (master, grad, exp_avg, exp_avg_sq.abs())]
         OURS.update(planes[0], None, *planes[1:], step=2, hyper=hyper)
-        flag = OURS.put_and_look(planes[1], planes[0], adds=True)
+        flag = torch.ones((), dtype=torch.int32)
+        OURS.put_and_look(planes[1], planes[0], flag, adds=True)
         seen.append(torch.cat([*planes, flag.float()[None]]))
     assert differing(seen[1], seen[0]) == differing(seen[2], seen[0]) == 0
 
@@ -216,4 +234,9 @@ def test_parts_of_other_types_are_refused() -> None:
     with pytest.raises(AssertionError, match="a plane of"):
         OURS.put(torch.zeros(4, dtype=torch.float64), torch.zeros(4), adds=True)
     with pytest.raises(AssertionError, match="a piece of"):
-        OURS.is_finite(torch.zeros(4, dtype=torch.float64))
+        OURS.look(torch.zeros(4, dtype=torch.float64), torch.ones((), dtype=torch.int32))
+    for flag in (torch.ones(()), torch.ones(1, dtype=torch.int32)):
+        with pytest.raises(AssertionError, match="a flag of"):
+            OURS.look(torch.zeros(4), flag)
+        with pytest.raises(AssertionError, match="a flag of"):
+            OURS.put_and_look(torch.zeros(4), torch.zeros(4), flag, adds=True)
