@@ -190,7 +190,7 @@ def update_kernel(
         tl.store(rest + offsets, left, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["is_finite"])  # flags lie side by side
 def put_kernel(
     target, source, numel, is_finite, factors, in_memory: tl.constexpr, adds: tl.constexpr, block_numel: tl.constexpr
 ):
@@ -209,7 +209,7 @@ def put_kernel(
         flag_overflow(widened(kept), mask, is_finite)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["is_finite"])
 def look_kernel(piece, numel, is_finite, block_numel: tl.constexpr):
     """Looks for Inf and NaN in a piece, for which `is_finite` becomes 0."""
     offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)

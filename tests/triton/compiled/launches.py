@@ -32,6 +32,8 @@ class Compiled:
     ptx: str
     binary: bytes
     """What ptxas made of it."""
+    key: str
+    """By which Triton keeps it: other keys are compiled anew."""
 
     def arithmetic(self) -> Counter[str]:
         """How often each floating-point instruction stands there. Without a loop, a thread executes it so often."""
@@ -85,7 +87,7 @@ def compiling_for(capability: int, patch: pytest.MonkeyPatch) -> Iterator[list[C
 
     def note(self: Any, *arguments: object, **others: object) -> object:
         kernel = run(self, *arguments, **others)
-        launched.append(Compiled(self.__name__, kernel.asm["ptx"], kernel.asm["cubin"]))
+        launched.append(Compiled(self.__name__, kernel.asm["ptx"], kernel.asm["cubin"], kernel.hash))
         return kernel
 
     with patch.context() as inside:

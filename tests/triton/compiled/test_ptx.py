@@ -161,6 +161,13 @@ def test_gradients_are_added_by_one_rounded_addition(
         assert bool(narrowing) == rounds, "fp16 is rounded to nearest by one instruction; bf16 by its bits"
 
 
+def test_a_flag_anywhere_among_others_has_the_same_kernel(launched: list[Compiled]) -> None:
+    for flag in torch.ones(4, dtype=torch.int32):
+        TritonPasses().look(plane(torch.float16, "aligned"), flag)
+        TritonPasses().put_and_look(*(plane(torch.float16, "aligned") for _ in range(2)), flag, adds=True)
+    assert [len({each.key for each in launched[first::2]}) for first in range(2)] == [1, 1]
+
+
 def test_what_only_moves_bits_computes_nothing(launched: list[Compiled]) -> None:
     for place in PLACES:
         for kept in (torch.bfloat16, torch.float16):
