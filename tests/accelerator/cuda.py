@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ LIBRARY = library()
 # Its symbols are looked for by all that comes later: the hooks of CUDA, and the driver's functions.
 DRIVER = ctypes.CDLL(str(LIBRARY), ctypes.RTLD_GLOBAL)
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location(MODULE, LIBRARY)
@@ -63,12 +66,32 @@ class Accelerator:
 
     @contextmanager
     def watching_the_host(self) -> Iterator[None]:
-        """Checks what torch's operations on the host do with pinned memory."""
+        """Checks what the host does with pinned memory: torch's operations, and reads and writes of files."""
         number = _module.observe_host()
+        calls = {"preadv": os.preadv, "pwritev": os.pwritev}
         try:
+            for name, call in calls.items():
+                setattr(os, name, self.seen(name, call, writes=name == "preadv"))
             yield
         finally:
+            for name, call in calls.items():
+                setattr(os, name, call)
             _module.unobserve_host(number)
+
+    def seen(self, name: str, call: Callable[..., int], *, writes: bool) -> Callable[..., int]:
+        """The call, which uses its buffers from its begin to its end."""
+
+        def seen(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            uses = [partial(self.touch_host, *_extent(buffer), writes=writes, operation=name) for buffer in buffers]
+            for use in uses:
+                use()
+            try:
+                return call(descriptor, buffers, offset, flags)
+            finally:
+                for use in uses:
+                    use()
+
+        return seen
 
     def races(self) -> list[str]:
         """Accesses that nothing orders, and those of memory that is not there, since they were last asked for."""
@@ -107,8 +130,14 @@ class Accelerator:
         _module.resize_storage(tensor, nbytes)
 
     def touch_host(self, address: int, nbytes: int, *, writes: bool, operation: str) -> None:
-        """Says that the host reads or writes pinned memory without an operation of torch, as a read of a file does."""
+        """Says that the host reads or writes memory, of which what is pinned counts."""
         _module.touch_host(address, nbytes, writes, operation)
+
+
+def _extent(buffer: Any) -> tuple[int, int]:
+    """The address and length of a buffer."""
+    there = np.frombuffer(buffer, dtype=np.uint8)
+    return int(there.ctypes.data), there.nbytes
 
 
 class _Stream(torch.Stream):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,10 +67,10 @@ def test_with_nothing_run_early_what_lacks_a_wait_is_wrong(accelerator: Accelera
     assert accelerator.races()
 
 
-@pytest.mark.parametrize("by", ["an operation", "a read of a file"])
+@pytest.mark.parametrize("by", ["an operation", "a write of a file"])
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_host_has_to_wait_for_pinned_memory_that_a_copy_fills(
-    by: str, waits: bool, accelerator: Accelerator
+    by: str, waits: bool, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     host = torch.empty(64, pin_memory=True)
     host.copy_(torch.ones(64, device="cuda"), non_blocking=True)
@@ -76,7 +79,8 @@ def test_the_host_has_to_wait_for_pinned_memory_that_a_copy_fills(
     if by == "an operation":
         host.sum()
     else:
-        accelerator.touch_host(host.data_ptr(), 256, writes=False, operation="pwrite")
+        with (tmp_path / "file").open("wb") as file:
+            os.pwritev(file.fileno(), [memoryview(host.numpy())], 0)
     assert bool(accelerator.races()) == (not waits)
 
 
@@ -87,6 +91,32 @@ def test_the_host_may_not_write_pinned_memory_that_is_being_copied(accelerator: 
     host.zero_()
     (race,) = accelerator.races()
     assert "aten::zero_ writes on the host unordered after copy_ read on stream 0 (pinned memory" in race
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
+def test_a_file_is_not_read_into_pinned_memory_that_is_being_copied(
+    when: str, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    accelerator.configure(0.0)
+    host, device = torch.ones(64, pin_memory=True), torch.empty(64, device="cuda")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(host.nbytes))
+
+    def read(*arguments: Any) -> int:
+        count = os.preadv(*arguments[:3])
+        if when == "meanwhile":  # of another thread
+            device.copy_(host, non_blocking=True)
+        return count
+
+    with path.open("rb") as file:
+        if when == "before":
+            device.copy_(host, non_blocking=True)
+        accelerator.seen("a read", read, writes=True)(file.fileno(), [memoryview(host.numpy())], 0)
+        if when == "after":
+            device.copy_(host, non_blocking=True)
+    races = accelerator.races()
+    assert bool(races) == (when != "after")
+    assert when != "meanwhile" or "a read writes on the host unordered after copy_ read" in races[0]
 
 
 def test_reads_of_two_streams_are_no_race(accelerator: Accelerator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
+from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Work
 from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
 
 CUDA = torch.device("cuda", 0)
-D, H = Tier.DEVICE, Tier.HOST
+D, H, K = Tier.DEVICE, Tier.HOST, Tier.DISK
 ONE, OTHER = PlaneRef(0, "weight"), PlaneRef(1, "weight")
 RUN = PlaneRef(3, "weight")
 SLOT_BYTES = 4096
@@ -41,7 +43,9 @@ def accelerator(request: pytest.FixtureRequest, accelerator: Accelerator) -> Acc
     return accelerator
 
 
-def make_store(home: dict[PlaneRef, Tier], *, slots: int = 1) -> ChunkStore:
+def make_store(
+    home: dict[PlaneRef, Tier], *, slots: int = 1, host_slots: int | None = None, disk: DiskPool | None = None
+) -> ChunkStore:
     """Units of so many chunks, of a slot each, without contents; the device has room for three slots, or for one unit."""
     state = Residency.of(Snapshot(D, SLOT_BYTES, home, dict.fromkeys(home, slots), newest={}, taken={}))
     ledger = Ledger()
@@ -50,9 +54,9 @@ def make_store(home: dict[PlaneRef, Tier], *, slots: int = 1) -> ChunkStore:
         state,
         arenas={
             D: Arena(SLOT_BYTES, virtual_slots=3, name="device", make_space=partial(DeviceSpace, device=CUDA)),
-            H: Arena(SLOT_BYTES, virtual_slots=2 * slots, name="host", make_space=PinnedSpace),
+            H: Arena(SLOT_BYTES, virtual_slots=host_slots or 2 * slots, name="host", make_space=PinnedSpace),
         },
-        disk=None,
+        disk=disk,
         links=Links(lanes_of(device=CUDA)),
         dtype=lambda _: torch.float32,
         chunks=lambda _: slots,
@@ -65,6 +69,13 @@ def make_store(home: dict[PlaneRef, Tier], *, slots: int = 1) -> ChunkStore:
 def store(accelerator: Accelerator) -> ChunkStore:
     """Two units that rest on the host, and room for both of them on the device."""
     return make_store({ONE: H, OTHER: H})
+
+
+@pytest.fixture
+def passing(accelerator: Accelerator, tmp_path: Path) -> ChunkStore:
+    """Two units that rest on the disk and come to the device, which has room for both, through a single slot of the host."""
+    pool = DiskPool(tmp_path, units=dict.fromkeys((ONE, OTHER), SLOT_BYTES))
+    return make_store({ONE: K, OTHER: K}, host_slots=1, disk=pool)
 
 
 @pytest.fixture
@@ -206,3 +217,17 @@ def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
     assert use(runs, ONE).sum().item() == (6 + 6 + 3) * NUMEL
     assert total.item() == 12 * NUMEL
     finish(runs, accelerator)
+
+
+def test_the_disk_comes_after_the_device_in_both_directions(passing: ChunkStore, accelerator: Accelerator) -> None:
+    """A file is written when what it is written from has come down, and read into a slot that no copy reads any more."""
+    for ref, value in ((ONE, 3), (OTHER, 4)):
+        passing.carry_out([Create(ref, D)])
+        use(passing, ref, writes=True).fill_(value)
+        passing.carry_out([Copy(ref, D, H), Wait(ref, H), Copy(ref, H, K), Wait(ref, K), Drop(ref, H), Drop(ref, D)])
+    for _ in range(3):
+        for ref in (ONE, OTHER):
+            passing.carry_out([Copy(ref, K, H), Wait(ref, H), Copy(ref, H, D), Wait(ref, D), Drop(ref, H)])
+        assert [use(passing, ref).sum().item() for ref in (ONE, OTHER)] == [3 * NUMEL, 4 * NUMEL]
+        passing.carry_out([Drop(ONE, D), Drop(OTHER, D)])
+    finish(passing, accelerator)

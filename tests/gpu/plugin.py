@@ -75,8 +75,6 @@ class GPU:
         most, self.most_mapped = self.most_mapped, self.driver_bytes()
         return most
 
-    def touch_host(self, *_: object, **__: object) -> None: ...
-
     @contextlib.contextmanager
     def watching_the_host(self) -> Iterator[None]:
         yield

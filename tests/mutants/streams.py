@@ -442,6 +442,21 @@ STREAMS: tuple[Mutant, ...] = (
         new="        before = ",
         tests=TRAINING,
     ),
+    # Where the device is at once done, bits are right, and only the checker knows.
+    Mutant(
+        name="a-file-is-read-where-a-copy-still-reads",
+        file="memory/store.py",
+        old="reading(ref, self._arenas[dst].buffer(first, slots)), before, nbytes",
+        new="reading(ref, self._arenas[dst].buffer(first, slots)), [], nbytes",
+        tests=(f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions[(1.0, 0)]",),
+    ),
+    Mutant(
+        name="a-file-is-written-before-its-bytes-have-come",
+        file="memory/store.py",
+        old="writing(ref, from_), self._before_reading(ref, src), nbytes",
+        new="writing(ref, from_), [], nbytes",
+        tests=(f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions[(1.0, 0)]",),
+    ),
     Mutant(
         name="nobody-waits-for-a-copy-on-the-device",
         file="memory/store.py",
