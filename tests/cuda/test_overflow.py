@@ -108,7 +108,7 @@ def test_looks_on_several_streams_share_nothing(schedule: tuple[float, int], acc
 
 
 def note(overflow: Overflow, name: str, piece: Tensor) -> None:
-    is_finite = overflow.number(piece.device)
+    is_finite = overflow.new_flag(piece.device)
     PASSES.look(piece, is_finite)
     overflow.note(name, is_finite)
 

@@ -186,7 +186,7 @@ STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="flags-of-several-streams-share-a-block",
         file="step/overflow.py",
-        old="self._used == _BLOCK or place != self._of:",
+        old="self._used == _BLOCK or place != self._place:",
         new="self._used == _BLOCK:",
         tests=("tests/cuda/test_overflow.py::test_looks_on_several_streams_share_nothing[(0.0, 0)]",),
     ),
@@ -207,7 +207,7 @@ STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="what-was-found-first-has-no-name",
         file="step/overflow.py",
-        old='key=attrgetter("number")',
+        old='key=attrgetter("order")',
         new='key=attrgetter("name"), reverse=True',
         tests=("tests/cuda/test_overflow.py::test_names_come_in_the_order_of_what_was_found",),
     ),

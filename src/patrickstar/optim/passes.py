@@ -58,11 +58,11 @@ class Passes(Protocol):
         ...
 
     def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
-        """Puts as `put` does, and then looks at the target."""
+        """Puts as `put` does, and then looks at the target as `look` does."""
         ...
 
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
-        """Makes a number where the piece is (0-dim, int32) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
+        """Makes a flag (0-dim, int32, where the piece is) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
         ...
 
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:

@@ -124,14 +124,14 @@ class Gradients:
             passes.put(target, piece, adds=is_there)
             return
         with self._executor.apart():
-            is_finite = self.overflow.number(target.device)
+            is_finite = self.overflow.new_flag(target.device)
             passes.put_and_look(target, piece, is_finite, adds=is_there)
             self.overflow.note(name, is_finite)
 
     def _look_for_overflow(self, name: str, target: Tensor) -> None:
         if self._finds_overflow:
             with self._executor.apart():
-                is_finite = self.overflow.number(target.device)
+                is_finite = self.overflow.new_flag(target.device)
                 self._passes[target.device.type].look(target, is_finite)
                 self.overflow.note(name, is_finite)
 

@@ -13,27 +13,27 @@ from patrickstar.optim.scratch import grains
 
 __all__ = ["Overflow", "OverflowFlag", "names_of", "overflow_bytes", "read"]
 
-_BLOCK = 128  # numbers: the least that an allocator of a device gives out
+_BLOCK = 128  # flags of 4 bytes: together what an allocator of a device gives out for one
 
 
 @dataclass(slots=True, eq=False)
 class OverflowFlag:
     """The answer to a look at a piece of a parameter's gradient.
 
-    `on_device`: the answer there, until the host has read it. `number`: of the look, in the order in which gradients arrive.
+    `on_device`: the answer there, until the host has read it. `order`: of the look, among those of all gradients.
     """
 
     name: str
     on_device: Tensor | None
     is_finite: bool = True
-    number: int = 0
+    order: int = 0
 
     @classmethod
-    def of(cls, name: str, is_finite: Tensor, *, number: int = 0) -> OverflowFlag:
+    def of(cls, name: str, is_finite: Tensor, *, order: int = 0) -> OverflowFlag:
         """A flag of no dimensions, read at once where it is on the host."""
         if not is_finite.is_cpu:
-            return cls(name, is_finite, number=number)
-        return cls(name, None, bool(is_finite), number)
+            return cls(name, is_finite, order=order)
+        return cls(name, None, bool(is_finite), order)
 
 
 def read(flags: Iterable[OverflowFlag], numbers: Tensor | None = None) -> list[float]:
@@ -63,8 +63,8 @@ def names_of(flags: Sequence[OverflowFlag]) -> list[str]:
 class Overflow:
     """The parameters whose gradients have overflowed, as far as they are still there.
 
-    Flags on a device are numbers of blocks, each of which is for one stream: so they take what they are of its memory, and no stream writes before
-    another has made the block.
+    Flags on a device lie side by side in blocks, and take no more of its memory than they are. Each block is for one stream, so that none writes
+    before another has made the block.
     """
 
     def __init__(self) -> None:
@@ -72,19 +72,19 @@ class Overflow:
         self._looks = 0
         self._block: Tensor | None = None
         self._used = 0
-        self._of: tuple[torch.device, torch.Stream | None] | None = None
+        self._place: tuple[torch.device, torch.Stream | None] | None = None
 
-    def number(self, device: torch.device) -> Tensor:
-        """A number (0-dim, int32) that is 1, for a look on the current stream (`Passes.look`)."""
+    def new_flag(self, device: torch.device) -> Tensor:
+        """A flag (0-dim, int32) that is 1, for a look on the current stream (`Passes.look`)."""
         place = (device, None if device.type == "cpu" else torch.accelerator.current_stream(device))
-        if self._block is None or self._used == _BLOCK or place != self._of:
-            self._block, self._used, self._of = torch.ones(_BLOCK, dtype=torch.int32, device=device), 0, place
+        if self._block is None or self._used == _BLOCK or place != self._place:
+            self._block, self._used, self._place = torch.ones(_BLOCK, dtype=torch.int32, device=device), 0, place
         self._used += 1
         return self._block[self._used - 1]
 
     def note(self, name: str, is_finite: Tensor) -> None:
-        """Notes what a look at a piece of a parameter's gradient has made of its number."""
-        flag = OverflowFlag.of(name, is_finite, number=self._looks)
+        """Notes what a look at a piece of a parameter's gradient has made of its flag."""
+        flag = OverflowFlag.of(name, is_finite, order=self._looks)
         self._looks += 1
         if flag.on_device is not None or not flag.is_finite:
             self._flags.setdefault(name, []).append(flag)
@@ -97,5 +97,5 @@ class Overflow:
         """The flags so far, read or not, first come first, but for those of pieces that are known to be finite."""
         kept = (flag for flags in self._flags.values() for flag in flags)
         return sorted(
-            (flag for flag in kept if flag.on_device is not None or not flag.is_finite), key=attrgetter("number")
+            (flag for flag in kept if flag.on_device is not None or not flag.is_finite), key=attrgetter("order")
         )
