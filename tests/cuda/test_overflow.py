@@ -17,7 +17,7 @@ from torch import Tensor
 import patrickstar
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
-from patrickstar.step.overflow import Overflow, names_of, overflow_bytes, read
+from patrickstar.step.overflow import Overflow, OverflowFlag, names_of, overflow_bytes, read
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, twins
 
@@ -70,7 +70,11 @@ def test_names_come_in_the_order_of_what_was_found() -> None:
     overflow = Overflow()
     for name, value in (("second", 1.0), ("first", torch.inf), ("second", torch.inf)):
         note(overflow, name, torch.full((4,), value, device="cuda"))
-    assert names_of(overflow.flags()) == ["first", "second"]
+    own = [
+        OverflowFlag.of(name, torch.isfinite(torch.full((4,), value, device="cuda")).all())
+        for name, value in (("finite", 1.0), ("the user's own", torch.nan))
+    ]
+    assert names_of([*overflow.flags(), *own]) == ["first", "second", "the user's own"]
 
 
 @pytest.mark.parametrize("looks", [1, 127, 128, 129, 1_000])
