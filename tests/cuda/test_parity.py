@@ -41,6 +41,9 @@ FEW = cover(sorted(ROWS, key=shuffled), every(*((name,) for name in OTHERS), ("s
 REFUSALS = (
     8  # budgets that are tried: a forecast's, what first steps have shown, and estimates where there is no forecast
 )
+# Why a step may be one that no plan has: a gradient of gradients, which no forecast shows, and gradients that have overflowed and are let go of as
+# they leave.
+UNFORESEEN = ("it differentiates a gradient", "was let go of while it was on its way")
 # Of the device: inputs, losses and gradients that a row keeps, and granules of the driver that slots of a few KiB fill by halves.
 BESIDE = 8 << 20
 
@@ -77,6 +80,7 @@ def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule:
             still = still if len(still) == len(LINKS[row.tier]) else []
         assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
     assert outcome.stats.steps == STEPS - expected.skipped
+    assert_planned(row, outcome)
     if is_least:
         less = {**outcome.limits, "device": outcome.limits["device"] - PAGE_BYTES}
         with pytest.raises(patrickstar.BudgetError) as refusal:
@@ -89,6 +93,15 @@ def assert_within(row: Row, outcome: managed.Outcome, told: list[str]) -> None:
     for tier, limit in outcome.limits.items():
         if not any("took more than the device_memory" in message for message in told) or tier != "device":
             assert outcome.stats.peak[tier] <= limit, f"{row}: {outcome.stats.peak} at {outcome.limits}, and {told}"
+
+
+def assert_planned(row: Row, outcome: managed.Outcome) -> None:
+    """Fails where a step was not planned, but for one that cannot be."""
+    stats = outcome.stats
+    assert stats.planned_steps + stats.reactive_steps == stats.steps
+    if stats.reactive_steps:
+        assert stats.reactive_steps == 1, f"{row}: {stats}"
+        assert any(reason in stats.reason for reason in UNFORESEEN), f"{row}: {stats}"
 
 
 def run(
