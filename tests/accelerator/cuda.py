@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ class Accelerator:
     def watching_the_host(self) -> Iterator[None]:
         """Checks what the host does with pinned memory: torch's operations, and reads and writes of files."""
         number = _module.observe_host()
-        calls = {"preadv": os.preadv, "pwritev": os.pwritev}
+        calls = {"preadv": os.preadv, "pwritev": os.pwritev, "pwrite": os.pwrite}
         try:
             for name, call in calls.items():
                 setattr(os, name, self.seen(name, call, writes=name == "preadv"))
@@ -81,12 +81,13 @@ class Accelerator:
     def seen(self, name: str, call: Callable[..., int], *, writes: bool) -> Callable[..., int]:
         """The call, which uses its buffers from its begin to its end."""
 
-        def seen(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
-            uses = [partial(self.touch_host, *_extent(buffer), writes=writes, operation=name) for buffer in buffers]
+        def seen(descriptor: int, buffers: Any, *others: int) -> int:
+            each = buffers if isinstance(buffers, list | tuple) else [buffers]
+            uses = [partial(self.touch_host, *_extent(buffer), writes=writes, operation=name) for buffer in each]
             for use in uses:
                 use()
             try:
-                return call(descriptor, buffers, offset, flags)
+                return call(descriptor, buffers, *others)
             finally:
                 for use in uses:
                     use()
@@ -136,7 +137,7 @@ class Accelerator:
 
 def _extent(buffer: Any) -> tuple[int, int]:
     """The address and length of a buffer."""
-    there = np.frombuffer(buffer, dtype=np.uint8)
+    there = np.frombuffer(buffer, dtype=np.uint8) if len(buffer) else np.empty(0, dtype=np.uint8)
     return int(there.ctypes.data), there.nbytes
 
 
