@@ -8,6 +8,7 @@ under `benchmarks/results/gpu/` (or `--out`) with every figure that it finds. `p
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import subprocess
@@ -68,6 +69,11 @@ def main(given: list[str]) -> int:
     unknown = sorted(set(arguments.parts) - set(PARTS))
     if unknown:
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if importlib.util.find_spec("torch") is None:
+        print(
+            f"NOT MEASURED: {sys.executable} has no torch; `make bench-gpu PYTHON=...` takes another", file=sys.stderr
+        )
+        return 2
     if arguments.device == "cuda":
         import torch  # noqa: PLC0415  takes seconds, which mistakes above need not wait for
 

@@ -19,10 +19,10 @@ driver._driver = lambda: cuda.DRIVER
 """
 
 
-def run(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, path: Path, module: str = "tests.gpu") -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(map(str, (path, ROOT / "src", ROOT)))
     return subprocess.run(
-        [sys.executable, "-m", "tests.gpu", *arguments],
+        [sys.executable, "-m", module, *arguments],
         capture_output=True, text=True, cwd=ROOT, check=False, env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
 
@@ -31,6 +31,16 @@ def test_without_a_gpu_it_says_that_nothing_is_tested(tmp_path: Path) -> None:
     done = run(path=tmp_path)
     assert done.returncode == 2
     assert "NOT TESTED: torch" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["tests.gpu", "benchmarks.gpu"])
+def test_a_python_without_torch_is_named(module: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.path[:] = [path for path in sys.path if not path.endswith('-packages')]\n"
+    )
+    done = run(path=tmp_path, module=module)
+    assert done.returncode == 2
+    assert f"{sys.executable} has no torch; `make " in done.stderr
 
 
 def test_a_stage_that_is_not_known_is_refused(tmp_path: Path) -> None:

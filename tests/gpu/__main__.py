@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": "0",
     "PYTHONUNBUFFERED": "1",
 }
-NEEDED = ("pytest", "hypothesis")
+NEEDED = ("torch", "pytest", "hypothesis")
 GRACE_S = 25  # for a test that is under way at the limit
 TEST_S = 100
 
@@ -77,7 +77,9 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(names)}")
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
-            print(f"NOT TESTED: {name} is not installed", file=sys.stderr)
+            print(
+                f"NOT TESTED: {sys.executable} has no {name}; `make test-gpu PYTHON=...` takes another", file=sys.stderr
+            )
             return 2
     import torch
 
