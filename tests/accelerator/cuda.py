@@ -16,6 +16,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from tests.accelerator.build import MODULE, library
 
 if "torch" in sys.modules:
@@ -25,7 +27,6 @@ LIBRARY = library()
 # Its symbols are looked for by all that comes later: the hooks of CUDA, and the driver's functions.
 DRIVER = ctypes.CDLL(str(LIBRARY), ctypes.RTLD_GLOBAL)
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location(MODULE, LIBRARY)
@@ -83,7 +84,7 @@ class Accelerator:
 
         def seen(descriptor: int, buffers: Any, *others: int) -> int:
             each = buffers if isinstance(buffers, list | tuple) else [buffers]
-            uses = [partial(self.touch_host, *_extent(buffer), writes=writes, operation=name) for buffer in each]
+            uses = [partial(_module.touch_host, *_extent(buffer), writes, name) for buffer in each]
             for use in uses:
                 use()
             try:
@@ -129,10 +130,6 @@ class Accelerator:
     def resize_storage(self, tensor: torch.Tensor, nbytes: int) -> None:
         """`tensor.untyped_storage().resize_(nbytes)`, which a CPU build refuses for CUDA."""
         _module.resize_storage(tensor, nbytes)
-
-    def touch_host(self, address: int, nbytes: int, *, writes: bool, operation: str) -> None:
-        """Says that the host reads or writes memory, of which what is pinned counts."""
-        _module.touch_host(address, nbytes, writes, operation)
 
 
 def _extent(buffer: Any) -> tuple[int, int]:

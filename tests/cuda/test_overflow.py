@@ -112,9 +112,8 @@ def test_looks_on_several_streams_share_nothing(schedule: tuple[float, int], acc
 
 
 def note(overflow: Overflow, name: str, piece: Tensor) -> None:
-    is_finite = overflow.new_flag(piece.device)
-    PASSES.look(piece, is_finite)
-    overflow.note(name, is_finite)
+    with overflow.look(name, piece.device) as is_finite:
+        PASSES.look(piece, is_finite)
 
 
 def test_gradients_that_a_hook_changes_before_the_step_count_as_changed_in_its_norm(accelerator: Accelerator) -> None:

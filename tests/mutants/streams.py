@@ -205,6 +205,13 @@ STREAMS: tuple[Mutant, ...] = (
         tests=("tests/cuda/test_overflow.py::test_plans_have_room_for_the_looks_of_every_backward",),
     ),
     Mutant(
+        name="flags-have-no-room-beside-a-norm",
+        file="session/start.py",
+        old="norm=taken.norm + flags",
+        new="norm=taken.norm",
+        tests=("tests/session/test_pass_bytes.py::test_looks_for_overflows_count_in_backwards_and_in_norms",),
+    ),
+    Mutant(
         name="what-was-found-first-has-no-name",
         file="step/overflow.py",
         old='key=attrgetter("order")',

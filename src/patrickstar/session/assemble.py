@@ -119,7 +119,7 @@ def assemble(
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     formats = SessionFormats(types.formats)
     passes = {} if optimizer is None else choose_kernels(budgets.device)  # without an optimizer there are no gradients
-    budgets = with_pass_bytes(budgets, layout, types, accumulate=memory.options.accumulate or 1, passes=passes)
+    budgets = with_pass_bytes(budgets, layout, memory, types, passes=passes)
     state = resting_state(
         layout, budgets, gradients=gradients, formats=formats.now, clips=memory.max_grad_norm is not None
     )

@@ -112,7 +112,7 @@ def forecast(
     gradients = gradient_use(memory, budgets, precision)
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
     formats = SessionFormats(precision.formats)
-    budgets = with_pass_bytes(budgets, layout, precision, accumulate=memory.options.accumulate or 1)
+    budgets = with_pass_bytes(budgets, layout, memory, precision)
     tracer = OfflineTracer(
         layout,
         lambda: Touches(

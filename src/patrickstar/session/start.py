@@ -144,15 +144,15 @@ def gathers_rows(budgets: Budgets) -> bool:
 def with_pass_bytes(
     budgets: Budgets,
     layout: Layout,
+    memory: MemoryOptions,
     precision: Precision,
     *,
-    accumulate: int,
     passes: Mapping[str, Passes] | None = None,
 ) -> Budgets:
     """The budgets, with what passes over planes take of a device whose memory torch gives out, and looks for overflows.
 
     Args:
-        accumulate: backwards that are expected for a step. passes: by type of device; None: those of a GPU.
+        passes: by type of device; None: those of a GPU.
     """
     if budgets.stream_device is None:
         return budgets
@@ -166,8 +166,9 @@ def with_pass_bytes(
         if here is None
         else here.scratch_bytes(layout.chunk_numel, is_split=is_split, largest=largest, tensors=tensors)
     )
-    looks = accumulate * sum(len(layout.parts(name)) for name in layout.slices) if precision.scales else 0
-    flags = overflow_bytes(looks) if looks else 0
+    backwards = memory.options.accumulate or 1
+    looks = backwards * sum(len(layout.parts(name)) for name in layout.slices) if precision.scales else 0
+    flags = overflow_bytes(looks) if looks else 0  # there from a backward to the norm, which nothing fixed counts for
     return replace(budgets, passes=replace(taken, norm=taken.norm + flags), fixed_bytes=budgets.fixed_bytes + flags)
 
 

@@ -123,17 +123,13 @@ class Gradients:
         if not self._finds_overflow:
             passes.put(target, piece, adds=is_there)
             return
-        with self._executor.apart():
-            is_finite = self.overflow.new_flag(target.device)
+        with self._executor.apart(), self.overflow.look(name, target.device) as is_finite:
             passes.put_and_look(target, piece, is_finite, adds=is_there)
-            self.overflow.note(name, is_finite)
 
     def _look_for_overflow(self, name: str, target: Tensor) -> None:
         if self._finds_overflow:
-            with self._executor.apart():
-                is_finite = self.overflow.new_flag(target.device)
+            with self._executor.apart(), self.overflow.look(name, target.device) as is_finite:
                 self._passes[target.device.type].look(target, is_finite)
-                self.overflow.note(name, is_finite)
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -74,20 +75,23 @@ class Overflow:
         self._used = 0
         self._place: tuple[torch.device, torch.Stream | None] | None = None
 
-    def new_flag(self, device: torch.device) -> Tensor:
-        """A flag (0-dim, int32) that is 1, for a look on the current stream (`Passes.look`)."""
+    @contextmanager
+    def look(self, name: str, device: torch.device) -> Iterator[Tensor]:
+        """Gives a flag (0-dim, int32) that is 1, for a look at a piece of a parameter's gradient, and notes what that makes of it (`Passes.look`)."""
+        is_finite = self._new_flag(device)
+        yield is_finite
+        flag = OverflowFlag.of(name, is_finite, order=self._looks)
+        self._looks += 1
+        if flag.on_device is not None or not flag.is_finite:
+            self._flags.setdefault(name, []).append(flag)
+
+    def _new_flag(self, device: torch.device) -> Tensor:
+        """A flag for the current stream."""
         place = (device, None if device.type == "cpu" else torch.accelerator.current_stream(device))
         if self._block is None or self._used == _BLOCK or place != self._place:
             self._block, self._used, self._place = torch.ones(_BLOCK, dtype=torch.int32, device=device), 0, place
         self._used += 1
         return self._block[self._used - 1]
-
-    def note(self, name: str, is_finite: Tensor) -> None:
-        """Notes what a look at a piece of a parameter's gradient has made of its flag."""
-        flag = OverflowFlag.of(name, is_finite, order=self._looks)
-        self._looks += 1
-        if flag.on_device is not None or not flag.is_finite:
-            self._flags.setdefault(name, []).append(flag)
 
     def forget(self, name: str) -> None:
         """Forgets a gradient, which has been let go or written anew."""
