@@ -20,7 +20,8 @@ from tests.accelerator.cuda import DRIVER, Accelerator
 
 SCHEDULES = [(0.0, 0), *((0.3, seed) for seed in range(5)), (1.0, 0)]
 FAULTS = ["none", "no wait before the copy out", "no wait after the copy in", "no record_stream"]
-GRANULE = 2 << 20
+MIB = 1 << 20
+GRANULE = 2 * MIB
 
 
 def there_and_back(fault: str) -> Tensor:
@@ -164,6 +165,17 @@ def test_what_is_freed_is_poisoned_in_the_order_of_its_stream() -> None:
     assert again.data_ptr() == address
     assert total.item() == 5000
     assert again.isnan().all().item()
+
+
+def test_the_end_of_a_large_block_is_not_cut_off() -> None:
+    """As torch may leave it where a larger block had become free."""
+    for wanted, nbytes in ((1, 512), (MIB - 1, MIB), (MIB, MIB), (MIB + 1, 2 * MIB + 512), (8 * MIB, 9 * MIB)):
+        before, torch_before = torch.cuda.memory_allocated(), torch.cuda.memory_stats()["requested_bytes.all.current"]
+        tensor = torch.empty(wanted, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_allocated() - before == nbytes
+        assert torch.cuda.memory_stats()["requested_bytes.all.current"] - torch_before == tensor.nbytes == wanted
+        del tensor
+        assert torch.cuda.memory_allocated() == before
 
 
 def test_memory_has_a_capacity(accelerator: Accelerator) -> None:
@@ -496,14 +508,14 @@ def test_the_driver_shares_the_capacity_with_torch(accelerator: Accelerator) -> 
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
     accelerator.configure(capacity=reserved + accelerator.driver_bytes() + 3 * GRANULE)
-    tensor = torch.empty(GRANULE, dtype=torch.uint8, device="cuda")
+    tensor = torch.empty(GRANULE // 2, dtype=torch.uint8, device="cuda")
     first, second, third = create(GRANULE), create(GRANULE), create(GRANULE)
     assert (first[0], second[0]) == (0, 0)
     assert third[0] == 2  # out of memory
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(GRANULE, dtype=torch.uint8, device="cuda")
+        torch.empty(GRANULE // 2 + 1, dtype=torch.uint8, device="cuda")
     assert [release(first[1]), release(second[1])] == [0, 0]
-    assert torch.cuda.mem_get_info()[0] == 2 * GRANULE
+    assert torch.cuda.mem_get_info()[0] == 2 * GRANULE + GRANULE // 2
     del tensor
 
 

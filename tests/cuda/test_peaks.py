@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import patrickstar
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.errors import BudgetError
 from patrickstar.optim.fma import Emulated, Native, Operations
 from patrickstar.optim.hyper import Hyper
@@ -21,7 +22,9 @@ from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
-from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
+from tests.cuda.twins import CHUNK, TIGHT, WIDTH, batch, mlp, twins
+
+MIB = 1 << 20
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -58,29 +61,145 @@ def test_a_forecast_knows_the_values_of_inputs_on_the_device(accelerator: Accele
 
 def test_bytes_are_counted_in_whole_grains_as_the_allocator_gives_them() -> None:
     before = torch.accelerator.memory_allocated()
-    with LiveBytes(lambda _: False, grain_bytes=512) as meter:
+    with LiveBytes(lambda _: False, block_bytes=cuda_block_bytes) as meter:
         kept = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (1, 512, 513, 5 * WIDTH)]
         assert meter.live == 512 * 5 == torch.accelerator.memory_allocated() - before
+        kept += [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (MIB, MIB + 1)]
+        assert meter.live == 512 * 6 + 3 * MIB == torch.accelerator.memory_allocated() - before
         del kept
     assert torch.accelerator.memory_allocated() == before
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 5_000])
 def test_a_forecast_is_what_the_allocator_then_gives_out(rows: int, accelerator: Accelerator) -> None:
-    """Also where each activation is smaller than what the allocator gives out."""
+    """Also where each activation is smaller than what the allocator gives out, or so large that it leaves them more."""
     accelerator.configure(0.3, 1)
 
     def deep() -> nn.Module:
         return nn.Sequential(*[part for _ in range(40) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
-    with twins(deep) as pair:
-        inputs = batch()[:rows].contiguous()
+    with twins(deep, device_memory=128 * MIB if rows > 4 else TIGHT) as pair:
+        inputs = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
         pair.model(inputs).square().mean().backward()
         took = torch.accelerator.max_memory_allocated() - before
         foreseen = pair.session.trace.peak
         assert took <= foreseen <= 2 * took  # more is reserved for a loss outside of the model than this one takes
+
+
+def loss_of_many(model: nn.Module, inputs: Tensor) -> Tensor:
+    """A loss whose activations are larger than 1 MiB each."""
+    loss: Tensor = model(inputs.repeat(600, 1)).square().mean()
+    return loss
+
+
+def test_large_activations_stay_within_the_smallest_budget_from_the_first_step_on(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a large block torch leaves them the end, which nothing else shows."""
+    accelerator.configure(0.3, 1)
+    with twins(device_memory=4 * MIB) as pair, pytest.raises(BudgetError) as refusal:
+        loss_of_many(pair.model, batch())
+    enough = refusal.value.smallest_bytes
+    with twins(device_memory=enough - 1) as pair, pytest.raises(BudgetError):
+        loss_of_many(pair.model, batch())
+    with twins(device_memory=enough) as pair, caplog.at_level(logging.INFO, logger="patrickstar"):
+        for number in range(3):
+            torch.accelerator.reset_peak_memory_stats()  # so that what a moment holds for an instant shows
+            pair.train(1, first=number, loss_of=loss_of_many)
+            assert 0.8 * enough < pair.session.stats().peak["device"] <= enough
+        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert pair.session.stats().planned_steps == 3
+        pair.expect_same()
+
+
+LARGE = 600  # a weight of 600 x 600 in fp32 is above 1 MiB
+LARGE_BYTES = 4 * LARGE * LARGE
+
+
+def large_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE))
+
+
+def loss_of_large(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss: Tensor = model(inputs[:, :1].expand(-1, LARGE)).square().mean()
+    return loss
+
+
+def test_what_the_user_takes_of_a_device_counts_as_its_blocks(accelerator: Accelerator) -> None:
+    accelerator.configure(0.3, 1)
+    with twins(large_layers, device_memory=40 * MIB) as pair:
+        binding, first = pair.session._parts.binding, pair.model[0].weight
+        first.grad = torch.ones(LARGE, LARGE, device="cuda")
+        assert binding.taken_bytes() == cuda_block_bytes(LARGE_BYTES) > LARGE_BYTES + MIB
+        loss_of_large(pair.model, batch()).backward()
+        held = pair.model[1].weight.grad.view(-1)
+        assert binding.taken_bytes() == 2 * cuda_block_bytes(LARGE_BYTES)
+        del held
+        assert binding.taken_bytes() == cuda_block_bytes(LARGE_BYTES)
+
+
+def test_a_tensor_that_is_put_together_needs_its_block(accelerator: Accelerator) -> None:
+    """In a budget that has room for all bytes of two, but not for the ends of both blocks."""
+    accelerator.configure(0.3, 1)
+    chunk = 4 * CHUNK
+    enough = 2 * cuda_block_bytes(LARGE_BYTES) + chunk
+    assert enough - MIB > 2 * LARGE_BYTES + chunk
+    for budget in (enough, enough - 1):
+        with twins(large_layers, device_memory=budget) as pair:
+            loss_of_large(pair.model, batch()).backward()
+            first, _, second, _ = pair.model.parameters()
+            shown = first.grad, second.grad
+            before = torch.accelerator.memory_allocated()
+            held = [shown[0].view(-1)]
+            if budget < enough:
+                with pytest.raises(BudgetError, match=r"1\.weight\.grad does not fit as a whole tensor") as refusal:
+                    shown[1].view(-1)
+                assert refusal.value.needed_bytes == enough
+            else:
+                held.append(shown[1].view(-1))
+                assert torch.accelerator.memory_allocated() - before + chunk == budget
+            held.clear()
+
+
+def test_an_allocator_that_is_told_to_give_more_is_told_of(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:4")
+    with twins():
+        (said,) = (record.message for record in caplog.records if "PYTORCH_ALLOC_CONF" in record.message)
+    assert said.startswith(
+        "PYTORCH_ALLOC_CONF has roundup_power2_divisions: with that torch gives out larger blocks than plans count"
+    )
+
+
+def test_gradients_that_nobody_reads_take_nothing_of_a_device(accelerator: Accelerator) -> None:
+    """Programs ask each parameter for its gradient."""
+    accelerator.configure(0.3, 1)
+    with twins() as pair:
+        pair.model(batch()).square().mean().backward()
+        first, *others = pair.model.parameters()
+        shown = [first.grad]
+        before = torch.accelerator.memory_allocated()
+        shown += [parameter.grad for parameter in others]
+        assert len({id(gradient) for gradient in shown}) == 10
+        assert torch.accelerator.memory_allocated() == before
+        assert [gradient.shape for gradient in shown] == [parameter.shape for parameter in pair.plain.parameters()]
+
+
+def test_a_gradient_of_the_users_is_left_to_the_parameter_when_the_session_is_closed(accelerator: Accelerator) -> None:
+    """Where the weights come back, as gradients that lie in chunks are."""
+    accelerator.configure(0.3, 1)
+    with twins() as pair:
+        first, _, third, *_ = pair.model.parameters()
+        first.grad = torch.full((WIDTH, WIDTH), 2.0, device="cuda")
+        third.square().sum().backward()
+        wanted = third.grad.clone().cpu()
+    assert (first.grad.device.type, third.grad.device.type) == ("cpu", "cpu")
+    assert torch.equal(first.grad, torch.full((WIDTH, WIDTH), 2.0))
+    assert torch.equal(third.grad, wanted)
 
 
 def most_of(work: Callable[[], object]) -> int:

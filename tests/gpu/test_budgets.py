@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.decoder import Decoder, Shape
 
 import patrickstar
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from tests.gpu import test_bits
 
 if TYPE_CHECKING:
@@ -63,6 +64,23 @@ def test_what_is_measured_is_within_the_budget_and_near_what_was_foreseen(
         )
         assert mapped + allocated <= mib * MIB + GRANULES
         assert stats.peak["device"] <= mib * MIB
+
+
+def test_no_block_of_torchs_allocator_is_larger_than_was_counted(accelerator: GPU) -> None:
+    """Whatever has been freed before, and where the end of a large block has no other use."""
+    generator = torch.Generator().manual_seed(0)
+    alive = list[torch.Tensor]()
+    most = 0
+    for _ in range(300):
+        wanted = int(torch.randint(1, (1, 2, 24)[len(alive) % 3] * MIB, (), generator=generator))
+        before = torch.cuda.memory_allocated()
+        alive.append(torch.empty(wanted, dtype=torch.uint8, device="cuda"))
+        took = torch.cuda.memory_allocated() - before
+        assert wanted <= took <= cuda_block_bytes(wanted)
+        most = max(most, took - wanted)
+        if len(alive) > 12:
+            del alive[int(torch.randint(len(alive), (), generator=generator))]
+    assert MIB // 2 < most <= MIB + 512
 
 
 @pytest.mark.device_only

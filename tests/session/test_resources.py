@@ -13,9 +13,10 @@ from torch import nn
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
+from patrickstar.step import resources
 from patrickstar.step.budgets import find_budgets
 from patrickstar.step.precision import default_precision, find_precision
-from patrickstar.step.resources import Resources, workspace_bytes
+from patrickstar.step.resources import Resources, uncounted_settings, workspace_bytes
 from patrickstar.units import GIB, MIB
 
 HAS = Resources(
@@ -111,6 +112,31 @@ def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
 )
 def test_a_workspace_of_cublas_is_what_torch_gives_it(config: str, is_hopper: bool, nbytes: int) -> None:
     assert workspace_bytes(config, is_hopper=is_hopper) == nbytes
+
+
+def test_workspaces_are_blocks_for_the_threads_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * ((32 << 20) + (1 << 20))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * (128 << 10)
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, []),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"}, []),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, ["max_split_size_mb"]),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:2],max_split_size_mb:64"},
+            ["max_split_size_mb", "roundup_power2_divisions"],
+        ),
+    ],
+)
+def test_settings_of_larger_blocks_are_known(environment: Mapping[str, str], settings: list[str]) -> None:
+    assert uncounted_settings(environment) == settings
 
 
 def test_budgets_of_a_gpu_say_what_libraries_keep_there() -> None:

@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.units import GIB, KIB, MIB
 
 GB: Final = 10**9
 TERA: Final = 10**12
-_WORKSPACES: Final = 2 * 8320 * KIB
-_WORKSPACES_FROM_HOPPER: Final = 2 * 32 * MIB
+_WORKSPACES: Final = 2 * cuda_block_bytes(8320 * KIB)
+_WORKSPACES_FROM_HOPPER: Final = 2 * cuda_block_bytes(32 * MIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from patrickstar.optim.scratch import grains
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 
 __all__ = ["Emulated", "Native", "Operations", "exact_fma", "fusing_operations"]
 
@@ -49,7 +49,7 @@ class Native:
         exp_avg_sq.mul_(keep).addcmul_(grad, grad, value=add)
 
     def scratch_bytes(self, numel: int) -> int:
-        return grains(4 * numel)
+        return cuda_block_bytes(4 * numel)
 
 
 class Emulated:
@@ -69,7 +69,7 @@ class Emulated:
         exp_avg_sq.copy_(exact_fma(grad * add, grad, exp_avg_sq * keep))
 
     def scratch_bytes(self, numel: int) -> int:
-        return 9 * grains(8 * numel)
+        return 9 * cuda_block_bytes(8 * numel)
 
 
 def exact_fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim.masters import scaled_blocks
-from patrickstar.optim.scratch import grains, tree_numel
+from patrickstar.optim.scratch import tree_numel
 
 __all__ = ["BLOCK_NUMEL", "GlobalNorm", "Norm", "clip_factor", "norm_of", "sum_left_to_right"]
 
@@ -97,11 +98,19 @@ class GlobalNorm:
         """The most bytes that a norm of so many tensors takes of a device, the largest of so many elements."""
         numel = tree_numel(largest, most=_BLOCKS * BLOCK_NUMEL)
         # The block before is there until the next one is made.
-        scaled = grains(4 * min(largest, BLOCK_NUMEL)) + grains(4 * min(max(0, largest - BLOCK_NUMEL), BLOCK_NUMEL))
+        scaled = cuda_block_bytes(4 * min(largest, BLOCK_NUMEL)) + cuda_block_bytes(
+            4 * min(max(0, largest - BLOCK_NUMEL), BLOCK_NUMEL)
+        )
         groups = tensors * (
             2 + largest // (_BLOCKS * BLOCK_NUMEL)
         )  # of blocks that are added up at once, whose numbers are kept
-        return grains(8 * numel) + grains(4 * numel) + scaled + (groups + 3) * grains(1) + grains(8 * groups)
+        return (
+            cuda_block_bytes(8 * numel)
+            + cuda_block_bytes(4 * numel)
+            + scaled
+            + (groups + 3) * cuda_block_bytes(1)
+            + cuda_block_bytes(8 * groups)
+        )
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
         """Adds a whole tensor at once, in the order of its indices."""

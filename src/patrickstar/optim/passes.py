@@ -15,13 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim import masters
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import SplitKernel, WideningKernel
 from patrickstar.optim.norm import GlobalNorm, Norm
 from patrickstar.optim.reference import Reference
-from patrickstar.optim.scratch import PassBytes, block_numel, grains
+from patrickstar.optim.scratch import PassBytes, block_numel
 
 __all__ = ["Passes", "TorchPasses"]
 
@@ -142,7 +143,7 @@ class TorchPasses:
 
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
         block = block_numel(numel, most=masters.BLOCK_NUMEL)
-        widened = grains(4 * block)
+        widened = cuda_block_bytes(4 * block)
         whole, of_block = (
             map(self._kernel.scratch_bytes, (numel, block)) if isinstance(self._kernel, Reference) else (0, 0)
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim.fma import Operations, fusing_operations
 from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.kernel import check_planes
-from patrickstar.optim.scratch import block_numel, grains
+from patrickstar.optim.scratch import block_numel
 
 __all__ = ["BLOCK_NUMEL", "Reference"]
 
@@ -30,7 +31,7 @@ class Reference:
     def scratch_bytes(self, numel: int) -> int:
         """The most bytes that an update of so many elements takes of a device beside the planes."""
         block = min(numel, block_numel(numel, most=BLOCK_NUMEL))
-        return self._operations.scratch_bytes(block) + 2 * grains(8 * block)
+        return self._operations.scratch_bytes(block) + 2 * cuda_block_bytes(8 * block)
 
     @torch.no_grad()
     def update(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["NONE", "PassBytes", "block_numel", "grains", "tree_numel", "triton_bytes"]
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 
-_GRAIN_BYTES = 512  # what torch's allocator of a device gives out whole ones of
-_LARGE_BYTES = (
-    1 << 20
-)  # from which on it leaves a rest of as much to a block (kSmallSize of c10/cuda/CUDACachingAllocator.cpp)
+__all__ = ["NONE", "PassBytes", "block_numel", "tree_numel", "triton_bytes"]
 
 _LEAST_NUMEL = 1 << 10
 
@@ -23,12 +20,6 @@ class PassBytes:
 
 
 NONE = PassBytes()
-
-
-def grains(nbytes: int) -> int:
-    """The most bytes that an allocator of a device gives out for so many: of a large block it does not cut off a last MiB."""
-    whole = -(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES
-    return whole if whole <= _LARGE_BYTES else whole + _LARGE_BYTES
 
 
 def block_numel(numel: int, *, most: int) -> int:
@@ -48,5 +39,5 @@ def triton_bytes(largest: int, tensors: int) -> PassBytes:
     """
     blocks = max(1, -(-largest // 65_536))
     span = min(256, blocks)
-    numbers = tensors * (2 + blocks // 256) * grains(1)
-    return PassBytes(norm=4 * 65_536 + grains(span * 4_096) + grains(span * 128) + 2 * numbers)
+    numbers = tensors * (2 + blocks // 256) * cuda_block_bytes(1)
+    return PassBytes(norm=4 * 65_536 + cuda_block_bytes(span * 4_096) + cuda_block_bytes(span * 128) + 2 * numbers)

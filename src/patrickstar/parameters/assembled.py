@@ -111,6 +111,7 @@ class AssembledTensors:
         self._class = assembled_class
 
         self.making_bytes = 0
+        self._nans: dict[torch.dtype, Tensor] = {}
         self._tensors: dict[AssembledKey, Tensor] = {}
         self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
 
@@ -118,12 +119,17 @@ class AssembledTensors:
         """The tensor that stands for what is kept: one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
         if key not in self._tensors:
             with torch.inference_mode(False):
-                nan = torch.full((), float("nan"), dtype=shape_only.dtype, device=self._device)
-                source = AssembledValue(key, shape_only, nan.expand(shape_only.shape))
-                made = torch.empty_like(nan)
+                source = AssembledValue(key, shape_only, self._nan(shape_only.dtype).expand(shape_only.shape))
+                made = torch.empty(0, dtype=shape_only.dtype, device=self._device)
                 made.data = source.standin  # not made of it: all would have one version counter
             self._tensors[key] = self._dress(made, source)
         return self._tensors[key]
+
+    def _nan(self, dtype: torch.dtype) -> Tensor:
+        # One for all: on a device a number takes 512 bytes.
+        if dtype not in self._nans:
+            self._nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=self._device)
+        return self._nans[dtype]
 
     def taken_bytes(self) -> int:
         """Bytes of the budget that whole tensors take: those that are held, and what is being put together."""

@@ -196,7 +196,7 @@ class Binding:
 
     def taken_bytes(self) -> int:
         """Bytes of the budget that the user has taken: gradients of the user's own, whole tensors put together."""
-        return self.gradients.own_bytes() + self.assembled.taken_bytes()
+        return self.gradients.taken_bytes() + self.assembled.taken_bytes()
 
     # one use
 

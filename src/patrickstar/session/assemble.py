@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -65,6 +66,7 @@ from patrickstar.step.metering import Metering
 from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.precision import Precision, find_precision, torch_type
 from patrickstar.step.pressure import Pressure
+from patrickstar.step.resources import uncounted_settings
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.tables import TableRows
 from patrickstar.step.training import Training
@@ -116,6 +118,13 @@ def assemble(
     if memory.disk is not None:
         expect_usable(memory.disk)
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
+    uncounted = uncounted_settings(os.environ) if budgets.stream_device is not None else []
+    if uncounted:
+        _log.warning(
+            "PYTORCH_ALLOC_CONF has %s: with that torch gives out larger blocks than plans count, and a step may take more of the device than its "
+            "budget before the next is planned with it",
+            " and ".join(uncounted),
+        )
     gradients = gradient_use(memory, budgets, types) if optimizer is not None else GradientUse.NONE
     formats = SessionFormats(types.formats)
     passes = {} if optimizer is None else choose_kernels(budgets.device)  # without an optimizer there are no gradients
@@ -311,10 +320,10 @@ def _build_session(
             gathers_rows=by_rows,
             scales=precision.scales,
             device=budgets.trial_device,
-            grain_bytes=budgets.grain_bytes,
+            block_bytes=budgets.block_bytes,
         ),
         taken_bytes=binding.taken_bytes,
-        metering=Metering(executor, grain_bytes=budgets.grain_bytes),
+        metering=Metering(executor, block_bytes=budgets.block_bytes),
         late_planes=late_planes,
         always_meter=compute is Tier.DEVICE and budgets.stream_device is None,
         device_peak=device_peak,

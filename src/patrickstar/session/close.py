@@ -98,7 +98,7 @@ class Closing:
                 self._gradients.clear()
                 stretch.reserve_bytes = reserved
                 return
-            self._gradients[name] = gradient.to(self._parts.parameter_dtypes[name])
+            self._gradients[name] = gradient.to("cpu", self._parts.parameter_dtypes[name])  # where weights come back
 
     def _return_optimizer_state(self) -> None:
         """Gives the optimizer that was passed in its state, where that fits as whole tensors beside the weights."""

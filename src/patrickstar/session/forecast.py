@@ -124,7 +124,7 @@ def forecast(
         gathers_rows=gathers_rows(budgets),
         scales=precision.scales,
         device=budgets.trial_device,
-        grain_bytes=budgets.grain_bytes,
+        block_bytes=budgets.block_bytes,
     )
     inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
     try:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from patrickstar.core.cuda_blocks import block_bytes_on
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
@@ -41,6 +42,7 @@ class Assembling:
         steps: dict[str, int],
     ) -> None:
         self._binding = binding
+        self._block_bytes = block_bytes_on("cpu" if binding.device is None else binding.device.type)
         self._layout = layout
         self._executor = executor
         self._gradients = gradients
@@ -98,7 +100,8 @@ class Assembling:
 
     @contextmanager
     def _taking(self, key: AssembledKey, nbytes: int) -> Iterator[None]:
-        """Leaves chunks `nbytes` less room while a tensor is put together."""
+        """Leaves chunks less room while a tensor of `nbytes` is put together."""
+        nbytes = self._block_bytes(nbytes)
         held = self._binding.leases.assembled_bytes()
         self._binding.assembled.making_bytes += nbytes
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.cuda_blocks import block_bytes_on
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG
@@ -24,7 +26,6 @@ _CPU = torch.device("cpu")
 # What a tier's budget is of what is free there, where none is given.
 HOST_SHARE = 0.8
 DEVICE_SHARE = 0.9
-_DEVICE_GRAIN_BYTES = 512  # torch's allocator of CUDA: kMinBlockSize
 _SMALL_TENSORS_BYTES = 4 * KIB  # of a step on a device: a loss that is kept, factors, counts, a grain for each
 _FLOOR_BYTES = 240 * MIB  # and what kernels keep for each thread
 _SPARE_SHARE = 16
@@ -69,9 +70,9 @@ class Budgets:
         return self.device if is_here else _CPU
 
     @property
-    def grain_bytes(self) -> int:
-        """The bytes that the allocator of activations gives out whole ones of: it counts where these are small."""
-        return 1 if self.stream_device is None else _DEVICE_GRAIN_BYTES
+    def block_bytes(self) -> Callable[[int], int]:
+        """Gives what a tensor of so many bytes takes of the allocator of activations."""
+        return block_bytes_on(self.device.type)
 
     @property
     def bind(self) -> bool:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.torch_private import allocated_bytes
 
 __all__ = ["DevicePeak"]
@@ -74,5 +75,5 @@ class DevicePeak:
         return found
 
     def short_of(self, nbytes: int) -> int:
-        """The bytes of this stretch, if so many more than now were there."""
-        return max(0, torch.accelerator.memory_allocated(self._device) - self._base) + nbytes
+        """The bytes of this stretch, if a tensor of so many more than now were there."""
+        return max(0, torch.accelerator.memory_allocated(self._device) - self._base) + cuda_block_bytes(nbytes)

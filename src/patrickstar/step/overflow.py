@@ -10,7 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from patrickstar.optim.scratch import grains
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 
 __all__ = ["Overflow", "OverflowFlag", "names_of", "overflow_bytes", "read"]
 
@@ -52,7 +52,7 @@ def read(flags: Iterable[OverflowFlag], numbers: Tensor | None = None) -> list[f
 
 def overflow_bytes(looks: int) -> int:
     """The most bytes of a device that so many looks take: for the flags, a block that is begun, and what `read` makes of them."""
-    return grains(4 * (looks + _BLOCK)) + grains(4 * looks) + 2 * grains(8 * looks)
+    return cuda_block_bytes(4 * (looks + _BLOCK)) + cuda_block_bytes(4 * looks) + 2 * cuda_block_bytes(8 * looks)
 
 
 def names_of(flags: Sequence[OverflowFlag]) -> list[str]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.memory.allocator import allocator
 from patrickstar.memory.driver import granule_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.torch_private import computes_bf16, computes_fp16
 from patrickstar.units import KIB, MIB
 
-__all__ = ["Resources", "workspace_bytes"]
+__all__ = ["Resources", "uncounted_settings", "workspace_bytes"]
 
 _FAST_BF16_FROM = (8, 0)  # compute capability; before, bf16 is computed in fp32
 _HOPPER = (9, 0)
 _MULTIPLYING_THREADS = 2
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_COARSE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")
 _FAST_FP16_FROM = (7, 0)
 
 
@@ -86,7 +90,8 @@ def _workspace_bytes(device: torch.device) -> int:
     if torch.version.cuda is None:  # a device that tests bring has no such library
         return 0
     is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
-    return _MULTIPLYING_THREADS * workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""), is_hopper=is_hopper)
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    return _MULTIPLYING_THREADS * cuda_block_bytes(workspace_bytes(config, is_hopper=is_hopper))
 
 
 def workspace_bytes(config: str, *, is_hopper: bool) -> int:
@@ -97,6 +102,12 @@ def workspace_bytes(config: str, *, is_hopper: bool) -> int:
     if config:
         return 4096 * KIB  # what torch takes for what it cannot read
     return 32 * MIB if is_hopper else (2 * 4096 + 8 * 16) * KIB
+
+
+def uncounted_settings(environment: Mapping[str, str]) -> list[str]:
+    """Settings of torch's allocator with which it gives out larger blocks than are counted. `environment`: of the process."""
+    given = ",".join(environment.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    return [setting for setting in _COARSE_SETTINGS if setting in given]
 
 
 def _fast_types_of_processor() -> frozenset[str]:

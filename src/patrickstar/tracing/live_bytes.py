@@ -2,7 +2,7 @@
 
 A dispatch mode sees every tensor that an operation returns. A storage it has not seen is new: it counts from then until it dies. Views and
 in-place results are no new storage, and neither is anything over a slot. Works on fake tensors as on real ones. It does not see what a kernel
-allocates and frees inside, nor what an allocator keeps; that an allocator gives out whole grains it counts.
+allocates and frees inside, nor what an allocator keeps; that a tensor takes a block of an allocator it counts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from patrickstar.core.cuda_blocks import exact_bytes
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["LiveBytes"]
@@ -27,19 +28,23 @@ class LiveBytes(TorchDispatchMode):
     Args:
         is_slot: whether a tensor lies over a slot, and so is no non-model data.
         at_change: called with the bytes now alive, after each operation that made something.
-        grain_bytes: the allocator gives out whole ones of these.
+        block_bytes: what a storage of so many bytes takes of its allocator.
 
     Attributes:
         live: bytes alive now. peak: the most since `restart_peak`. counts: whether new tensors are counted.
     """
 
     def __init__(
-        self, is_slot: Callable[[Tensor], bool], at_change: Callable[[int], None] | None = None, *, grain_bytes: int = 1
+        self,
+        is_slot: Callable[[Tensor], bool],
+        at_change: Callable[[int], None] | None = None,
+        *,
+        block_bytes: Callable[[int], int] = exact_bytes,
     ) -> None:
         super().__init__()
         self._is_slot = is_slot
         self._at_change = at_change
-        self._grain_bytes = grain_bytes
+        self._block_bytes = block_bytes
 
         self._bytes: dict[int, int] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -93,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
             _ = self.live  # settle: a new storage may have the address of one that has died
         if key in self._bytes:
             return False
-        nbytes = self._bytes[key] = -(-storage.nbytes() // self._grain_bytes) * self._grain_bytes
+        nbytes = self._bytes[key] = self._block_bytes(storage.nbytes())
         self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
         self._live += nbytes
         return True

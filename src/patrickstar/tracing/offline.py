@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from patrickstar.core.cuda_blocks import exact_bytes
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
@@ -67,13 +68,18 @@ class _Twin:
     """A session that owns no bytes: writes down what a step asks for."""
 
     def __init__(
-        self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, device: torch.device, grain_bytes: int
+        self,
+        touches: Touches,
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        device: torch.device,
+        block_bytes: Callable[[int], int],
     ) -> None:
         self._touches = touches
         self._dtypes = dtypes
         self._device = device
         self.leases = Leases(self._slot)
-        self.meter = LiveBytes(self._is_slot, grain_bytes=grain_bytes)
+        self.meter = LiveBytes(self._is_slot, block_bytes=block_bytes)
         self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
         self._making_slot = False
@@ -219,7 +225,7 @@ class OfflineTracer:
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
         device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
-        grain_bytes: of the allocator where the step is to run, which gives out whole ones of these.
+        block_bytes: what a tensor of so many bytes takes of the allocator where the step is to run.
     """
 
     def __init__(
@@ -233,7 +239,7 @@ class OfflineTracer:
         gathers_rows: bool = False,
         scales: bool = False,
         device: torch.device = _CPU,
-        grain_bytes: int = 1,
+        block_bytes: Callable[[int], int] = exact_bytes,
     ) -> None:
         self._layout = layout
         self._make_touches = make_touches
@@ -243,7 +249,7 @@ class OfflineTracer:
         self._gathers_rows = gathers_rows
         self._scales = scales
         self._device = device
-        self._grain_bytes = grain_bytes
+        self._block_bytes = block_bytes
 
     def foresee(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -314,7 +320,7 @@ class OfflineTracer:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self._make_touches()
-            owner = _Twin(touches, self._dtypes, device=self._device, grain_bytes=self._grain_bytes)
+            owner = _Twin(touches, self._dtypes, device=self._device, block_bytes=self._block_bytes)
             fakes = _Fakes(fake_mode, values, self._device)
             try:
                 twin, twins = _twin_of(model, named, self._dtypes, fakes)

@@ -16,6 +16,9 @@ constexpr size_t kUnit = 512;
 constexpr size_t kSmall = size_t(1) << 20;
 thread_local int stream_of_thread = 0;
 
+// torch cuts what is left off a block that was larger, but not a last MiB of a large one: here each large block has that.
+size_t block_size(size_t whole) { return whole > kSmall ? whole + kSmall : whole; }
+
 bool have_passed(const std::vector<MarkRef>& marks) {
   return std::all_of(marks.begin(), marks.end(), [](auto& mark) { return mark->passed; });
 }
@@ -31,7 +34,8 @@ class Caching final : public c10::DeviceAllocator {
  public:
   DataPtr allocate(size_t wanted) override {
     if (!wanted) return {nullptr, nullptr, &release, Device(c10::kCUDA, 0)};
-    const size_t size = (wanted + kUnit - 1) / kUnit * kUnit;
+    const size_t whole = (wanted + kUnit - 1) / kUnit * kUnit;
+    const size_t size = block_size(whole);
     const int stream = current_stream();
     char* start = taken(stream, size);
     if (!start) {
@@ -44,11 +48,11 @@ class Caching final : public c10::DeviceAllocator {
       give_back();
       start = taken(stream, size);
     }
-    if (!start) tell_observers(size);
+    if (!start) tell_observers(whole);
     Lock lock(scheduler().state);
     if (!start) {
       ++stats_.num_ooms;
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size, " bytes of ", memory().capacity,
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", whole, " bytes of ", memory().capacity,
                        "; ", stats_.allocated_bytes[0].current, " are allocated, ", memory().driver_bytes, " are the driver's.");
     }
     const size_t held = memory().blocks.at(start).size;
@@ -162,9 +166,7 @@ class Caching final : public c10::DeviceAllocator {
     Lock lock(scheduler().state);
     settle_what_has_passed();
     auto& blocks = free_[stream];
-    auto fitting = blocks.lower_bound(size);
-    // torch cuts what is left off a block, but for a large block's last MiB: a block of just that size stands for the part.
-    if (fitting != blocks.end() && fitting->first <= (size > kSmall ? size + kSmall : size)) {
+    if (auto fitting = blocks.find(size); fitting != blocks.end()) {
       char* start = fitting->second;
       blocks.erase(fitting);
       return start;
