@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.core.cuda_blocks import block_bytes_on, cuda_block_bytes
+from patrickstar.core.cuda_blocks import block_bytes, cuda_block_bytes
 
 GRAIN, MIB = 512, 1 << 20
 
@@ -77,5 +77,6 @@ def test_small_blocks_have_no_rest() -> None:
 
 
 def test_the_host_counts_bytes_as_they_are() -> None:
-    assert [block_bytes_on("cpu")(nbytes) for nbytes in (0, 1, 3 * MIB)] == [0, 1, 3 * MIB]
-    assert block_bytes_on("cuda") is cuda_block_bytes
+    for nbytes in (0, 1, 3 * MIB):
+        assert block_bytes(nbytes, "cpu") == nbytes
+        assert block_bytes(nbytes, "cuda") == cuda_block_bytes(nbytes)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import patrickstar
 from patrickstar.core.cuda_blocks import cuda_block_bytes
@@ -61,7 +63,7 @@ def test_a_forecast_knows_the_values_of_inputs_on_the_device(accelerator: Accele
 
 def test_bytes_are_counted_in_whole_grains_as_the_allocator_gives_them() -> None:
     before = torch.accelerator.memory_allocated()
-    with LiveBytes(lambda _: False, block_bytes=cuda_block_bytes) as meter:
+    with LiveBytes(lambda _: False, on_device=True) as meter:
         kept = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (1, 512, 513, 5 * WIDTH)]
         assert meter.live == 512 * 5 == torch.accelerator.memory_allocated() - before
         kept += [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (MIB, MIB + 1)]
@@ -200,6 +202,41 @@ def test_a_gradient_of_the_users_is_left_to_the_parameter_when_the_session_is_cl
     assert (first.grad.device.type, third.grad.device.type) == ("cpu", "cpu")
     assert torch.equal(first.grad, torch.full((WIDTH, WIDTH), 2.0))
     assert torch.equal(third.grad, wanted)
+
+
+class Attention(nn.Module):
+    """By its definition, which is what the test device has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.leave = nn.Linear(WIDTH // 4, WIDTH // 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).view(1, -1, 4, 3 * WIDTH // 4).transpose(1, 2).chunk(3, dim=-1)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # so that nothing takes more in the backward
+            found = F.scaled_dot_product_attention(query, key, value)
+        return self.leave(found)
+
+
+@pytest.mark.parametrize("length", [100, 700])
+def test_scratch_of_attention_is_foreseen(
+    length: int, accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Looking for masked rows takes a byte for each score, inside of one operation."""
+    accelerator.configure(0.3, 1)
+    with (
+        twins(Attention, device_memory=128 * MIB, precision="bf16") as pair,
+        caplog.at_level(logging.INFO, logger="patrickstar"),
+    ):
+        inputs = torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        pair.model(inputs).float().square().mean().backward()
+        took = torch.accelerator.max_memory_allocated() - before
+        assert took <= pair.session.trace.peak <= 1.1 * took + 8_192
+        assert not [record for record in caplog.records if "than was foreseen" in record.message]
 
 
 def most_of(work: Callable[[], object]) -> int:

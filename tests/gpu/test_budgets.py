@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from benchmarks.gpu.decoder import Decoder, Shape
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import patrickstar
 from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.tracing.live_bytes import LiveBytes
 from tests.gpu import test_bits
 
 if TYPE_CHECKING:
@@ -81,6 +84,58 @@ def test_no_block_of_torchs_allocator_is_larger_than_was_counted(accelerator: GP
         if len(alive) > 12:
             del alive[int(torch.randint(len(alive), (), generator=generator))]
     assert MIB // 2 < most <= MIB + 512
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("shape", [(1, 8, 8, 1000, 64), (2, 16, 4, 2048, 128), (1, 4, 4, 512, 192)], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        (SDPBackend.FLASH_ATTENTION, torch.bfloat16),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.float32),
+        (SDPBackend.MATH, torch.bfloat16),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_attention_takes_no_more_than_is_counted(
+    backend: SDPBackend,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    deterministic: bool,
+    record_property: Callable[..., None],
+) -> None:
+    batch, heads, kv_heads, length, width = shape
+    if backend is SDPBackend.EFFICIENT_ATTENTION:
+        kv_heads = heads  # it has no shared keys
+    query, key, value = (
+        torch.randn(batch, length, n, width, dtype=dtype, device="cuda").transpose(1, 2).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    )
+    gradient = torch.randn(batch, length, heads, width, dtype=dtype, device="cuda").transpose(1, 2)
+
+    def step() -> None:
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=kv_heads != heads).backward(
+                gradient
+            )
+        query.grad = key.grad = value.grad = None
+
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        step()  # what libraries keep is there from now on
+        with LiveBytes(lambda _: False, on_device=True) as meter:
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        took = torch.cuda.max_memory_allocated() - before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    record_property("counted_over_taken", meter.peak / took)
+    assert took <= meter.peak
 
 
 @pytest.mark.device_only

@@ -255,9 +255,9 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="bytes-on-a-device-count-as-they-are-asked-for",
-        file="step/budgets.py",
-        old="return block_bytes_on(self.device.type)",
-        new='return block_bytes_on("cpu")',
+        file="tracing/live_bytes.py",
+        old="cuda_block_bytes(storage.nbytes()) if self._on_device else storage.nbytes()",
+        new="storage.nbytes()",
         tests=(f"{PEAKS}::test_a_forecast_is_what_the_allocator_then_gives_out",),
     ),
     Mutant(
@@ -280,14 +280,14 @@ STREAMS: tuple[Mutant, ...] = (
     Mutant(
         name="tensors-put-together-count-as-they-are",
         file="memory/leases.py",
-        old="self._assembled[key] = block_bytes_on(tensor.device.type)(tensor.nbytes)",
+        old="self._assembled[key] = block_bytes(tensor.nbytes, tensor.device.type)",
         new="self._assembled[key] = tensor.nbytes",
         tests=(f"{PEAKS}::test_what_the_user_takes_of_a_device_counts_as_its_blocks",),
     ),
     Mutant(
         name="tensors-being-put-together-count-as-they-are",
         file="step/assembling.py",
-        old="        nbytes = self._block_bytes(nbytes)\n",
+        old="        nbytes = block_bytes(nbytes, self._device_type)\n",
         new="",
         tests=(f"{PEAKS}::test_a_tensor_that_is_put_together_needs_its_block",),
     ),
@@ -311,6 +311,32 @@ STREAMS: tuple[Mutant, ...] = (
         old="+ cuda_block_bytes(nbytes)",
         new="+ nbytes",
         tests=("tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing",),
+    ),
+    Mutant(
+        name="kernels-take-no-scratch",
+        file="tracing/live_bytes.py",
+        old="live + (scratch_bytes(func, args) if self._on_device else 0)",
+        new="live",
+        tests=(
+            f"{PEAKS}::test_scratch_of_attention_is_foreseen",
+            "tests/tracing/test_kernel_scratch.py::test_a_step_that_is_traced_on_the_host_has_the_scratch_of_a_device",
+        ),
+    ),
+    Mutant(
+        name="the-host-takes-scratch-of-a-device",
+        file="tracing/live_bytes.py",
+        old="live + (scratch_bytes(func, args) if self._on_device else 0)",
+        new="live + scratch_bytes(func, args)",
+        tests=(
+            "tests/tracing/test_kernel_scratch.py::test_a_step_that_is_traced_on_the_host_has_the_scratch_of_a_device",
+        ),
+    ),
+    Mutant(
+        name="keys-that-heads-share-are-not-expanded",
+        file="tracing/kernel_scratch.py",
+        old="if key.shape[1] != heads:",
+        new="if False:",
+        tests=("tests/tracing/test_kernel_scratch.py::test_keys_that_several_heads_share_have_a_gradient_for_each",),
     ),
     Mutant(
         name="workspaces-count-as-they-are-asked-for",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
-__all__ = ["block_bytes_on", "cuda_block_bytes", "exact_bytes"]
+__all__ = ["block_bytes", "cuda_block_bytes"]
 
 _GRAIN_BYTES: Final = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
 _SMALL_BYTES: Final = 1 << 20  # kSmallSize there
@@ -20,11 +19,6 @@ def cuda_block_bytes(nbytes: int) -> int:
     return whole if whole <= _SMALL_BYTES else whole + _SMALL_BYTES
 
 
-def exact_bytes(nbytes: int) -> int:
-    """Bytes that a tensor takes where each is counted as it is: on the host, whose allocator `memory/allocator.py` describes."""
-    return nbytes
-
-
-def block_bytes_on(device_type: str) -> Callable[[int], int]:
-    """Gives the function that says what a tensor of so many bytes takes of a device. `device_type`: as torch has it, "cuda" or "cpu"."""
-    return cuda_block_bytes if device_type == "cuda" else exact_bytes
+def block_bytes(nbytes: int, device_type: str) -> int:
+    """The most bytes that a tensor of so many takes of a device; on the host its own. `device_type`: as torch has it, "cuda" or "cpu"."""
+    return cuda_block_bytes(nbytes) if device_type == "cuda" else nbytes

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patrickstar.core.cuda_blocks import block_bytes_on
+from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.copy_streams import CopyStreams
 
@@ -101,7 +101,7 @@ class Leases:
             # Not the storage's device: that of a fake tensor is on meta.
             self._copies[key] = weakref.ref(tensor.untyped_storage()), tensor.dtype, tensor.device
             if isinstance(key, AssembledKey):
-                self._assembled[key] = block_bytes_on(tensor.device.type)(tensor.nbytes)
+                self._assembled[key] = block_bytes(tensor.nbytes, tensor.device.type)
         return tensor
 
     def _note(self, ref: Key, tensor: torch.Tensor) -> torch.Tensor:

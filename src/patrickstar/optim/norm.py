@@ -98,19 +98,11 @@ class GlobalNorm:
         """The most bytes that a norm of so many tensors takes of a device, the largest of so many elements."""
         numel = tree_numel(largest, most=_BLOCKS * BLOCK_NUMEL)
         # The block before is there until the next one is made.
-        scaled = cuda_block_bytes(4 * min(largest, BLOCK_NUMEL)) + cuda_block_bytes(
-            4 * min(max(0, largest - BLOCK_NUMEL), BLOCK_NUMEL)
-        )
-        groups = tensors * (
-            2 + largest // (_BLOCKS * BLOCK_NUMEL)
-        )  # of blocks that are added up at once, whose numbers are kept
-        return (
-            cuda_block_bytes(8 * numel)
-            + cuda_block_bytes(4 * numel)
-            + scaled
-            + (groups + 3) * cuda_block_bytes(1)
-            + cuda_block_bytes(8 * groups)
-        )
+        scaled = min(largest, BLOCK_NUMEL), min(max(0, largest - BLOCK_NUMEL), BLOCK_NUMEL)
+        # Blocks are added up in groups, whose numbers are kept.
+        groups = tensors * (2 + largest // (_BLOCKS * BLOCK_NUMEL))
+        taken = 8 * numel, 4 * numel, 8 * groups, *(4 * block for block in scaled)
+        return sum(map(cuda_block_bytes, taken)) + (groups + 3) * cuda_block_bytes(1)
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
         """Adds a whole tensor at once, in the order of its indices."""

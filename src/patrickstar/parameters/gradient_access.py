@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from patrickstar.core.cuda_blocks import block_bytes_on
+from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import GRAD, GradientUse
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
@@ -160,7 +160,7 @@ class GradientAccess:
 
     def taken_bytes(self) -> int:
         """Bytes that they take of where they lie."""
-        return sum(block_bytes_on(gradient.device.type)(gradient.nbytes) for _, gradient in self.owned())
+        return sum(block_bytes(gradient.nbytes, gradient.device.type) for _, gradient in self.owned())
 
     def forget_own(self) -> None:
         """Sets all gradients that are the user's own to None."""

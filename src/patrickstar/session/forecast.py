@@ -124,7 +124,7 @@ def forecast(
         gathers_rows=gathers_rows(budgets),
         scales=precision.scales,
         device=budgets.trial_device,
-        block_bytes=budgets.block_bytes,
+        on_device=budgets.stream_device is not None,
     )
     inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
     try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from patrickstar.core.cuda_blocks import block_bytes_on
+from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
@@ -42,7 +42,7 @@ class Assembling:
         steps: dict[str, int],
     ) -> None:
         self._binding = binding
-        self._block_bytes = block_bytes_on("cpu" if binding.device is None else binding.device.type)
+        self._device_type = "cpu" if binding.device is None else binding.device.type
         self._layout = layout
         self._executor = executor
         self._gradients = gradients
@@ -101,7 +101,7 @@ class Assembling:
     @contextmanager
     def _taking(self, key: AssembledKey, nbytes: int) -> Iterator[None]:
         """Leaves chunks less room while a tensor of `nbytes` is put together."""
-        nbytes = self._block_bytes(nbytes)
+        nbytes = block_bytes(nbytes, self._device_type)
         held = self._binding.leases.assembled_bytes()
         self._binding.assembled.making_bytes += nbytes
         try:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.core.cuda_blocks import block_bytes_on
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG
@@ -68,11 +66,6 @@ class Budgets:
         """The device of the tensors of a trial run: the one that computes, or the CPU in the place of one that is not here."""
         is_here = self.device.type == "cpu" or torch.get_device_module(self.device).is_available()
         return self.device if is_here else _CPU
-
-    @property
-    def block_bytes(self) -> Callable[[int], int]:
-        """Gives what a tensor of so many bytes takes of the allocator of activations."""
-        return block_bytes_on(self.device.type)
 
     @property
     def bind(self) -> bool:

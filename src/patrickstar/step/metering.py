@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from patrickstar.core.cuda_blocks import exact_bytes
 from patrickstar.memory.leases import Leases
 from patrickstar.step.executor import Executor
 from patrickstar.tracing.live_bytes import LiveBytes
@@ -18,12 +16,12 @@ __all__ = ["Metering"]
 class Metering:
     """The meter of one session. Counts from the beginning of a forward to the end of its backward; the meter is left when the next stretch begins.
 
-    It is left too when a session is dropped in the middle of a step, without being closed. `block_bytes`: as for `LiveBytes`.
+    It is left too when a session is dropped in the middle of a step, without being closed. `on_device`: as for `LiveBytes`.
     """
 
-    def __init__(self, executor: Executor, *, block_bytes: Callable[[int], int] = exact_bytes) -> None:
+    def __init__(self, executor: Executor, *, on_device: bool = False) -> None:
         self._executor = executor
-        self._block_bytes = block_bytes
+        self._on_device = on_device
 
         self._meter: LiveBytes | None = None
         self._abandoned: weakref.finalize[Any, Any] | None = None
@@ -33,7 +31,7 @@ class Metering:
         # torch holds a mode that is on: through it, it must not hold a session that everybody else has dropped.
         leases, executor = weakref.proxy(self._executor.store.leases), weakref.proxy(self._executor)
         is_slot, at_change = partial(Leases.is_counted, leases), partial(Executor.live_changed, executor)
-        meter = LiveBytes(is_slot, at_change, block_bytes=self._block_bytes)
+        meter = LiveBytes(is_slot, at_change, on_device=self._on_device)
         meter.__enter__()
         self._abandoned = weakref.finalize(self, meter.retire)
         self._abandoned.atexit = False

@@ -2,7 +2,7 @@
 
 A dispatch mode sees every tensor that an operation returns. A storage it has not seen is new: it counts from then until it dies. Views and
 in-place results are no new storage, and neither is anything over a slot. Works on fake tensors as on real ones. It does not see what a kernel
-allocates and frees inside, nor what an allocator keeps; that a tensor takes a block of an allocator it counts.
+allocates and frees inside, but knows what those of attention do, nor what an allocator keeps; that a tensor takes a block of one it counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from patrickstar.core.cuda_blocks import exact_bytes
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.torch_private import Plain, backward_id
+from patrickstar.tracing.kernel_scratch import scratch_bytes
 
 __all__ = ["LiveBytes"]
 
@@ -28,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
     Args:
         is_slot: whether a tensor lies over a slot, and so is no non-model data.
         at_change: called with the bytes now alive, after each operation that made something.
-        block_bytes: what a storage of so many bytes takes of its allocator.
+        on_device: whether they take blocks of the allocator of a device, and kernels scratch of it.
 
     Attributes:
         live: bytes alive now. peak: the most since `restart_peak`. counts: whether new tensors are counted.
@@ -39,12 +40,12 @@ class LiveBytes(TorchDispatchMode):
         is_slot: Callable[[Tensor], bool],
         at_change: Callable[[int], None] | None = None,
         *,
-        block_bytes: Callable[[int], int] = exact_bytes,
+        on_device: bool = False,
     ) -> None:
         super().__init__()
         self._is_slot = is_slot
         self._at_change = at_change
-        self._block_bytes = block_bytes
+        self._on_device = on_device
 
         self._bytes: dict[int, int] = {}
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -82,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
             makes_new = self._makes_new[func] = any(returned.alias_info is None for returned in func._schema.returns)
         if makes_new and self._note(result):
             live = self.live
-            self.peak = max(self.peak, live)
+            self.peak = max(self.peak, live + (scratch_bytes(func, args) if self._on_device else 0))
             if self._at_change is not None:
                 self._at_change(live)
         return result
@@ -98,7 +99,8 @@ class LiveBytes(TorchDispatchMode):
             _ = self.live  # settle: a new storage may have the address of one that has died
         if key in self._bytes:
             return False
-        nbytes = self._bytes[key] = self._block_bytes(storage.nbytes())
+        nbytes = cuda_block_bytes(storage.nbytes()) if self._on_device else storage.nbytes()
+        self._bytes[key] = nbytes
         self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
         self._live += nbytes
         return True

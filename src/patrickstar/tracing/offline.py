@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from patrickstar.core.cuda_blocks import exact_bytes
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
@@ -73,13 +72,13 @@ class _Twin:
         dtypes: Mapping[str, torch.dtype],
         *,
         device: torch.device,
-        block_bytes: Callable[[int], int],
+        on_device: bool,
     ) -> None:
         self._touches = touches
         self._dtypes = dtypes
         self._device = device
         self.leases = Leases(self._slot)
-        self.meter = LiveBytes(self._is_slot, block_bytes=block_bytes)
+        self.meter = LiveBytes(self._is_slot, on_device=on_device)
         self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
         self._making_slot = False
@@ -225,7 +224,7 @@ class OfflineTracer:
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
         device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
-        block_bytes: what a tensor of so many bytes takes of the allocator where the step is to run.
+        on_device: whether the step is to run on a device whose memory torch gives out.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class OfflineTracer:
         gathers_rows: bool = False,
         scales: bool = False,
         device: torch.device = _CPU,
-        block_bytes: Callable[[int], int] = exact_bytes,
+        on_device: bool = False,
     ) -> None:
         self._layout = layout
         self._make_touches = make_touches
@@ -249,7 +248,7 @@ class OfflineTracer:
         self._gathers_rows = gathers_rows
         self._scales = scales
         self._device = device
-        self._block_bytes = block_bytes
+        self._on_device = on_device
 
     def foresee(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -320,7 +319,7 @@ class OfflineTracer:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self._make_touches()
-            owner = _Twin(touches, self._dtypes, device=self._device, block_bytes=self._block_bytes)
+            owner = _Twin(touches, self._dtypes, device=self._device, on_device=self._on_device)
             fakes = _Fakes(fake_mode, values, self._device)
             try:
                 twin, twins = _twin_of(model, named, self._dtypes, fakes)
