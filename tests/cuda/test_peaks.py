@@ -230,13 +230,52 @@ def test_scratch_of_attention_is_foreseen(
         twins(Attention, device_memory=128 * MIB, precision="bf16") as pair,
         caplog.at_level(logging.INFO, logger="patrickstar"),
     ):
-        inputs = torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+        inputs = torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
         pair.model(inputs).float().square().mean().backward()
         took = torch.accelerator.max_memory_allocated() - before
         assert took <= pair.session.trace.peak <= 1.1 * took + 8_192
         assert not [record for record in caplog.records if "than was foreseen" in record.message]
+
+
+class Wide(nn.Module):
+    """Sums up wide inputs, which it does not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.sum(0))
+
+
+def test_copies_of_inputs_in_the_type_that_computes_are_foreseen(
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are the session's, and gone with the forward."""
+    accelerator.configure(0.3, 1)
+    with (
+        twins(Wide, device_memory=8 * MIB, precision="bf16") as pair,
+        caplog.at_level(logging.INFO, logger="patrickstar"),
+    ):
+        inputs = torch.randn(16, 1000, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
+        copy_bytes = cuda_block_bytes(inputs.nbytes // 2)
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        loss = pair.model(inputs).float().square().mean()
+        took = torch.accelerator.max_memory_allocated() - before
+        assert copy_bytes < took <= pair.session.trace.peak <= 1.2 * took
+        assert torch.accelerator.memory_allocated() - before < copy_bytes
+        loss.backward()
+        assert copy_bytes < pair.session.stats().peak["device"] <= 8 * MIB
+        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+    with (
+        twins(Wide, device_memory=copy_bytes, precision="bf16") as pair,
+        pytest.raises(BudgetError, match="forward layer.weight"),
+    ):
+        pair.model(inputs)
 
 
 def most_of(work: Callable[[], object]) -> int:

@@ -332,6 +332,23 @@ STREAMS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        name="copies-of-inputs-are-not-foreseen",
+        file="tracing/offline.py",
+        old="                stack.enter_context(owner.meter)\n                inputs, keywords = cast_inputs((inputs, keywords), self._compute)\n",
+        new="                inputs, keywords = cast_inputs((inputs, keywords), self._compute)\n                stack.enter_context(owner.meter)\n",
+        tests=(f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",),
+    ),
+    Mutant(
+        name="copies-of-inputs-are-made-before-the-stretch-begins",
+        file="step/events.py",
+        old="            self._stretches.begin_forward(module, self._named, args, kwargs)",
+        new=(
+            "            args, kwargs = cast_inputs((args, kwargs), self._compute)\n"
+            "            self._stretches.begin_forward(module, self._named, args, kwargs)"
+        ),
+        tests=(f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",),
+    ),
+    Mutant(
         name="keys-that-heads-share-are-not-expanded",
         file="tracing/kernel_scratch.py",
         old="if key.shape[1] != heads:",

@@ -255,6 +255,24 @@ def test_inputs_of_wrong_shape_raise_as_in_pytorch(make_pair: MakePair, on_disk:
     pair.expect_same()
 
 
+class Twice(tuple[Any, ...]):
+    """Cannot be made of one iterable, as a tuple can."""
+
+    def __new__(cls, first: Any, second: Any) -> Twice:
+        return super().__new__(cls, (first, second))
+
+
+def test_inputs_that_cannot_be_cast_leave_the_session_usable(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+    """They are cast when the forward has begun."""
+    pair = make_pair(**on_disk)
+    pair.train(1)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        pair.model(Twice(torch.ones(2, 7, dtype=torch.float64), None))
+    assert pair.session._parts.executor.pilot.stretch.is_over
+    pair.train(2, first=1)
+    pair.expect_same()
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_odd_batches(make_pair: MakePair, rows: int) -> None:
     pair = make_pair()

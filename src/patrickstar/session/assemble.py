@@ -321,6 +321,7 @@ def _build_session(
             scales=precision.scales,
             device=budgets.trial_device,
             on_device=budgets.stream_device is not None,
+            compute=precision.compute,
         ),
         taken_bytes=binding.taken_bytes,
         metering=Metering(executor, on_device=budgets.stream_device is not None),

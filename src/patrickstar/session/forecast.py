@@ -40,7 +40,6 @@ from patrickstar.session.start import (
     with_pass_bytes,
 )
 from patrickstar.step.budgets import Budgets, find_budgets, find_resources, with_retention
-from patrickstar.step.events import cast_inputs
 from patrickstar.step.freed_blocks import KeptBlocks
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources
@@ -125,10 +124,11 @@ def forecast(
         scales=precision.scales,
         device=budgets.trial_device,
         on_device=budgets.stream_device is not None,
+        compute=precision.compute,
     )
     inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
     try:
-        step = with_retention(tracer.trace(model, named, (), cast_inputs(inputs, precision.compute)), budgets)
+        step = with_retention(tracer.trace(model, named, (), inputs), budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None

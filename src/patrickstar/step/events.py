@@ -26,6 +26,7 @@ from patrickstar.step.stretches import Stretches
 from patrickstar.step.tables import TableRows
 from patrickstar.step.training import Training
 from patrickstar.torch_private import backward_id, backward_makes_graph
+from patrickstar.tracing.cast_inputs import cast_inputs
 
 __all__ = ["Events"]
 
@@ -253,7 +254,6 @@ class Events:
         if self._training is not None:
             self._training.begin_forward()
         self.check_watch()
-        args, kwargs = cast_inputs((args, kwargs), self._compute)
         with self._executor.lock:
             self._stretches.begin_forward(module, self._named, args, kwargs)
         self.touches.begin_forward()
@@ -262,6 +262,7 @@ class Events:
         self._in_backward = False
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
+        args, kwargs = cast_inputs((args, kwargs), self._compute)
         return args, kwargs
 
     def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
@@ -310,18 +311,3 @@ def _is_running(frame: FrameType | None) -> bool:
     while now is not None and now is not frame:
         now = now.f_back
     return now is not None
-
-
-def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """Inputs with floating tensors in this type, in nested containers too; what needs no cast is the very same object."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
-    if type(value) is dict:
-        items = {name: cast_inputs(item, dtype) for name, item in value.items()}
-        return items if any(items[name] is not value[name] for name in value) else value
-    if isinstance(value, list | tuple):
-        cast = [cast_inputs(item, dtype) for item in value]
-        if all(new is old for new, old in zip(cast, value, strict=True)):
-            return value
-        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
-    return value

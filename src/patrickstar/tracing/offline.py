@@ -35,6 +35,7 @@ from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, Undispatched, at_end_of_backward, backward_id, inside_backward_node
+from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.trial_values import Endless, KnownValues
@@ -224,7 +225,7 @@ class OfflineTracer:
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
         device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
-        on_device: whether the step is to run on a device whose memory torch gives out.
+        on_device: whether the step is to run on a device whose memory torch gives out. compute: the type that inputs are cast to.
     """
 
     def __init__(
@@ -239,6 +240,7 @@ class OfflineTracer:
         scales: bool = False,
         device: torch.device = _CPU,
         on_device: bool = False,
+        compute: torch.dtype = torch.float32,
     ) -> None:
         self._layout = layout
         self._make_touches = make_touches
@@ -249,6 +251,7 @@ class OfflineTracer:
         self._scales = scales
         self._device = device
         self._on_device = on_device
+        self._compute = compute
 
     def foresee(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -341,7 +344,9 @@ class OfflineTracer:
                 stack.enter_context(values)
                 stack.enter_context(MissingOperations())
                 stack.enter_context(owner.meter)
+                inputs, keywords = cast_inputs((inputs, keywords), self._compute)
                 output = twin(*inputs, **keywords)
+                del inputs, keywords
                 if with_backward:
                     _backward(output, scales=self._scales)
                     del output
