@@ -17,6 +17,7 @@ aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention_backward.default
 MIB = 1 << 20
+SUMS = 4 * 4 * 512  # a number in fp32 for each row of four heads
 
 
 def heads_of(
@@ -67,6 +68,7 @@ def test_deterministic_flash_attention_accumulates_in_several_places() -> None:
     splits = 9  # of 132 multiprocessors, for 16 heads
     one = 4 * 16 * 256 * 64
     assert scratch_bytes(FLASH, (query,) * 5) - alone == cuda_block_bytes(splits * one) - cuda_block_bytes(one)
+    assert scratch_bytes(FLASH, (heads_of(0, 16, 256, 64),) * 5) == 0
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert scratch_bytes(FLASH, (query,) * 5) == alone
 
@@ -74,19 +76,18 @@ def test_deterministic_flash_attention_accumulates_in_several_places() -> None:
 @pytest.mark.parametrize(
     ("width", "dtype", "nbytes"),
     [
-        (64, torch.bfloat16, 8192 + (4 * 4 * 512 * 129 + MIB)),
-        (64, torch.float32, 2 * 8192 + 4 * 4 * 512 * 64 + (4 * 4 * 512 * 129 + MIB)),
+        (64, torch.bfloat16, SUMS + (4 * 4 * 512 * 129 + MIB)),
+        (64, torch.float32, 2 * SUMS + 4 * 4 * 512 * 64 + (4 * 4 * 512 * 129 + MIB)),
         (
             256,
             torch.float16,
-            2 * 8192 + 3 * (4 * 4 * 512 * 256 + MIB) + (4 * (2 * 200 * 128 * 256 + 4 * 512 * 257) + MIB),
+            2 * SUMS + 3 * (4 * 4 * 512 * 256 + MIB) + (4 * (2 * 200 * 128 * 256 + 4 * 512 * 257) + MIB),
         ),
     ],
     ids=["half", "float", "wide"],
 )
 def test_efficient_attention_takes_at_most_so_much(width: int, dtype: torch.dtype, nbytes: int) -> None:
     query = heads_of(1, 4, 512, width, dtype)
-    assert 4 * 4 * 512 == 8192
     assert scratch_bytes(EFFICIENT, (query, query, query, query, None, query)) == nbytes
 
 

@@ -12,15 +12,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from patrickstar.core.chunk_size import whole_grains
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 
 __all__ = ["scratch_bytes"]
 
 _FLOAT: Final = 4  # bytes of what is accumulated
 _MULTIPROCESSORS: Final = 132  # of a GPU that is not here: those of an H100
-_IN_REGISTERS: Final = (
-    128  # elements of a head up to which 16-bit kernels keep gradients of keys and values in registers
-)
+# Elements of a head up to which 16-bit kernels keep gradients of keys and values in registers.
+_IN_REGISTERS: Final = 128
 _BLOCKS_OF_KEYS: Final = 200  # at most so many accumulate at a time
 _aten = torch.ops.aten
 
@@ -35,12 +35,13 @@ def _flash(*arguments: Any) -> int:
     """The backward of FlashAttention-2 (`mha_bwd` of flash_api.cpp): the gradient of the query in fp32, and keys and values for each head."""
     gradient, query, key, _, out, *_ = arguments
     batch, heads, length, width = query.shape
-    rows = _whole(length, 128)
+    rows = whole_grains(length, grain=128)
     splits = 1
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        splits = -(-_multiprocessors(query.device) // (batch * heads))
+        splits = -(-_multiprocessors(query.device) // max(1, batch * heads))
     sums = cuda_block_bytes(_FLOAT * batch * heads * rows)
-    accumulated = cuda_block_bytes(_FLOAT * splits * batch * heads * rows * _whole(width, 32 if width <= 128 else 64))
+    columns = whole_grains(width, grain=32 if width <= 128 else 64)
+    accumulated = cuda_block_bytes(_FLOAT * splits * batch * heads * rows * columns)
     expanded = 0
     if key.shape[1] != heads:
         expanded = 2 * cuda_block_bytes(batch * heads * key.shape[2] * width * key.element_size())
@@ -58,8 +59,9 @@ def _efficient(*arguments: Any) -> int:
         # The kernel does not make the sums itself: of two wide copies where they are not wide, and their product.
         products = sums + (3 if is_half else 1) * cuda_block_bytes(_FLOAT * out.numel())
     if is_half and widest > _IN_REGISTERS:
-        keys = 2 * max(batch * heads, _BLOCKS_OF_KEYS) * 128 * _whole(widest, 128)
-    queries = batch * heads * _whole(length, 128) * (_whole(width, 128) + 1)  # and a lock for each block of rows
+        keys = 2 * max(batch * heads, _BLOCKS_OF_KEYS) * 128 * whole_grains(widest, grain=128)
+    # And a lock for each block of rows.
+    queries = batch * heads * whole_grains(length, grain=128) * (whole_grains(width, grain=128) + 1)
     return sums + products + cuda_block_bytes(_FLOAT * (keys + queries)) + _made_contiguous(gradient)
 
 
@@ -78,10 +80,6 @@ def _made_contiguous(tensor: Tensor) -> int:
         size == 1 or stride == want for size, stride, want in zip(tensor.shape, tensor.stride(), wanted, strict=True)
     )
     return 0 if lies_so else cuda_block_bytes(tensor.numel() * tensor.element_size())
-
-
-def _whole(number: int, of: int) -> int:
-    return -(-number // of) * of
 
 
 def _multiprocessors(device: torch.device) -> int:
