@@ -356,6 +356,20 @@ STREAMS: tuple[Mutant, ...] = (
         tests=("tests/tracing/test_kernel_scratch.py::test_keys_that_several_heads_share_have_a_gradient_for_each",),
     ),
     Mutant(
+        name="cudnn-expands-no-keys-that-heads-share",
+        file="tracing/kernel_scratch.py",
+        old="accumulated + of_each_head + _LENGTHS * batch",
+        new="accumulated + _LENGTHS * batch",
+        tests=("tests/tracing/test_kernel_scratch.py::test_attention_of_cudnn_takes_one_block",),
+    ),
+    Mutant(
+        name="cudnn-accumulates-no-gradient-of-the-query",
+        file="tracing/kernel_scratch.py",
+        old="_FLOAT * batch * heads * length * (width + 1)",
+        new="_FLOAT * batch * heads * length",
+        tests=("tests/tracing/test_kernel_scratch.py::test_attention_of_cudnn_takes_one_block",),
+    ),
+    Mutant(
         name="workspaces-count-as-they-are-asked-for",
         file="step/resources.py",
         old="return _MULTIPLYING_THREADS * cuda_block_bytes(workspace_bytes(config, is_hopper=is_hopper))",

@@ -1,4 +1,4 @@
-"""What kernels of attention take of a device beside their arguments and results, by the rules of torch's sources. `tests/gpu` measures it."""
+"""What kernels of attention take of a device beside arguments and results, by the sources of torch and cudnn-frontend. `tests/gpu` measures it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from patrickstar.tracing.live_bytes import LiveBytes
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention_backward.default
+CUDNN = aten._scaled_dot_product_cudnn_attention_backward.default
 MIB = 1 << 20
 SUMS = 4 * 4 * 512  # a number in fp32 for each row of four heads
 
@@ -89,6 +90,18 @@ def test_deterministic_flash_attention_accumulates_in_several_places() -> None:
 def test_efficient_attention_takes_at_most_so_much(width: int, dtype: torch.dtype, nbytes: int) -> None:
     query = heads_of(1, 4, 512, width, dtype)
     assert scratch_bytes(EFFICIENT, (query, query, query, query, None, query)) == nbytes
+
+
+def test_attention_of_cudnn_takes_one_block() -> None:
+    query, key = heads_of(2, 32, 1000, 80), heads_of(2, 8, 500, 80)
+    accumulated = 4 * 2 * 32 * 1000 * 80 + 4 * 2 * 32 * 1000 + 16
+    assert scratch_bytes(CUDNN, (query,) * 6) == cuda_block_bytes(accumulated)
+    # Keys and values that heads share have a gradient for each first.
+    grouped = cuda_block_bytes(accumulated + 2 * 2 * 2 * 32 * 500 * 80)
+    assert scratch_bytes(CUDNN, (query, query, key, key, query)) == grouped
+    # A gradient that is of one number everywhere is copied.
+    one = torch.empty((), dtype=torch.bfloat16, device="meta").expand(query.shape)
+    assert scratch_bytes(CUDNN, (one, *(query,) * 4)) == cuda_block_bytes(accumulated) + cuda_block_bytes(query.nbytes)
 
 
 def test_other_operations_take_nothing_that_is_known() -> None:

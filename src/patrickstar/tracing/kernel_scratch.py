@@ -22,6 +22,7 @@ _MULTIPROCESSORS: Final = 132  # of a GPU that is not here: those of an H100
 # Elements of a head up to which 16-bit kernels keep gradients of keys and values in registers.
 _IN_REGISTERS: Final = 128
 _BLOCKS_OF_KEYS: Final = 200  # at most so many accumulate at a time
+_LENGTHS: Final = 8  # bytes for those of a sequence's queries and keys
 _aten = torch.ops.aten
 
 
@@ -65,6 +66,21 @@ def _efficient(*arguments: Any) -> int:
     return sums + products + cuda_block_bytes(_FLOAT * (keys + queries)) + _made_contiguous(gradient)
 
 
+def _cudnn(*arguments: Any) -> int:
+    """The backward of cuDNN's attention (`CompositeSDPABackwardNode` of cudnn-frontend): a block for what FlashAttention takes several for."""
+    gradient, query, key, value, *_ = arguments
+    batch, heads, length, width = query.shape
+    # The gradient of the query, and a sum for each of its rows.
+    accumulated = _FLOAT * batch * heads * length * (width + 1)
+    of_each_head = sum(
+        batch * heads * shared.shape[2] * shared.shape[3] * shared.element_size()
+        for shared in (key, value)
+        if shared.shape[1] != heads
+    )
+    copied = 0 if gradient.stride(3) == 1 else cuda_block_bytes(gradient.nbytes)
+    return cuda_block_bytes(accumulated + of_each_head + _LENGTHS * batch) + copied
+
+
 def _safe_softmax(scores: Tensor, *_: object) -> int:
     """The softmax of attention by its definition, which looks for rows that are masked as a whole (attention.cpp)."""
     masked = cuda_block_bytes(scores.numel())
@@ -94,6 +110,7 @@ _RULES: Final[Mapping[object, Callable[..., int]]] = MappingProxyType(
         # What is traced on the CPU in the place of a GPU.
         _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash,
         _aten._scaled_dot_product_efficient_attention_backward.default: _efficient,
+        _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn,
         _aten._safe_softmax.default: _safe_softmax,
     }
 )
