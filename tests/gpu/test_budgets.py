@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,24 +124,108 @@ def test_attention_takes_no_more_than_is_counted(
             F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped).backward(gradient)
         query.grad = key.grad = value.grad = None
 
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with deterministic_algorithms(deterministic):
         if backend is SDPBackend.CUDNN_ATTENTION and not torch.backends.cuda.can_use_cudnn_attention(
             torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, is_grouped)
         ):
             pytest.skip("cuDNN has no such kernel: none is deterministic, and few versions have heads of 192 elements")
-        step()  # what libraries keep is there from now on
-        with LiveBytes(lambda _: False, on_device=True) as meter:
-            step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        took = torch.cuda.max_memory_allocated() - before
+        counted, took = counted_and_taken(step)
+    record_property("counted_over_taken", counted / took)
+    assert took <= counted
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
-    record_property("counted_over_taken", meter.peak / took)
-    assert took <= meter.peak
+
+
+def counted_and_taken(step: Callable[[], object]) -> tuple[int, int]:
+    """The most bytes above what was there: as forecasts count them, and as torch's allocator has given them out."""
+    step()  # what libraries keep is there from now on
+    with LiveBytes(lambda _: False, on_device=True) as meter:
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return meter.peak, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(16384, 4096), (2048, 4096), (1000, 768), (8192, 1000), (4096, 32000)], ids=str)
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda values: values.sum(0),
+        lambda values: values.sum(1),
+        lambda values: values.sum(),
+        lambda values: values.mean(0),
+        lambda values: values.t().sum(0),
+        lambda values: values[:, 1:].sum(0),
+        lambda values: values.view(2, -1, values.shape[1]).sum((0, 1)),
+        lambda values: torch.linalg.vector_norm(values),
+        lambda values: values.amax(0),
+        lambda values: values.var(0),
+    ],
+    ids=["rows", "columns", "all", "mean", "turned", "cut", "three", "norm", "largest", "variance"],
+)
+def test_reductions_take_no_more_than_is_counted(
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    record_property: Callable[..., None],
+) -> None:
+    values = torch.ones(shape, dtype=dtype, device="cuda")
+    counted, took = counted_and_taken(lambda: reduce(values))
+    record_property("counted_over_taken", counted / took)
+    assert took <= counted
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [3072, 4096, 16384])
+@pytest.mark.parametrize("vocab", [100, 32000])
+def test_gradients_of_tables_take_no_more_than_is_counted(
+    vocab: int, tokens: int, dtype: torch.dtype, deterministic: bool, record_property: Callable[..., None]
+) -> None:
+    table = torch.zeros(vocab, 2048, dtype=dtype, device="cuda", requires_grad=True)
+    ids = torch.randint(vocab, (4, tokens // 4), device="cuda")
+    gradient = torch.ones(4, tokens // 4, 2048, dtype=dtype, device="cuda")
+
+    def step() -> None:
+        F.embedding(ids, table).backward(gradient)
+        table.grad = None
+
+    with deterministic_algorithms(deterministic):
+        counted, took = counted_and_taken(step)
+    record_property("counted_over_taken", counted / took)
+    assert took <= counted
+
+
+@pytest.mark.device_only
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm], ids=["layer", "rms"])
+@pytest.mark.parametrize("tokens", [8192, 80000])
+def test_norms_take_no_more_than_is_counted(
+    tokens: int, norm: type[torch.nn.Module], record_property: Callable[..., None]
+) -> None:
+    layer = norm(1024).to("cuda", torch.bfloat16)
+    inputs = torch.ones(tokens, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    gradient = torch.ones_like(inputs)
+
+    def step() -> None:
+        layer(inputs).backward(gradient)
+        inputs.grad = None
+        layer.zero_grad()
+
+    counted, took = counted_and_taken(step)
+    record_property("counted_over_taken", counted / took)
+    assert took <= counted
 
 
 @pytest.mark.device_only
