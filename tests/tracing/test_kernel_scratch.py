@@ -177,6 +177,7 @@ def test_a_large_sum_in_16_bits_is_added_up_in_parts() -> None:
     rows = (1 << 15) + 8
     large, small = matrix(rows, 1 << 15), matrix(1 << 14, 1 << 15)  # more than 2 GiB, and 1 GiB
     assert scratch_bytes(SUM, (large, [1])) - scratch_bytes(SUM, (small, [1])) == cuda_block_bytes(4 * rows)
+    assert scratch_bytes(SUM, (large.float(), [1])) == scratch_bytes(SUM, (small.float(), [1]))
 
 
 def test_sums_of_nothing_and_of_one_take_nothing() -> None:
