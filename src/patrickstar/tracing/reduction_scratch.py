@@ -45,7 +45,7 @@ def reduction_bytes(values: Tensor, dims: Iterable[int] | None, *, accumulator: 
     reduced = [stride for _, stride, goes in sizes_and_strides if goes]
     kept = [stride for _, stride, goes in sizes_and_strides if not goes]
     results = math.prod(size for size, _, goes in sizes_and_strides if not goes)
-    # What a wider number accumulates in adds up beside the result then.
+    # In wider numbers than the values parts are added up beside the result.
     is_in_parts = values.nbytes > _LARGEST_OFFSET and accumulator > values.element_size()
     parts = cuda_block_bytes(accumulator * results) if is_in_parts else 0
     if not reduced:
