@@ -169,6 +169,9 @@ def test_a_sum_along_rows_takes_little() -> None:
     assert scratch_bytes(aten.mean.default, (matrix(1 << 14, 1 << 14),)) == cuda_block_bytes(4 * 2048) + 512
     assert scratch_bytes(aten.linalg_vector_norm.default, (matrix(2048, 4096),)) == cuda_block_bytes(4 * 528) + 512
     assert scratch_bytes(aten.sum.default, (matrix(2048, 4096, torch.int64),)) == cuda_block_bytes(8 * 528) + 512
+    # A variance has four numbers for each result, and the largest value one.
+    assert scratch_bytes(aten.var.correction, (matrix(2048, 4096),)) == cuda_block_bytes(16 * 528) + 512
+    assert scratch_bytes(aten.amax.default, (matrix(2048, 4096), [0, 1])) == cuda_block_bytes(4 * 528) + 512
     # Of the transposed view rows are columns.
     assert scratch_bytes(SUM, (matrix(4096, 16384).t(), [0])) == scratch_bytes(SUM, (matrix(4096, 16384), [1]))
 

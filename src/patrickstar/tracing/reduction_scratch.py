@@ -18,7 +18,7 @@ from torch import Tensor
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.tracing.multiprocessors import count_multiprocessors
 
-__all__ = ["REDUCTION_RULES", "reduction_bytes"]
+__all__ = ["REDUCTION_RULES"]
 
 _THREADS_OF_A_BLOCK: Final = 512
 _THREADS_AT_ONCE: Final = 2048  # of a multiprocessor, at most
@@ -32,7 +32,7 @@ _MOST_BLOCKS: Final = 32 << 10
 _aten = torch.ops.aten
 
 
-def reduction_bytes(values: Tensor, dims: Iterable[int] | None, *, accumulator: int) -> int:
+def _reduction_bytes(values: Tensor, dims: Iterable[int] | None, *, accumulator: int) -> int:
     """The most bytes that a reduction takes beside its result, in blocks of torch's allocator.
 
     Args:
@@ -106,19 +106,19 @@ def _accumulator(values: Tensor) -> int:
 
 def _over_dims(values: Tensor, dims: Iterable[int] | int | None = None, *_: object) -> int:
     """A sum, a mean or a largest value, over all dimensions where none are named."""
-    return reduction_bytes(values, [dims] if isinstance(dims, int) else dims, accumulator=_accumulator(values))
+    return _reduction_bytes(values, [dims] if isinstance(dims, int) else dims, accumulator=_accumulator(values))
 
 
 def _over_everything(values: Tensor, *_: object) -> int:
-    return reduction_bytes(values, None, accumulator=_accumulator(values))
+    return _reduction_bytes(values, None, accumulator=_accumulator(values))
 
 
 def _norm(values: Tensor, _: object = 2, dims: Iterable[int] | None = None, *__: object) -> int:
-    return reduction_bytes(values, dims, accumulator=_accumulator(values))
+    return _reduction_bytes(values, dims, accumulator=_accumulator(values))
 
 
 def _variance(values: Tensor, dims: Iterable[int] | None = None, *_: Any) -> int:
-    return reduction_bytes(values, dims, accumulator=max(_WELFORD, 4 * values.element_size()))
+    return _reduction_bytes(values, dims, accumulator=max(_WELFORD, 4 * values.element_size()))
 
 
 def _layer_norm(gradient: Tensor, values: Tensor, shape: Sequence[int], _: object, __: object, *others: Any) -> int:
