@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from patrickstar.config.arguments import check_arguments
+from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
 from patrickstar.step import resources
@@ -101,26 +102,34 @@ def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "is_hopper", "nbytes"),
+    ("environment", "is_hopper", "of_cublas", "of_cublaslt"),
     [
-        ("", True, 32 << 20),
-        ("", False, (8 << 20) + (128 << 10)),
-        (":4096:8", False, 32 << 20),
-        (":4096:2:16:8", True, (8 << 20) + (128 << 10)),
-        ("none", True, 4 << 20),
+        ({}, True, 32 << 20, 1 << 20),
+        ({}, False, (8 << 20) + (128 << 10), 1 << 20),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, False, 32 << 20, 1 << 20),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, True, (8 << 20) + (128 << 10), 1 << 20),
+        ({"CUBLAS_WORKSPACE_CONFIG": "none", "CUBLASLT_WORKSPACE_SIZE": "none"}, True, 32 << 20, 1 << 20),
+        ({"CUBLASLT_WORKSPACE_SIZE": "32768"}, True, 32 << 20, 32 << 20),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}, True, 128 << 10, 0),
     ],
 )
-def test_a_workspace_of_cublas_is_what_torch_gives_it(config: str, is_hopper: bool, nbytes: int) -> None:
-    assert workspace_bytes(config, is_hopper=is_hopper) == nbytes
+def test_workspaces_are_blocks_of_what_torch_gives_cublas(
+    environment: Mapping[str, str], is_hopper: bool, of_cublas: int, of_cublaslt: int
+) -> None:
+    assert workspace_bytes(environment, is_hopper=is_hopper) == cuda_block_bytes(of_cublas) + cuda_block_bytes(
+        of_cublaslt
+    )
 
 
-def test_workspaces_are_blocks_for_the_threads_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_are_those_of_the_threads_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * ((32 << 20) + (1 << 20))
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    # A large block may come with up to 1 MiB more than was asked for.
+    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * ((32 << 20) + (1 << 20) + (1 << 20))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * (128 << 10)
+    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * ((128 << 10) + (1 << 20))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ may hope for at best. Matmul rates are dense (without sparsity), 16-bit with fp3
 Which 16-bit types are fast: bf16 from compute capability 8.0 on, fp16 from 7.0 on (NVIDIA's CUDA C++ programming guide);
 the two cores are slow in both. How much of a device its driver and CUDA's context take was measured on none of them:
 1 GiB is set aside by rule. Workspaces of cuBLAS are as torch makes them, for the two threads that multiply: 32 MiB from compute
-capability 9.0 on, 8 MiB and 128 KiB before.
+capability 9.0 on, 8 MiB and 128 KiB before, and 1 MiB of cuBLASLt's.
 
 Host memory bandwidth is that of the platform's memory channels, NVMe rates those of a drive common in such a machine.
 """
@@ -34,8 +34,8 @@ from patrickstar.units import GIB, KIB, MIB
 
 GB: Final = 10**9
 TERA: Final = 10**12
-_WORKSPACES: Final = 2 * cuda_block_bytes(8320 * KIB)
-_WORKSPACES_FROM_HOPPER: Final = 2 * cuda_block_bytes(32 * MIB)
+_WORKSPACES: Final = 2 * (cuda_block_bytes(8320 * KIB) + cuda_block_bytes(MIB))
+_WORKSPACES_FROM_HOPPER: Final = 2 * (cuda_block_bytes(32 * MIB) + cuda_block_bytes(MIB))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,25 +83,26 @@ class Resources:
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    """Bytes that cuBLAS keeps: torch gives it a workspace for each thread and stream that multiplies, here of forward and of backward.
-
-    Torch's rule (`CublasHandlePool.cpp`): what `CUBLAS_WORKSPACE_CONFIG` says, else 32 MiB from Hopper on, and 8 MiB and 128 KiB before.
-    """
+    """Bytes that cuBLAS keeps: torch gives it workspaces for each thread and stream that multiplies, here of forward and of backward."""
     if torch.version.cuda is None:  # a device that tests bring has no such library
         return 0
     is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
-    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    return _MULTIPLYING_THREADS * cuda_block_bytes(workspace_bytes(config, is_hopper=is_hopper))
+    return _MULTIPLYING_THREADS * workspace_bytes(os.environ, is_hopper=is_hopper)
 
 
-def workspace_bytes(config: str, *, is_hopper: bool) -> int:
-    """Bytes of one workspace of cuBLAS. `config`: as in `CUBLAS_WORKSPACE_CONFIG`, `:4096:8` for eight of 4096 KiB; empty: torch's default."""
-    parts = re.findall(r":(\d+):(\d+)", config)
-    if parts:
-        return sum(int(size) * int(count) for size, count in parts) * KIB
-    if config:
-        return 4096 * KIB  # what torch takes for what it cannot read
-    return 32 * MIB if is_hopper else (2 * 4096 + 8 * 16) * KIB
+def workspace_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
+    """Bytes of the blocks that cuBLAS and cuBLASLt keep for one thread that multiplies. `environment`: of the process.
+
+    Torch's rules (`CublasHandlePool.cpp`). cuBLAS has what `CUBLAS_WORKSPACE_CONFIG` says, eight of 4096 KiB by `:4096:8`; where it says
+    nothing that can be read, 32 MiB from Hopper on, and 8 MiB and 128 KiB before. cuBLASLt has the KiB of `CUBLASLT_WORKSPACE_SIZE`, else
+    1 MiB: in torch 2.11 beside the others, and in later ones a part of them, unless they are asked for apart. They count as if apart.
+    """
+    parts = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    default = 32 * MIB if is_hopper else (2 * 4096 + 8 * 16) * KIB
+    of_cublas = sum(int(size) * int(count) for size, count in parts) * KIB if parts else default
+    number = re.match(r"\s*\+?(\d+)", environment.get("CUBLASLT_WORKSPACE_SIZE", ""))
+    of_cublaslt = int(number[1]) * KIB if number else MIB
+    return cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt)
 
 
 def uncounted_settings(environment: Mapping[str, str]) -> list[str]:
