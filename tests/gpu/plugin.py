@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from patrickstar.memory import driver
 from patrickstar.step import resources
+from tests.gpu.workspaces import fill_workspaces
 
 __all__ = ["GPU", "accelerator", "nothing_is_left_to_chance"]
 
@@ -164,21 +164,12 @@ def notes_are_taken() -> Iterator[None]:
 def libraries_have_their_workspaces() -> Iterator[None]:
     """Products have been taken forward and backward, so that what cuBLAS keeps (32 MiB a thread and stream) is there before a session.
 
-    So budgets do not count it again: those of tests are smaller. A forward that is done again has products with a bias in the backward's
-    thread too: these are cuBLASLt's, which has workspaces of its own in torch 2.11.
+    So budgets do not count it again: those of tests are smaller.
     """
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        left = torch.ones(64, 64, device="cuda", dtype=dtype, requires_grad=True)
-        checkpoint(_of_a_product_with_a_bias, left @ left, left, use_reentrant=False).sum().backward()
-    torch.cuda.synchronize()
+    fill_workspaces()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resources, "_workspace_bytes", lambda device: 0)
         yield
-
-
-def _of_a_product_with_a_bias(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A function whose derivative needs the product, so that a forward that is done again does not end before it."""
-    return torch.nn.functional.linear(left, right, right[0]).sin()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import patrickstar
 from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.step.resources import workspace_bytes
 from patrickstar.tracing.live_bytes import LiveBytes
 from tests.gpu import test_bits
+from tests.gpu.workspaces import fill_workspaces
 
 if TYPE_CHECKING:
     from tests.gpu.plugin import GPU
@@ -231,6 +234,18 @@ def test_norms_take_no_more_than_is_counted(
     counted, took = counted_and_taken(step)
     record_property("counted_over_taken", counted / took)
     assert took <= counted
+
+
+@pytest.mark.device_only
+def test_workspaces_of_cublas_are_no_more_than_is_counted(record_property: Callable[..., None]) -> None:
+    fill_workspaces()  # what else a first product leaves is there
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    fill_workspaces()
+    kept = torch.cuda.memory_allocated() - before
+    counted = 2 * workspace_bytes(os.environ, is_hopper=torch.cuda.get_device_capability() >= (9, 0))
+    record_property("bytes", {"kept": kept, "counted": counted})
+    assert 0 < kept <= counted
 
 
 @pytest.mark.device_only
