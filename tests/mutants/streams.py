@@ -638,7 +638,7 @@ STREAMS: tuple[Mutant, ...] = (
         file="memory/store.py",
         old="reading(ref, self._arenas[dst].buffer(first, slots)), before, nbytes",
         new="reading(ref, self._arenas[dst].buffer(first, slots)), [], nbytes",
-        tests=(f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions[(1.0, 0)]",),
+        tests=(f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions",),
     ),
     Mutant(
         name="a-file-is-written-before-its-bytes-have-come",
