@@ -10,7 +10,7 @@ from patrickstar.cli.machines import MACHINES
 from patrickstar.cli.main import main
 from patrickstar.cli.models import Gpt2
 from patrickstar.config.arguments import check_arguments
-from patrickstar.step.resources import workspace_bytes
+from patrickstar.core.cublas_workspaces import workspace_bytes
 from patrickstar.units import GIB, MIB
 
 # A 256th of an H200 with 128 GiB, for less than a 256th of the parameters that it is to hold: 2 MiB are more of its memory.
@@ -270,7 +270,7 @@ def test_an_h200_with_128_gib_holds_18b_exact_and_15b_clipped(shape, batch_size,
 @pytest.mark.parametrize("name", [name for name, preset in MACHINES.items() if preset.devices])
 def test_a_preset_has_the_workspaces_that_torch_would_make_there(name):
     """For the thread of the forward and that of the backward, as a session on such a device counts them."""
-    want = 2 * workspace_bytes({}, is_hopper=name == "h200")
+    want = workspace_bytes({}, is_hopper=name == "h200")
     memory = check_arguments(device="cuda")
     assert MachineSource.find(name).resources(memory).workspace_bytes == MACHINES[name].workspace_bytes == want
     assert MachineSource.find(name).resources(check_arguments(device="emulated")).workspace_bytes == 0

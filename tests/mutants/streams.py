@@ -431,16 +431,16 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="workspaces-count-as-they-are-asked-for",
-        file="step/resources.py",
-        old="return cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt)",
-        new="return of_cublas + of_cublaslt",
+        file="core/cublas_workspaces.py",
+        old="(cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt))",
+        new="(of_cublas + of_cublaslt)",
         tests=("tests/session/test_resources.py::test_workspaces_are_those_of_the_threads_of_forward_and_backward",),
     ),
     Mutant(
         name="workspaces-of-cublaslt-do-not-count",
-        file="step/resources.py",
-        old="return cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt)",
-        new="return cuda_block_bytes(of_cublas)",
+        file="core/cublas_workspaces.py",
+        old="(cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt))",
+        new="cuda_block_bytes(of_cublas)",
         tests=("tests/session/test_resources.py::test_workspaces_are_those_of_the_threads_of_forward_and_backward",),
     ),
     Mutant(

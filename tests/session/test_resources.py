@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from patrickstar.config.arguments import check_arguments
+from patrickstar.core.cublas_workspaces import workspace_bytes
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
 from patrickstar.step import resources
 from patrickstar.step.budgets import find_budgets
 from patrickstar.step.precision import default_precision, find_precision
-from patrickstar.step.resources import Resources, uncounted_settings, workspace_bytes
+from patrickstar.step.resources import Resources, uncounted_settings
 from patrickstar.units import GIB, MIB
 
 HAS = Resources(
@@ -116,9 +117,8 @@ def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
 def test_workspaces_are_blocks_of_what_torch_gives_cublas(
     environment: Mapping[str, str], is_hopper: bool, of_cublas: int, of_cublaslt: int
 ) -> None:
-    assert workspace_bytes(environment, is_hopper=is_hopper) == cuda_block_bytes(of_cublas) + cuda_block_bytes(
-        of_cublaslt
-    )
+    of_a_thread = cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt)
+    assert workspace_bytes(environment, is_hopper=is_hopper) == 2 * of_a_thread
 
 
 def test_workspaces_are_those_of_the_threads_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.units import GIB, KIB, MIB
+from patrickstar.core.cublas_workspaces import workspace_bytes
+from patrickstar.units import GIB
 
 GB: Final = 10**9
 TERA: Final = 10**12
-_WORKSPACES: Final = 2 * (cuda_block_bytes(8320 * KIB) + cuda_block_bytes(MIB))
-_WORKSPACES_FROM_HOPPER: Final = 2 * (cuda_block_bytes(32 * MIB) + cuda_block_bytes(MIB))
+_WORKSPACES: Final = workspace_bytes({}, is_hopper=False)
+_WORKSPACES_FROM_HOPPER: Final = workspace_bytes({}, is_hopper=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

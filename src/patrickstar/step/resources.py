@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.core.cublas_workspaces import workspace_bytes
 from patrickstar.memory.allocator import allocator
 from patrickstar.memory.driver import granule_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.torch_private import computes_bf16, computes_fp16
-from patrickstar.units import KIB, MIB
 
-__all__ = ["Resources", "uncounted_settings", "workspace_bytes"]
+__all__ = ["Resources", "uncounted_settings"]
 
 _FAST_BF16_FROM = (8, 0)  # compute capability; before, bf16 is computed in fp32
 _HOPPER = (9, 0)
-_MULTIPLYING_THREADS = 2
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _COARSE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")
 _FAST_FP16_FROM = (7, 0)
@@ -83,26 +80,11 @@ class Resources:
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    """Bytes that cuBLAS keeps: torch gives it workspaces for each thread and stream that multiplies, here of forward and of backward."""
+    """Bytes that cuBLAS keeps of a device, in memory that torch gives it."""
     if torch.version.cuda is None:  # a device that tests bring has no such library
         return 0
     is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
-    return _MULTIPLYING_THREADS * workspace_bytes(os.environ, is_hopper=is_hopper)
-
-
-def workspace_bytes(environment: Mapping[str, str], *, is_hopper: bool) -> int:
-    """Bytes of the blocks that cuBLAS and cuBLASLt keep for one thread that multiplies. `environment`: of the process.
-
-    Torch's rules (`CublasHandlePool.cpp`). cuBLAS has what `CUBLAS_WORKSPACE_CONFIG` says, eight of 4096 KiB by `:4096:8`; where it says
-    nothing that can be read, 32 MiB from Hopper on, and 8 MiB and 128 KiB before. cuBLASLt has the KiB of `CUBLASLT_WORKSPACE_SIZE`, else
-    1 MiB: in torch 2.11 beside the others, and in later ones a part of them, unless they are asked for apart. They count as if apart.
-    """
-    parts = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    default = 32 * MIB if is_hopper else (2 * 4096 + 8 * 16) * KIB
-    of_cublas = sum(int(size) * int(count) for size, count in parts) * KIB if parts else default
-    number = re.match(r"\s*\+?(\d+)", environment.get("CUBLASLT_WORKSPACE_SIZE", ""))
-    of_cublaslt = int(number[1]) * KIB if number else MIB
-    return cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt)
+    return workspace_bytes(os.environ, is_hopper=is_hopper)
 
 
 def uncounted_settings(environment: Mapping[str, str]) -> list[str]:
