@@ -31,6 +31,7 @@ __all__ = [
     "is_checkpoints",
     "is_profiled",
     "one_thread_here",
+    "refuse_reads",
     "storage_at",
     "top_saved_tensors_hooks",
     "writes_by_schema",
@@ -90,6 +91,61 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
     """A fresh storage over memory of a device that somebody else owns, and keeps for as long as the storage lives."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return storage
+
+
+def refuse_reads(tensor: torch.Tensor) -> None:
+    """Has torch raise a RuntimeError from now on wherever an operation reads or writes the memory of this tensor's storage.
+
+    This is torch's own check, which its CUDA graphs use for memory that is gone. Builds without CUDA have it too, but no function that switches it
+    on: there the flag is set where it lies, and only after it has shown on a scratch tensor that it does what it should.
+    """
+    storage: int = tensor.untyped_storage()._cdata
+    switch_on = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if switch_on is not None:
+        switch_on(storage, READ_REFUSED)
+        return
+    for flag in _flags_that_refuse_reads():
+        ctypes.memset(storage + flag, 1, 1)
+
+
+READ_REFUSED = (
+    "the placeholder of a managed parameter was read: code that patrickstar cannot see (a torch.func transform of the parameter itself, a tensor "
+    "class that switches overrides off) has used a parameter, gradient or optimizer state. docs/troubleshooting.md says what to do instead"
+)
+"""The message of torch's error, on builds with CUDA; others say "Cannot access data pointer of Storage that is invalid"."""
+
+
+@cache
+def _flags_that_refuse_reads() -> tuple[int, ...]:
+    """Offsets, in bytes, of the two flags in torch's storage object that have every access raise; none where they are not found."""
+
+    def changed_by(switch_on: Callable[[torch.Tensor], None]) -> set[int]:
+        scratch = torch.zeros(1)
+        address = scratch.untyped_storage()._cdata
+        before = ctypes.string_at(address, _OF_A_STORAGE)
+        switch_on(scratch)
+        after = ctypes.string_at(address, _OF_A_STORAGE)
+        return {offset for offset in range(_OF_A_STORAGE) if after[offset] != before[offset]}
+
+    # Two other switches have a flag of their own, and share the one that says that there is something to check. Ours lies beside theirs.
+    one = changed_by(torch._C._set_throw_on_mutable_data_ptr)
+    other = changed_by(torch._C._set_warn_deprecated_on_mutable_data_ptr)
+    shared, own = one & other, one ^ other
+    if len(shared) != 1 or len(own) != 2:
+        return ()
+    for flag in sorted(set(range(min(own) - 1, max(own) + 2)) - shared - own):
+        scratch = torch.zeros(1)
+        for offset in (*shared, flag):
+            ctypes.memset(scratch.untyped_storage()._cdata + offset, 1, 1)
+        try:
+            scratch.sum()
+        except RuntimeError:
+            return (*shared, flag)
+    return ()
+
+
+_OF_A_STORAGE = 96
+"""Bytes at the head of torch's storage object in which its flags are looked for."""
 
 
 def backward_makes_graph() -> bool:

@@ -53,12 +53,12 @@ def test_what_needs_no_data_fetches_nothing():
     assert owner.fetches == 0
 
 
-def test_a_missed_use_reads_nan():
+def test_a_missed_use_cannot_read_the_placeholder():
     from patrickstar.torch_private import Plain
 
     _, model, _ = managed()
-    with Plain():
-        assert model[0].weight.data.isnan().all()
+    with Plain(), pytest.raises(RuntimeError, match="placeholder|Storage that is invalid"):
+        model[0].weight.sum()
 
 
 def test_functional_use_of_another_modules_weight():

@@ -48,10 +48,10 @@ Key = WeightKey | AssembledKey
 
 
 class Located(NamedTuple):
-    """The place of a tensor in what is leased: the unit or copy, and the offset of the tensor's first element from the start of that."""
+    """The place of a tensor in what is leased: the unit or copy, and the bytes from the start of that to the tensor's first element."""
 
     key: Key
-    offset: int
+    offset_bytes: int
 
 
 class Leases:
@@ -142,7 +142,7 @@ class Leases:
         if self._dead:
             self.settle()  # an ordinary tensor may have got the address of a lease that has died: it must not be taken for a slot
         ref = self._unit_of.get(tensor.untyped_storage()._cdata)
-        return None if ref is None else Located(ref, int(tensor.storage_offset()))
+        return None if ref is None else Located(ref, int(tensor.storage_offset()) * tensor.element_size())
 
     def settle(self) -> None:
         """Ends the leases of storages that have died."""

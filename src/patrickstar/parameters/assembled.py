@@ -25,6 +25,7 @@ from torch import Tensor
 from patrickstar.core.planes import GRAD
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
+from patrickstar.parameters.bound import placeholder
 from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 
 __all__ = ["STEP", "AssembledOwner", "AssembledRecord", "AssembledTensors", "title"]
@@ -128,7 +129,7 @@ class AssembledTensors:
     def _nan(self, dtype: torch.dtype) -> Tensor:
         # One for all: on a device a number takes 512 bytes.
         if dtype not in self._nans:
-            self._nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=self._device)
+            self._nans[dtype] = placeholder(dtype, self._device)
         return self._nans[dtype]
 
     def taken_bytes(self) -> int:

@@ -29,7 +29,7 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GradientUse, PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors
-from patrickstar.parameters.attributes import Attributes, DetachedAliases, not_its_own
+from patrickstar.parameters.attributes import Attributes, DetachedAliases
 from patrickstar.parameters.bound import BoundParameter, Places, make_records, names_by_id, with_tiles
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
@@ -345,11 +345,6 @@ class Binding:
         if not found:
             return
         with self.lock:
-            for bound in found:
-                # `set_()`, which no class sees, may have put something in the place of the stand-in.
-                if not bound.depth and self._base is Tensor and bound.tensor().data_ptr() != bound.standin.data_ptr():
-                    bound.tensor().data = bound.standin
-                    raise StateError(not_its_own(bound, f"set_() gave {bound.name} other memory"))
             touches = found[0].touches
             if len(found) > 1:
                 touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
@@ -411,15 +406,16 @@ class Binding:
         return [place.key for place in places if place is not None]
 
     def _find(self, tensor: Tensor) -> tuple[WeightKey, int, nn.Parameter] | None:
+        """The unit or copy that a tensor lies in, the bytes from the start of that to its first element, and the parameter there."""
         if tensor.layout is not torch.strided:
             return None
         place = self.leases.locate(tensor)
         if place is None or isinstance(place.key, AssembledKey):
             return None
         if not isinstance(place.key, PlaneRef):
-            return place.key, place.offset, self.records[place.key].parameter
+            return place.key, place.offset_bytes, self.records[place.key].parameter
         starts, owners = self.places.in_unit[place.key]
-        return place.key, place.offset, owners[bisect_right(starts, place.offset) - 1].tensor()  # type: ignore[return-value]
+        return place.key, place.offset_bytes, owners[bisect_right(starts, place.offset_bytes) - 1].tensor()  # type: ignore[return-value]
 
     def _fetch(self, key: WeightKey) -> Tensor:
         with self.lock, Plain():

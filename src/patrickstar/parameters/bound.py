@@ -16,8 +16,9 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.strides import contiguous_strides, dense_strides
 from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import WeightKey
+from patrickstar.torch_private import refuse_reads
 
-__all__ = ["BoundParameter", "Places", "make_records", "names_by_id", "with_tiles"]
+__all__ = ["BoundParameter", "Places", "make_records", "names_by_id", "placeholder", "with_tiles"]
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +103,14 @@ class BoundParameter:
         return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def placeholder(dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """A NaN whose memory nobody can read: what is expanded from it stands for values that lie in chunks."""
+    nan = torch.full((), float("nan"), dtype=dtype, device=device)
+    if type(nan) is Tensor:
+        refuse_reads(nan)
+    return nan
+
+
 def names_by_id(named: Mapping[str, Tensor]) -> dict[int, str]:
     """The name of each of these tensors, by `id()`: parameters compare by element, and hooks and optimizers know no names."""
     return {id(tensor): name for name, tensor in named.items()}
@@ -127,7 +136,7 @@ def make_records(
     for name, parameter in named.items():
         dtype = dtypes.get(name, torch.float32)
         if dtype not in nans:
-            nans[dtype] = torch.full((), float("nan"), dtype=dtype, device=device or parameter.device)
+            nans[dtype] = placeholder(dtype, device or parameter.device)
         is_table = layout.is_table(layout.slices[name].chunk)
         tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
         records[name] = BoundParameter(
@@ -199,7 +208,7 @@ class Places:
     """The parameters and tiles of a binding by place: by unit, and by name where uses see copies.
 
     Attributes:
-        in_unit: the parameters in each unit by rising offset, and these offsets.
+        in_unit: the parameters in each unit by rising offset, and these offsets in bytes.
     """
 
     def __init__(self, by_name: Mapping[str, BoundParameter]) -> None:
@@ -208,7 +217,7 @@ class Places:
         in_units = [bound for bound in by_name.values() if not bound.tiles]
         for bound in sorted(in_units, key=lambda bound: bound.offset):
             starts, owners = self.in_unit.setdefault(bound.ref, ([], []))
-            starts.append(bound.offset)
+            starts.append(bound.offset * bound.shape_only.element_size())
             owners.append(bound)
 
     def parameters_in(self, key: WeightKey) -> Sequence[BoundParameter]:

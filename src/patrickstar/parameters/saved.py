@@ -35,16 +35,49 @@ __all__ = ["SavedSlice", "SavedTensors"]
 
 
 class SavedSlice(NamedTuple):
-    """An alias of a managed parameter, as autograd saved it. Strides and offset are in elements, the offset from the start of what is leased."""
+    """An alias of a managed parameter, as autograd saved it.
+
+    Attributes:
+        view: where and how it lies in what is leased.
+        is_recomputed: True where the forward that saved it runs again before it is read, as gradient checkpointing does.
+    """
 
     key: WeightKey
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    view: SlotView
     owner: torch.nn.Parameter
     version: int
     is_recomputed: bool
-    """True where the forward that saved the alias runs again before the alias is read, as gradient checkpointing does."""
+
+
+class SlotView(NamedTuple):
+    """A view of what is leased, with every trait that a view can have: strides in elements of its own type, the offset in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset_bytes: int
+    is_conjugated: bool
+    is_negated: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset_bytes: int) -> SlotView:
+        """The view that a tensor is."""
+        return cls(
+            tensor.dtype, tuple(tensor.shape), tensor.stride(), offset_bytes, tensor.is_conj(), tensor.is_neg()
+        )
+
+    def over(self, leased: torch.Tensor) -> torch.Tensor:
+        """The same view of what is leased now, a 1-D tensor."""
+        size = self.dtype.itemsize
+        if self.dtype is leased.dtype:
+            alias = torch.as_strided(leased, self.shape, self.stride, self.offset_bytes // size)
+        else:  # a weight read as another type (`view_as_complex`): its bytes, of which each element takes `size`
+            stride = (*(step * size for step in self.stride), 1)
+            flat = torch.as_strided(leased.view(torch.uint8), (*self.shape, size), stride, self.offset_bytes)
+            alias = flat.view(self.dtype).squeeze(-1)
+        if self.is_conjugated:
+            alias = torch._conj(alias)
+        return torch._neg_view(alias) if self.is_negated else alias
 
 
 class SavedTensor(NamedTuple):
@@ -78,7 +111,7 @@ class SavedTensors:
     """The pair of saved-tensor hooks around uses.
 
     Args:
-        find: gives (unit or copy, offset, parameter) of a tensor over a slot or copy, or None.
+        find: gives (unit or copy, offset in bytes, parameter) of a tensor over a slot or copy, or None.
         fetch: gives a 1-D tensor over the unit's slot, fetching the unit where it is not resident, or the copy.
         lasting: gives what may be kept of any other tensor.
         was_recomputed: whether a recomputation of a forward has left a parameter at a version.
@@ -105,10 +138,9 @@ class SavedTensors:
         def pack(tensor: torch.Tensor) -> SavedSlice | SavedTensor | SavedUnderneath:
             found = self._find(tensor)
             if found is not None:
-                key, offset, owner = found
+                key, offset_bytes, owner = found
                 with Plain():
-                    version = owner._version
-                return SavedSlice(key, offset, tuple(tensor.shape), tensor.stride(), owner, version, is_recomputed)
+                    return SavedSlice(key, SlotView.of(tensor, offset_bytes), owner, owner._version, is_recomputed)
             if type(tensor) is not torch.Tensor:
                 tensor = self._lasting(tensor)
             if underneath is not None:
@@ -125,8 +157,8 @@ class SavedTensors:
                     now = saved.owner._version
                 # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.
                 if now != saved.version and not (saved.is_recomputed and self._was_recomputed(saved.owner, now)):
-                    raise WeightChangedError(changed_message(saved.shape, now, saved.version))
-                alias = torch.as_strided(self._fetch(saved.key), saved.shape, saved.stride, saved.offset)
+                    raise WeightChangedError(changed_message(saved.view.shape, now, saved.version))
+                alias = saved.view.over(self._fetch(saved.key))
                 if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():
                     self.around_use().__enter__()  # torch takes them away
                 return alias

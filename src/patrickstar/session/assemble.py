@@ -101,11 +101,6 @@ def assemble(
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
     types = find_precision(memory, model, has)
-    if memory.precision is None and types.mixed:
-        _log.warning(
-            'precision was not given, and this processor is fast in bf16: weights are bf16, with exact fp32 masters. precision="bf16" says the '
-            'same without this warning, precision="fp32" keeps all of it in fp32'
-        )
     layout = layout_of(
         model,
         named,

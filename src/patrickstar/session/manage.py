@@ -46,7 +46,7 @@ def manage(
             only are managed, for evaluation.
         device: "cpu", or "emulated": a bounded arena of host memory plays a device. None: "cpu".
         precision: "bf16": the weight is the upper half of an fp32 master. "fp16": it is rounded from one, and `session.scaler` scales the loss.
-            None: "bf16" where the processor is fast in it, which is said, else "fp32".
+            None: the type that most elements of the model's parameters have.
         device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%".
         host_memory: how much the process may hold above its present size less the weights taken over. None: 80 % of what is available.
         disk, disk_memory: directory and budget of the disk tier. None: no disk tier; 90 % of what is free.

@@ -13,9 +13,10 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.formats import FP32, Formats, PlaneFormat, bf16_formats, fp16_formats
 from patrickstar.core.layout import Layout
+from patrickstar.errors import ConfigError
 from patrickstar.step.resources import Resources
 
-__all__ = ["Precision", "default_precision", "find_precision", "lies_in", "torch_type"]
+__all__ = ["Precision", "default_precision", "find_precision", "lies_in", "model_precision", "torch_type"]
 
 _TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -55,11 +56,11 @@ class Precision:
 
 
 def find_precision(memory: MemoryOptions, model: nn.Module, has: Resources) -> Precision:
-    """The types for what `manage` was given; `default_precision` where that says nothing.
+    """The types for what `manage` was given; those of the model's parameters where that says nothing.
 
     Weights of 16 bits are widened to fp32 at each use where what computes is not fast in their type, or where that is asked for.
     """
-    kept, options = memory.precision or default_precision(memory, has), memory.options
+    kept, options = memory.precision or model_precision(model), memory.options
     if kept == "fp32":
         return Precision(FP32, torch.float32)
     compute = options.compute or (kept if kept in has.fast_types else "fp32")
@@ -87,8 +88,27 @@ def torch_type(form: PlaneFormat) -> torch.dtype:
     return found
 
 
+def model_precision(model: nn.Module) -> str:
+    """The precision of the type that most elements of a model's parameters have.
+
+    Raises:
+        ConfigError: there is no precision of that type.
+    """
+    numels: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
+    most = max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
+    for precision, dtype in _TYPES.items():
+        if dtype is most:
+            return precision
+    raise ConfigError(
+        f"{numels[most]:,} of the model's {sum(numels.values()):,} parameter elements are {most}, which no precision is: give precision="
+        '"fp32", "bf16" or "fp16"'
+    )
+
+
 def default_precision(memory: MemoryOptions, has: Resources) -> str:
-    """The type of weights where nobody says: bf16 where what computes is fast in that; else fp16 on a GPU, where the step allows it, and fp32."""
+    """The type that the command line takes where nobody says: bf16 where what computes is fast in that; else fp16 on a GPU, where the step allows it, and fp32."""
     if "bf16" in has.fast_types:
         return "bf16"
     return "fp16" if has.on_gpu and "fp16" in has.fast_types and memory.step != "in_backward" else "fp32"
