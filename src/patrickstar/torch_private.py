@@ -29,11 +29,14 @@ __all__ = [
     "inside_backward_node",
     "inside_node_of_torch",
     "is_checkpoints",
+    "is_compiling",
     "is_profiled",
     "one_thread_here",
+    "overrides_are_on",
     "refuse_reads",
     "storage_at",
     "top_saved_tensors_hooks",
+    "transform_level",
     "writes_by_schema",
 ]
 
@@ -68,6 +71,18 @@ backward_id = torch._C._current_graph_task_id
 
 is_profiled = torch._C._autograd._profiler_enabled
 """Tells whether a profiler is on."""
+
+
+overrides_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Tells whether the classes of tensors are asked (`__torch_function__`)."""
+
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""Gives the number of the innermost transform of `torch.func` that runs on this thread; None outside of any. Asked at every use."""
+
+
+def is_compiling() -> bool:
+    """Tells whether torch.compile traces what runs, or has run it because it could not."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:

@@ -244,7 +244,7 @@ def test_memory_handed_out_is_reported():
 def test_repointing_is_refused():
     _, model, _ = managed()
     with pytest.raises(StateError, match=r"0\.weight.*session\.write"):
-        model[0].weight.data = torch.zeros(32, 32)
+        model[0].weight.data = torch.zeros(16, 64)
     with pytest.raises(StateError):
         model.to(torch.float64)
     model.to("cpu")

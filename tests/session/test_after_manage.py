@@ -147,8 +147,8 @@ def test_a_model_that_is_moved_to_meta_is_found_by_the_next_forward(make_pair: M
 
 @pytest.mark.parametrize(
     "value",
-    [torch.ones(32, 32), torch.ones(8, 8), torch.ones(32, 32, dtype=torch.float64)],
-    ids=["same shape", "other shape", "other type"],
+    [torch.ones(8, 8), torch.ones(32, 32, dtype=torch.float64), torch.ones(32, 32, device="meta")],
+    ids=["other shape", "other type", "other device"],
 )
 def test_data_that_is_assigned_is_refused_with_what_to_do_instead(make_pair: MakePair, value: torch.Tensor) -> None:
     pair = make_pair()

@@ -620,15 +620,3 @@ def test_a_gradient_clipped_twice_is_rounded_once() -> None:
         session.optimizer.step()  # type: ignore[union-attr]
         twin.optimizer.step()
         expect_same(twin, session)
-
-
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_where_nobody_says_the_processor_decides_and_it_is_said(
-    is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("patrickstar.step.resources.computes_bf16", lambda: is_fast)
-    model = mlp()
-    with patrickstar.manage(model, adamw(model)):
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16 if is_fast else torch.float32}
-    said = [record.getMessage() for record in caplog.records if "precision was not given" in record.getMessage()]
-    assert bool(said) is is_fast

@@ -21,12 +21,29 @@ MakePair = Callable[..., Pair]
 def test_a_model_of_another_type_is_managed_in_fp32_and_given_back_in_its_own(dtype: torch.dtype) -> None:
     plain, model = mlp().to(dtype).float(), mlp().to(dtype)
     oracle = adamw(plain)
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+    with patrickstar.manage(model, adamw(model), precision="fp32", options=options(), **EMULATED) as session:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert same_bits(train(plain, oracle), train(model, session.optimizer))
         expect_bits(plain.state_dict(), dict(session.state_dict()))
     assert {p.dtype for p in model.parameters()} == {dtype}
     expect_bits(values(plain.to(dtype)), values(model))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [(torch.float32, None), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
+def test_where_nobody_says_the_type_is_that_of_most_elements(dtype: torch.dtype, compute: str | None) -> None:
+    model = mlp().to(dtype)
+    model[0].bias.data = model[0].bias.data.to(torch.bfloat16 if dtype is torch.float32 else torch.float32)
+    with patrickstar.manage(model, adamw(model), options=options(compute=compute)):
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_where_nobody_says_a_type_that_is_no_precision_is_refused() -> None:
+    model = mlp().double()
+    with pytest.raises(patrickstar.ConfigError, match=r"6,336 of the model's 6,336 .* torch\.float64.*precision="):
+        patrickstar.manage(model, adamw(model))
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
 
 def test_types_may_be_mixed() -> None:
@@ -52,7 +69,7 @@ def test_state_of_another_type_is_taken_over() -> None:
     optimizer.step()
     state = {n: (e["exp_avg"].float(), e["exp_avg_sq"].float()) for n, e in optimizer.state_dict()["state"].items()}
     plain.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
-    with patrickstar.manage(model, optimizer, options=options(), **EMULATED) as session:
+    with patrickstar.manage(model, optimizer, precision="fp32", options=options(), **EMULATED) as session:
         found = session.optimizer.state_dict()["state"]
         assert all(same_bits(state[n][0], found[n]["exp_avg"]) for n in state)
         assert all(same_bits(state[n][1], found[n]["exp_avg_sq"]) for n in state)

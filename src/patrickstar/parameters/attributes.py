@@ -47,6 +47,11 @@ class Attributes:
             return special(self, bound, *args[1:], **kwargs)
         if func in ESCAPES:
             return self._escape(func, bound, *args[1:], **kwargs)
+        if func is torch._VF._make_dual:  # type: ignore[attr-defined]
+            raise StateError(
+                f"forward-mode differentiation with respect to {bound.name}: parameters that lie in chunks cannot be dual. Use backward(), or a "
+                "copy of the model, copy.deepcopy(model)"
+            )
         if func.__name__ in REPOINTS:
             raise StateError(not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
         return NotImplemented
@@ -78,9 +83,16 @@ class Attributes:
     def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
         same = self._binding.bound(value)
         # `p.data += x` adds in place, and assigns the alias of the very same bytes.
-        if same is None or same.name != bound.name:
+        if same is not None and same.name == bound.name:
+            return
+        tensor = bound.tensor()
+        is_alike = (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device)
+        if bound.is_detached or not is_alike:
             what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
             raise StateError(not_its_own(bound, what))
+        # The bytes belong to the session: they take the values. What is left of PyTorch's meaning is that `value` becomes an alias.
+        with torch.no_grad():
+            self._binding.handle(Tensor.copy_, (self._get_data(bound), value), {})
 
     def _escape(self, func: Callable[..., Any], bound: BoundParameter, *args: Any, **kwargs: Any) -> Any:
         """Hands memory out: that of a view of its own, so that what holds the view holds the slot.

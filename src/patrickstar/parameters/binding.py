@@ -33,14 +33,15 @@ from patrickstar.parameters.attributes import Attributes, DetachedAliases
 from patrickstar.parameters.bound import BoundParameter, Places, make_records, names_by_id, with_tiles
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
-from patrickstar.parameters.functions import Effects, counted, effects_of, one_by_one
+from patrickstar.parameters.functions import Effects, counted, effects_of, is_of_several, one_by_one
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.parameter import alias_classes, parameter_class
 from patrickstar.parameters.saved import SavedTensors
 from patrickstar.parameters.tiles import TILED, tile_by_tile
+from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.plan.touches import UseCounts
-from patrickstar.torch_private import Plain, backward_id
+from patrickstar.torch_private import Plain, backward_id, transform_level
 
 __all__ = ["Binding"]
 
@@ -219,7 +220,7 @@ class Binding:
             effects = self._effects.get(func)
             if effects is None:
                 effects = self._effects[func] = effects_of(func)
-            if effects.is_foreach and len(found.parameters) + len(found.assembled) > 1:
+            if effects.is_foreach and len(found.parameters) + len(found.assembled) > 1 and is_of_several(args, kwargs):
                 self.assembled.expect_room(found.assembled)
                 return one_by_one(self.handle, func, args, kwargs)
             return self._use(func, args, kwargs, found=found, effects=effects, others=found.others)
@@ -307,6 +308,8 @@ class Binding:
         found: Found,
         effects: Effects,
     ) -> Any:
+        if transform_level() is not None:
+            expect_no_transform(f"{getattr(func, '__name__', func)}() of a managed parameter")
         if found.aliases:
             self._owner.carry_out_pending()
         self.enter(found.parameters)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.nn import functional
 
 from patrickstar.torch_private import writes_by_schema
@@ -26,6 +27,7 @@ __all__ = [
     "accessor",
     "counted",
     "effects_of",
+    "is_of_several",
     "one_by_one",
     "uncounted",
     "writes_to",
@@ -98,7 +100,9 @@ def writes_to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     """The arguments that a function may write in place, as far as names, arguments or schema tell; None: none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
-    if _writes_by_name(getattr(func, "__name__", "")) or kwargs.get("inplace"):
+    if _name(func).startswith("_fused_") and _writes_by_name(_name(func)):
+        return [*args, *kwargs.values()]  # an optimizer's step: parameters and all of their state
+    if _writes_by_name(_name(func)) or kwargs.get("inplace"):
         return args[0] if args else list(kwargs.values())  # torch passes all by name for some (`nn.init.uniform_`)
     if (func in _RENORMALISE and kwargs.get("max_norm") is not None) or writes_by_schema(func):
         return [*args, *kwargs.values()]
@@ -116,14 +120,20 @@ class Effects(NamedTuple):
     """True for a function that writes none of its tensors, unless it is called with `out=` or `inplace=`."""
     escapes: bool
     is_foreach: bool
-    """True for a function that does the same with each tensor of a list."""
+    """True for a function that does the same with each tensor of a list, or of several lists alike."""
 
 
 def effects_of(func: Callable[..., Any]) -> Effects:
     """The effects of a function of torch's override protocol."""
-    name = getattr(func, "__name__", "")
+    name = _name(func)
     writes = func in _RENORMALISE or func in _AVERAGE or _writes_by_name(name) or writes_by_schema(func)
-    return Effects(not writes, func in ESCAPES, name.startswith(("_foreach_", "_amp_foreach_")))
+    is_foreach = name.startswith(("_foreach_", "_amp_foreach_")) or (name.startswith("_fused_") and name.endswith("_"))
+    return Effects(not writes, func in ESCAPES, is_foreach)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """A function's name; of an operation of `torch.ops`, without that of its overload."""
+    return getattr(func, "__name__", "").partition(".")[0]
 
 
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
@@ -147,13 +157,25 @@ REPOINTS = frozenset(
 
 
 def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, with the versions of what `func` writes counted up where torch does not do that."""
-    if not func.__name__.startswith("_amp_foreach_"):
+    """`run`, with the versions of what `func` writes counted up where torch does not do that: in lists, but for those of `_foreach_`."""
+    name = _name(func)
+    if name.startswith("_foreach_"):
         return run
+    operation: OpOverloadPacket = getattr(torch.ops.aten, name)
+    schema = getattr(operation, operation.overloads()[0])._schema
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
-    def run_and_count(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        result = run(tensors, *args, **kwargs)
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    def run_and_count(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        lists = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+        tensors = [tensor for value in lists for tensor in (value if _is_list(value) else [value])]
+        torch.autograd.graph.increment_version(
+            [tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_inference()]
+        )
         return result
 
     return run_and_count
@@ -166,14 +188,14 @@ def one_by_one(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """The result of `handle` for each tensor of the lists in turn, which need not all be resident at once. Same arithmetic, same bits."""
-    lengths = [len(value) for value in (*args, *kwargs.values()) if _is_list(value)]
+    lengths = [len(value) for value in (*args, *kwargs.values()) if _is_list(value) and value]
     length = lengths[0]
     if set(lengths) != {length}:
         raise RuntimeError(f"{func.__name__}: lists must have the same number of elements, got {lengths}")
 
     def item(value: Any, index: int) -> Any:
         if _is_list(value):
-            return [value[index]]
+            return [value[index]] if value else value  # what a step has no use for is an empty list
         # One scalar for each tensor, as a tensor of them.
         if isinstance(value, Tensor) and value.dim() == 1 and len(value) == length:
             return value[index : index + 1]
@@ -186,6 +208,11 @@ def one_by_one(
         )
         results.extend(result if result is not None else ())
     return results or None
+
+
+def is_of_several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether a function of lists is given more than one tensor in them."""
+    return any(_is_list(value) and len(value) > 1 for value in (*args, *kwargs.values()))
 
 
 def _is_list(value: Any) -> bool:

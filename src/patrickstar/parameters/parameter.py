@@ -43,6 +43,9 @@ def parameter_class(binding: Handler, base: type[Tensor]) -> type[Any]:
         def __reduce_ex__(self, protocol: Any) -> Any:
             return binding.ordinary(self).__reduce_ex__(protocol)
 
+        def __repr__(self, **_: Any) -> str:  # torch's own asks for exactly the class `Parameter`
+            return repr(binding.ordinary(self))
+
     return ManagedParameter
 
 
@@ -64,14 +67,18 @@ def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], t
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _ordinary_copy(self).__reduce_ex__(protocol)
 
+        # torch's own ask for exactly the class `Tensor`.
+        def __repr__(self, **_: Any) -> str:
+            return repr(_ordinary_copy(self))
+
+        def __format__(self, spec: str) -> str:
+            return format(_ordinary_copy(self), spec)
+
     class Detached(Alias):
         """A stand-in for the same bytes as a parameter: `weight.detach()`, `weight.data`. See Note [Binding]."""
 
     class Assembled(Alias):
         """A gradient, or state of the optimizer, that lies in chunks. See Note [Assembled tensors] in `assembled.py`."""
-
-        def __repr__(self, **_: Any) -> str:
-            return repr(_ordinary_copy(self))
 
     return Alias, Detached, Assembled
 

@@ -22,6 +22,7 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import WeightKey
+from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.torch_private import (
     Plain,
     are_saved_tensors_hooks_allowed,
@@ -29,6 +30,7 @@ from patrickstar.torch_private import (
     inside_node_of_torch,
     is_checkpoints,
     top_saved_tensors_hooks,
+    transform_level,
 )
 
 __all__ = ["SavedSlice", "SavedTensors"]
@@ -153,6 +155,8 @@ class SavedTensors:
         """The saved tensor again. RuntimeError where it has been changed since, with the text PyTorch would have used."""
         match saved:
             case SavedSlice():
+                if transform_level() is not None:
+                    expect_no_transform("a backward through a managed parameter")
                 with Plain():
                     now = saved.owner._version
                 # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.

@@ -11,6 +11,7 @@ from torch import nn
 from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, StateError
+from patrickstar.parameters.transforms import expect_not_compiled
 
 __all__ = ["check_model"]
 
@@ -21,12 +22,13 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
     """The model's parameters by name, each once, in registration order.
 
     Raises:
-        ConfigError: it is no module. StateError: it is managed already. LayoutError: its parameters cannot be laid out.
+        ConfigError: it is no module. StateError: it is managed already, or compiled. LayoutError: its parameters cannot be laid out.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; manage() takes a torch.nn.Module")
     if is_building():
         raise StateError("the model is being built: call manage() after the `with patrickstar.deferred_init():` block")
+    expect_not_compiled(model)
     named = dict(model.named_parameters())
     if not named:
         raise LayoutError("the model has no parameters: there is nothing to manage")

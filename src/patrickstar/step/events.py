@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from patrickstar.errors import StateError, some
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.lookups import WaitingRows
+from patrickstar.parameters.transforms import expect_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.copies import Copies
@@ -61,6 +62,7 @@ class Events:
         self._model = model
         self._named = named
         self._expected = [id(parameter) for parameter in model.parameters()]
+        self._probe = next(iter(named.values()))
         self.touches = touches
         self._compute = compute
 
@@ -243,7 +245,12 @@ class Events:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Begins a forward of the model; gives its inputs, cast. BudgetError, before anything has changed, where the forward does not fit."""
+        """Begins a forward of the model; gives its inputs, cast.
+
+        Raises:
+            StateError: it would be compiled, traced or transformed. BudgetError: it does not fit. Nothing has changed then.
+        """
+        expect_ordinary_call(module, args, kwargs, self._probe)
         if self._depth and not _is_running(self._caller):  # an interruption, after which torch calls no hook
             self._depth = 0
             self._stretches.abandon()
@@ -299,6 +306,12 @@ class Events:
             for name in {**self._named, **now}
             if now.get(name) is not self._named.get(name) or not self._is_managed(now[name])
         ]
+        if _is_running_in("torch.nn.utils.stateless"):
+            raise StateError(
+                f"torch.func.functional_call() gives a managed model other values for {some(names, most=5)}: its own lie in chunks, and cannot be "
+                "exchanged for a call. Call a copy, torch.func.functional_call(copy.deepcopy(model), values, inputs), or change the values "
+                "themselves with session.write(name, value)"
+            )
         raise StateError(
             f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "
             "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
@@ -307,7 +320,16 @@ class Events:
 
 def _is_running(frame: FrameType | None) -> bool:
     """Tells whether a frame is one of those that have led here."""
+    return any(now is frame for now in _frames())
+
+
+def _is_running_in(module: str) -> bool:
+    """Tells whether a function of a module is one of those that have led here."""
+    return any(now.f_globals.get("__name__") == module for now in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
     now: FrameType | None = sys._getframe(1)
-    while now is not None and now is not frame:
+    while now is not None:
+        yield now
         now = now.f_back
-    return now is not None

@@ -1,0 +1,91 @@
+"""Transforms, tracers and compilers around a forward or a use: they would read placeholders, so they are refused before anything is computed.
+
+A placeholder that is read all the same, by code that no check here sees, has torch raise an error (`refuse_reads` in `torch_private.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from patrickstar.errors import StateError
+from patrickstar.torch_private import is_compiling, overrides_are_on, transform_level
+
+__all__ = ["expect_no_transform", "expect_not_compiled", "expect_ordinary_call"]
+
+_COPY = "or do it with a copy, copy.deepcopy(model), which has ordinary parameters"
+_COMPILED = (
+    "torch.compile() cannot see parameters that lie in chunks. Leave compile() out while the model is managed, or compile functions that are given "
+    "no parameters, such as the loss"
+)
+
+
+def expect_not_compiled(model: nn.Module) -> None:
+    """Raises StateError where a module of the model is to run compiled (`torch.compile(module)`, `module.compile()`)."""
+    for path, module in model.named_modules():
+        if module._compiled_call_impl or "_orig_mod" in module._modules:
+            raise StateError(f"{path or type(model).__name__}: {_COMPILED}")
+
+
+def expect_no_transform(what: str) -> None:
+    """Raises StateError inside of a `torch.func` transform, `vmap` or forward-mode `jvp`."""
+    if transform_level() is not None:
+        raise StateError(
+            f"{what} inside of a transform of torch.func (grad, vjp, jvp, jacrev, vmap): parameters that lie in chunks cannot be transformed. "
+            f"Differentiate with backward() or torch.autograd.grad(), pass a batch in place of vmap, {_COPY}"
+        )
+
+
+def expect_ordinary_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], probe: nn.Parameter) -> None:
+    """Raises StateError where a forward is about to be compiled, traced or transformed, or its inputs would not let parameters be seen.
+
+    Args:
+        probe: any managed parameter.
+    """
+    if is_compiling():
+        raise StateError(_COMPILED)
+    expect_not_compiled(model)
+    name = type(model).__name__
+    expect_no_transform(f"a forward of {name}")
+    tracers = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None)]
+    if torch.jit.is_tracing() or tracers:
+        by = tracers[0] if tracers else "torch.jit.trace"
+        raise StateError(f"a forward of {name} under {by}: what lies in chunks cannot be traced. Trace before manage(), {_COPY}")
+    if not overrides_are_on():
+        raise StateError(
+            f"a forward of {name} while __torch_function__ is switched off (torch._C.DisableTorchFunctionSubclass): nothing would see "
+            "that its parameters are used. Call the model outside of that context"
+        )
+    for value in _tensors_of_other_classes((args, kwargs)):
+        if value.is_nested or _hides_parameters(value, probe):
+            raise StateError(
+                f"an input of {name} is a {type(value).__name__}, whose operations switch __torch_function__ off: nothing would see that parameters "
+                f"are used. Give ordinary tensors (nested.to_padded_tensor(0.0), as_subclass(torch.Tensor)), {_COPY}"
+            )
+
+
+def _tensors_of_other_classes(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [] if type(value) is Tensor or isinstance(value, nn.Parameter) else [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [found for item in value for found in _tensors_of_other_classes(item)] if isinstance(value, list | tuple) else []
+
+
+def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:
+    """Tells whether the class of a tensor runs an operation that it shares with a parameter where that parameter's class is not asked."""
+    hidden: list[bool] = []
+
+    def operation(*_: Any, **__: Any) -> Tensor:
+        hidden.append(not overrides_are_on())
+        return torch.empty(0)
+
+    try:
+        type(value).__torch_function__(operation, (type(value), type(probe)), (value, probe), {})
+    except Exception:  # noqa: BLE001  (of a class that we do not know: then it has not run the operation)
+        return False
+    return any(hidden)
