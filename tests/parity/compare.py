@@ -64,7 +64,9 @@ def bits(tensor: Tensor) -> Tensor:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.dtype is torch.bool:
         return flat
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    return flat.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.element_size()]
+    )
 
 
 def describe(label: str, want: Tensor, got: Tensor) -> str:

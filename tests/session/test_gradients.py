@@ -521,7 +521,7 @@ def test_gradients_are_not_to_be_had_with_in_backward(make_pair: MakePair) -> No
     with pytest.raises(StateError, match="deferred"):
         pair.session.clip_grad_norm_(1.0)
     with pytest.raises(StateError, match="deferred"):
-        _ = pair.model[0].weight.grad
+        pair.model[0].weight.grad.norm()
     pair.each(lambda model, optimizer: None)
     train_step(pair.plain, pair.plain_optimizer, 2)
     pair.optimizer.step()
@@ -585,8 +585,43 @@ def test_a_gradient_that_is_assigned_after_the_update_is_refused_with_in_backwar
     pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
     pair.model(torch.ones(4, WIDTH)).square().mean().backward()
     weight = next(pair.model.parameters())
-    with pytest.raises(StateError, match="has been used and let go"):
+    with pytest.raises(StateError, match="was used and let go"):
         weight.grad = torch.ones(weight.shape)
+
+
+def test_a_step_that_would_use_gradients_again_is_refused_with_in_backward(make_pair: MakePair) -> None:
+    """PyTorch steps again with the gradients that are still there, and adds the next ones to them."""
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+    pair.optimizer.step()  # no gradient yet: nothing to do, as in PyTorch
+    pair.each(lambda model, optimizer: (loss_of(model).backward(), optimizer.step()))
+    with pytest.raises(StateError, match=r"step\(\) again.*zero_grad\(\).*deferred"):
+        pair.optimizer.step()
+    with pytest.raises(StateError, match=r"a backward after a step.*zero_grad\(\).*deferred"):
+        loss_of(pair.model, 1).backward()
+    pair.expect_same()
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: model.zero_grad(),
+        lambda model, optimizer: [setattr(parameter, "grad", None) for parameter in model.parameters()],
+    ],
+    ids=["the optimizer's zero_grad", "the model's zero_grad", "one by one"],
+)
+def test_gradients_that_are_zeroed_are_not_used_again_with_in_backward(make_pair: MakePair, zero: Any) -> None:
+    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.step()
+        zero(model, optimizer)
+        optimizer.step()  # does nothing, as in PyTorch
+
+    for number in range(3):
+        pair.each(step, number)
+    pair.expect_same()
 
 
 def test_a_second_backward_before_the_step_is_refused_with_in_backward(make_pair: MakePair) -> None:

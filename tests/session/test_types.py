@@ -30,13 +30,14 @@ def test_a_model_of_another_type_is_managed_in_fp32_and_given_back_in_its_own(dt
 
 
 @pytest.mark.parametrize(
-    ("dtype", "compute"), [(torch.float32, None), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+    ("dtype", "is_split", "scales"),
+    [(torch.float32, False, False), (torch.bfloat16, True, False), (torch.float16, False, True)],
 )
-def test_where_nobody_says_the_type_is_that_of_most_elements(dtype: torch.dtype, compute: str | None) -> None:
+def test_where_nobody_says_the_type_is_that_of_most_elements(dtype: torch.dtype, is_split: bool, scales: bool) -> None:
     model = mlp().to(dtype)
     model[0].bias.data = model[0].bias.data.to(torch.bfloat16 if dtype is torch.float32 else torch.float32)
-    with patrickstar.manage(model, adamw(model), options=options(compute=compute)):
-        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    with patrickstar.manage(model, adamw(model)) as session:
+        assert ("rest" in session.stats().model_data, session.scaler.is_enabled()) == (is_split, scales)
 
 
 def test_where_nobody_says_a_type_that_is_no_precision_is_refused() -> None:

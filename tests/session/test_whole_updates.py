@@ -613,6 +613,7 @@ def test_a_graph_kept_for_a_second_backward_is_refused(whole: MakePair) -> None:
     with pytest.raises(StateError):
         loss.backward()
     pair.optimizer.step()
+    pair.optimizer.zero_grad()
     train_step(pair.plain, pair.plain_optimizer, 1)
     pair.train(1, first=2)
     pair.expect_same()

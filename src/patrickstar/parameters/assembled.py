@@ -119,12 +119,21 @@ class AssembledTensors:
     def tensor(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
         """The tensor that stands for what is kept: one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
         if key not in self._tensors:
-            with torch.inference_mode(False):
-                source = AssembledValue(key, shape_only, self._nan(shape_only.dtype).expand(shape_only.shape))
-                made = torch.empty(0, dtype=shape_only.dtype, device=self._device)
-                made.data = source.standin  # not made of it: all would have one version counter
-            self._tensors[key] = self._dress(made, source)
+            self._tensors[key] = self._made(key, shape_only)
         return self._tensors[key]
+
+    def gone(self, key: AssembledKey, shape_only: Tensor, why: str) -> Tensor:
+        """A tensor that stands for what was let go: there is one, and each use of it is refused. `why`: for that."""
+        tensor = self._made(key, shape_only)
+        self._known[id(tensor)][1].source.gone = why
+        return tensor
+
+    def _made(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            source = AssembledValue(key, shape_only, self._nan(shape_only.dtype).expand(shape_only.shape))
+            made = torch.empty(0, dtype=shape_only.dtype, device=self._device)
+            made.data = source.standin  # not made of it: all would have one version counter
+        return self._dress(made, source)
 
     def _nan(self, dtype: torch.dtype) -> Tensor:
         # One for all: on a device a number takes 512 bytes.

@@ -47,7 +47,7 @@ class Attributes:
             return special(self, bound, *args[1:], **kwargs)
         if func in ESCAPES:
             return self._escape(func, bound, *args[1:], **kwargs)
-        if func is torch._VF._make_dual:  # type: ignore[attr-defined]
+        if func is torch._VF._make_dual:
             raise StateError(
                 f"forward-mode differentiation with respect to {bound.name}: parameters that lie in chunks cannot be dual. Use backward(), or a "
                 "copy of the model, copy.deepcopy(model)"

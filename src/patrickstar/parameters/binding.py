@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GradientUse, PlaneRef
-from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors
 from patrickstar.parameters.attributes import Attributes, DetachedAliases

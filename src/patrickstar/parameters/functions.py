@@ -171,11 +171,9 @@ def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., 
 
     def run_and_count(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
-        lists = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
-        tensors = [tensor for value in lists for tensor in (value if _is_list(value) else [value])]
-        torch.autograd.graph.increment_version(
-            [tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_inference()]
-        )
+        lists = [args[place] if place < len(args) else kwargs.get(name, ()) for place, name in written]
+        tensors: list[Tensor] = [tensor for value in lists for tensor in value]
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
         return result
 
     return run_and_count

@@ -21,6 +21,9 @@ from patrickstar.torch_private import Plain
 __all__ = ["GradientAccess", "GradientOwner"]
 
 
+_SPENT = 'it was used and let go (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
+
+
 class GradientOwner(Protocol):
     """The one who keeps gradients."""
 
@@ -28,7 +31,10 @@ class GradientOwner(Protocol):
         """Takes a gradient that has arrived in backward."""
 
     def has_gradient(self, name: str) -> bool:
-        """Tells whether a parameter has a gradient. StateError where that has been used and let go."""
+        """Tells whether a parameter has a gradient."""
+
+    def is_spent(self, name: str) -> bool:
+        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
 
     def drop_gradient(self, name: str) -> None:
         """Drops the gradient accumulated so far, which is no longer wanted."""
@@ -109,8 +115,12 @@ class GradientAccess:
     def get(self, bound: BoundParameter) -> Tensor | None:
         """The value of `p.grad`."""
         gradient = bound.tensor().grad
-        if gradient is None and self._is_parameter(bound) and self._owner.has_gradient(bound.name):
-            return self._assembled.tensor(AssembledKey(bound.name, GRAD), bound.shape_only)
+        if gradient is None and self._is_parameter(bound):
+            key = AssembledKey(bound.name, GRAD)
+            if self._owner.has_gradient(bound.name):
+                return self._assembled.tensor(key, bound.shape_only)
+            if self._owner.is_spent(bound.name):
+                return self._assembled.gone(key, bound.shape_only, _SPENT)
         return gradient
 
     def set(self, bound: BoundParameter, value: Tensor | None) -> None:
@@ -126,8 +136,8 @@ class GradientAccess:
             raise StateError(
                 f"{bound.name}.grad was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
             )
-        if value is not None:
-            self._owner.has_gradient(bound.name)  # or it has been used and let go, and this one would come too late
+        if value is not None and self._owner.is_spent(bound.name):
+            raise StateError(f"{bound.name}.grad was assigned a tensor after {_SPENT}")
         bound.tensor().grad = value
         # What a view of the old gradient shows is ordinary memory once that is let go.
         self._owner.drop_gradient(bound.name)

@@ -64,9 +64,7 @@ class SlotView(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor, offset_bytes: int) -> SlotView:
         """The view that a tensor is."""
-        return cls(
-            tensor.dtype, tuple(tensor.shape), tensor.stride(), offset_bytes, tensor.is_conj(), tensor.is_neg()
-        )
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset_bytes, tensor.is_conj(), tensor.is_neg())
 
     def over(self, leased: torch.Tensor) -> torch.Tensor:
         """The same view of what is leased now, a 1-D tensor."""

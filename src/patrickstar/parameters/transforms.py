@@ -40,7 +40,9 @@ def expect_no_transform(what: str) -> None:
         )
 
 
-def expect_ordinary_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], probe: nn.Parameter) -> None:
+def expect_ordinary_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], probe: nn.Parameter
+) -> None:
     """Raises StateError where a forward is about to be compiled, traced or transformed, or its inputs would not let parameters be seen.
 
     Args:
@@ -54,7 +56,9 @@ def expect_ordinary_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mappin
     tracers = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None)]
     if torch.jit.is_tracing() or tracers:
         by = tracers[0] if tracers else "torch.jit.trace"
-        raise StateError(f"a forward of {name} under {by}: what lies in chunks cannot be traced. Trace before manage(), {_COPY}")
+        raise StateError(
+            f"a forward of {name} under {by}: what lies in chunks cannot be traced. Trace before manage(), {_COPY}"
+        )
     if not overrides_are_on():
         raise StateError(
             f"a forward of {name} while __torch_function__ is switched off (torch._C.DisableTorchFunctionSubclass): nothing would see "
@@ -73,7 +77,11 @@ def _tensors_of_other_classes(value: Any) -> list[Tensor]:
         return [] if type(value) is Tensor or isinstance(value, nn.Parameter) else [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [found for item in value for found in _tensors_of_other_classes(item)] if isinstance(value, list | tuple) else []
+    return (
+        [found for item in value for found in _tensors_of_other_classes(item)]
+        if isinstance(value, list | tuple)
+        else []
+    )
 
 
 def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:
@@ -86,6 +94,6 @@ def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:
 
     try:
         type(value).__torch_function__(operation, (type(value), type(probe)), (value, probe), {})
-    except Exception:  # noqa: BLE001  (of a class that we do not know: then it has not run the operation)
+    except Exception:
         return False
     return any(hidden)

@@ -220,8 +220,12 @@ class Events:
             self._tables.add_gradient(gradients, deliver=self.gradient)
 
     def has_gradient(self, name: str) -> bool:
-        """Tells whether a parameter has a gradient in its plane. StateError where that has been used and let go."""
+        """Tells whether a parameter has a gradient in its plane."""
         return self._training is not None and self._training.has_gradient(name)
+
+    def is_spent(self, name: str) -> bool:
+        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
+        return self._training is not None and self._training.is_spent(name)
 
     def drop_gradient(self, name: str) -> None:
         """Drops a parameter's gradient."""

@@ -45,6 +45,10 @@ _SECOND_BACKWARD = (
     'a second backward before optimizer.step() with step="in_backward": parameters have been updated from the first. '
     'Call optimizer.step() after each backward, or manage with step="deferred" to accumulate'
 )
+_NOT_ZEROED = (
+    'with step="in_backward" gradients are used as they arrive, and gone: the next ones cannot be added to them, nor be used again. Call '
+    'optimizer.zero_grad() after each optimizer.step(), or manage with step="deferred"'
+)
 _log = logging.getLogger("patrickstar")
 
 
@@ -102,6 +106,7 @@ class Training:
         self._whole_updates = WholeUpdates(executor, binding, is_watched=is_watched)
         self._backward_hypers: Mapping[str, Hyper] = {}
         self._updated: set[str] = set()
+        self._spent: set[str] = set()  # by steps before, and not zeroed since
         self._postponed: set[str] = set()
         self._sums = BackwardSums()
         self.backwards = Backwards(self._backward_ends)
@@ -155,6 +160,8 @@ class Training:
         if not self.backwards.bring and self.in_backward:
             if self._updated and not self.backwards.nested:
                 raise StateError(_SECOND_BACKWARD)
+            if self._spent:
+                raise StateError(f"a backward after a step whose gradients were not zeroed: {_NOT_ZEROED}")
             self._backward_hypers = dict(self._hypers())
             self._whole_updates.begin()
             self._unfinished = True
@@ -227,21 +234,23 @@ class Training:
         self.backwards.forget()
         self._whole_updates.forget()
         self._updated.clear()
+        self._spent.clear()
         self._postponed.clear()
         self._sums.take()
 
     # gradients read and let go
 
     def has_gradient(self, name: str) -> bool:
-        """Tells whether a parameter has a gradient in the plane. StateError where that has been used and let go."""
-        if name not in self._gradients.names and self.in_backward and name in self._updated:
-            raise StateError(
-                f'{name}.grad with step="in_backward": the gradient has been used and let go; manage with step="deferred"'
-            )
+        """Tells whether a parameter has a gradient in the plane."""
         return name in self._gradients.names
+
+    def is_spent(self, name: str) -> bool:
+        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
+        return name in self._spent or (self.in_backward and name in self._updated and not self.has_gradient(name))
 
     def drop_gradient(self, name: str) -> None:
         """Drops a gradient in the plane: the user has set `p.grad` to None, or to a tensor."""
+        self._spent.discard(name)
         self._gradients.drop(name)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -261,6 +270,7 @@ class Training:
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of parameters, or makes them zero. `names`: which parameters; None: all."""
         wanted = set(self._binding.by_name if names is None else names)
+        self._spent -= wanted
         self._sums.drop(label for name in wanted for label in (name, *self._layout.leaves(name)))
         if set_to_none and self._gradients.names | self._gradients.incomplete.keys() <= wanted:
             self._gradients.drop_all()
@@ -324,9 +334,15 @@ class Training:
         """Notes the update of every parameter that has a gradient and is in a group. See Note [Pending step]."""
         self.expect_whole()
         if self.in_backward:
+            if self._spent:
+                raise StateError(
+                    f"step() again without a backward, or a zero_grad(), since the last one: {_NOT_ZEROED}"
+                )
             self._whole_updates.end()
             self._update_postponed()
             self._update_rest()
+            own = {name for name, _ in self._binding.gradients.owned()}  # which autograd adds to, as ever
+            self._spent = (self._updated & self._binding.by_name.keys()) - own
             self._updated.clear()
             self.backwards.forget()
             self._stretches.step_ended()

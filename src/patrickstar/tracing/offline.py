@@ -208,6 +208,9 @@ class _Twin:
     def has_gradient(self, name: str) -> bool:  # noqa: ARG002
         raise CannotTrace("the forward reads gradients")
 
+    def is_spent(self, name: str) -> bool:  # noqa: ARG002
+        return False
+
     def drop_gradient(self, name: str) -> None:
         pass
 

@@ -1,0 +1,366 @@
+"""What people have reported of other libraries that put parameters elsewhere, tried on ours: right, or refused before anything is computed.
+
+Everything fits, in fp32 on the CPU, where a user least expects a difference.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+import patrickstar
+from patrickstar import StateError
+from tests.parity.compare import same_bits
+from tests.session.builders import adamw, expect_bits
+
+MakePair = Callable[..., Any]
+Forward = Callable[[Any, Tensor], Tensor]
+UNREADABLE = "placeholder|Storage that is invalid"
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def inputs(number: int = 0, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.fixture
+def managed() -> Iterator[nn.Sequential]:
+    model = stack()
+    with patrickstar.manage(model, adamw(model), device="emulated", device_memory="64MiB"):
+        yield model
+
+
+# views of a weight that autograd saves
+
+
+class Spectral(nn.Module):
+    """A real weight that is used as a complex one, by a function of it."""
+
+    def __init__(self, use: Forward) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.odd = nn.Parameter(torch.randn(3))  # so that the weight does not begin where its unit does
+        self.weight = nn.Parameter(torch.randn(3, 2))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, self.first(x)).square().sum() + self.odd.sum()
+
+
+VIEWS: dict[str, Forward] = {
+    "multiplied": lambda m, x: torch.fft.irfft(torch.fft.rfft(x)[..., :3] * torch.view_as_complex(m.weight), n=8),
+    "conjugated": lambda m, x: (torch.fft.rfft(x)[..., :3] * torch.view_as_complex(m.weight).conj()).abs(),
+    "einsum": lambda m, x: torch.einsum("bi,i->b", torch.fft.rfft(x)[..., :3], torch.view_as_complex(m.weight)).abs(),
+    "bmm": lambda m, x: torch.bmm(torch.fft.rfft(x)[None, :, :3], torch.view_as_complex(m.weight)[None, :, None]).abs(),
+    "transposed": lambda m, x: (
+        torch.fft.rfft(x)[..., :3] @ torch.view_as_complex(m.weight)[:, None].mH.mT.conj()
+    ).abs(),
+    "its imaginary part": lambda m, x: x[:, :3] * torch.view_as_complex(m.weight).conj().imag,
+    "its bits": lambda m, x: x[:, :2] * (m.weight.view(torch.int32) % 7)[0] * m.weight[1],
+    "as other numbers": lambda m, x: x[:, :6] * m.weight.view(torch.uint8)[:2].flatten()[:6] * m.weight.flatten(),
+}
+
+
+@pytest.mark.parametrize("use", VIEWS.values(), ids=VIEWS)
+def test_a_view_of_a_weight_keeps_its_traits_until_backward(make_pair: MakePair, use: Forward) -> None:
+    def step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
+        loss = model(inputs(number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for tight in ({"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}):
+        pair = make_pair(lambda: Spectral(use), with_options={"chunk_size": 1024}, **tight)
+        for number in range(3):
+            assert same_bits(*pair.each(step, number))
+        expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
+
+
+# transforms, tracers, compilers, and classes that switch overrides off
+
+
+class Silent(Tensor):
+    """An input whose operations ask no other class."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def jagged(x: Tensor, *lengths: int) -> Tensor:
+    return torch.nested.nested_tensor(list(x.split(lengths)), layout=torch.jagged)
+
+
+def under(context: Any, act: Callable[[], Any]) -> Any:
+    with context:
+        return act()
+
+
+def forward_mode(model: nn.Sequential, x: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        weight = torch.autograd.forward_ad.make_dual(model[0].weight, torch.ones(8, 8))
+        return torch.autograd.forward_ad.unpack_dual(F.linear(x, weight)).tangent
+
+
+def traced_by_fake_tensors(model: nn.Module, x: Tensor) -> Any:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return model(mode.from_tensor(x))
+
+
+REFUSED: dict[str, tuple[Forward, str]] = {
+    "grad": (lambda m, x: torch.func.grad(lambda x: m(x).sum())(x), "torch.func"),
+    "grad of a layer": (lambda m, x: torch.func.grad(lambda x: m[0](x).sum())(x), "torch.func"),
+    "jvp": (lambda m, x: torch.func.jvp(m, (x,), (x,))[1], "torch.func"),
+    "jacrev": (lambda m, x: torch.func.jacrev(m)(x), "torch.func"),
+    "jacfwd": (lambda m, x: torch.func.jacfwd(m)(x), "torch.func"),
+    "hessian": (lambda m, x: torch.func.hessian(lambda x: m(x).sum())(x), "torch.func"),
+    "vmap": (lambda m, x: torch.vmap(m)(x), "torch.func"),
+    "forward mode over a weight": (forward_mode, "forward-mode"),
+    "functional_call": (
+        lambda m, x: torch.func.functional_call(m, dict(stack().named_parameters()), x),
+        "functional_call",
+    ),
+    "overrides off": (lambda m, x: under(torch._C.DisableTorchFunctionSubclass(), lambda: m(x)), "__torch_function__"),
+    "a class that asks no other": (lambda m, x: m(x.as_subclass(Silent)), "Silent.*as_subclass"),
+    "jagged": (lambda m, x: m(jagged(x, 1, 3)), "NestedTensor.*to_padded_tensor"),
+    "jagged, other lengths": (lambda m, x: m(jagged(x, 2, 2)), "NestedTensor"),
+    "fake tensors": (traced_by_fake_tensors, "FakeTensorMode"),
+    "jit.trace": (lambda m, x: torch.jit.trace(m, x), "jit.trace"),
+    "export": (lambda m, x: torch.export.export(m, (x,)).module()(x), "FakeTensorMode"),
+    "compile": (lambda m, x: torch.compile(m, backend="eager")(x), "torch.compile.*the loss"),
+    "compile, aot_eager": (lambda m, x: torch.compile(m, backend="aot_eager")(x), "torch.compile"),
+    "a function that is compiled": (
+        lambda m, x: torch.compile(lambda x: m(x).sum(), backend="eager")(x),
+        "torch.compile",
+    ),
+    "module.compile": (lambda m, x: (m.compile(backend="eager"), m(x)), "torch.compile"),
+    "a layer's compile": (lambda m, x: (m[0].compile(backend="eager"), m(x)), "0: torch.compile"),
+}
+
+
+@pytest.mark.parametrize(("act", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_would_read_placeholders_is_refused_before_anything_is_computed(
+    managed: nn.Sequential, act: Forward, says: str
+) -> None:
+    calls: list[str] = []
+    managed[0].register_forward_hook(lambda *_: calls.append("0"))
+    with pytest.raises(StateError, match=says):
+        act(managed, inputs())
+    torch._dynamo.reset()
+    assert not calls
+    for module in managed.modules():
+        module._compiled_call_impl = None
+    assert same_bits(stack()(inputs()), managed(inputs()))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: torch.compile(m, backend="eager"), lambda m: m.compile(backend="eager") or m]
+)
+def test_a_model_that_is_compiled_already_is_not_managed(wrap: Any) -> None:
+    model = wrap(stack())
+    with pytest.raises(StateError, match=r"torch\.compile"):
+        patrickstar.manage(model, adamw(model))
+
+
+UNSEEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "grad_and_value": lambda w, x: torch.func.grad_and_value(lambda w: (x @ w.T).sum())(w),
+    "grad": lambda w, x: torch.func.grad(lambda w: (x @ w.T).sum())(w),
+    "vjp": lambda w, x: torch.func.vjp(lambda w: x @ w.T, w),
+    "vmap": lambda w, x: torch.vmap(lambda w: w * 2)(w),
+    "functionalize": lambda w, x: torch.func.functionalize(lambda w: w * 2)(w),
+    "overrides off": lambda w, x: under(torch._C.DisableTorchFunctionSubclass(), lambda: x @ w.T),
+    "all overrides off": lambda w, x: under(torch._C.DisableTorchFunction(), lambda: x @ w.T),
+    "a class that asks no other": lambda w, x: F.linear(x.as_subclass(Silent), w),
+    "a detached alias": lambda w, x: torch.func.grad(lambda w: (x @ w.T).sum())(w.detach()),
+    "its gradient": lambda w, x: torch.func.grad(lambda g: (x @ g.T).sum())(w.grad),
+    "its memory": lambda w, x: under(torch._C.DisableTorchFunctionSubclass(), lambda: w.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("act", UNSEEN.values(), ids=UNSEEN)
+def test_a_placeholder_that_no_check_sees_cannot_be_read(managed: nn.Sequential, act: Any) -> None:
+    """torch itself raises: an error, or the right values, and never a number that is neither."""
+    managed(inputs()).sum().backward()
+    weight, plain = managed[0].weight, stack()[0].weight
+    with pytest.raises((StateError, RuntimeError), match=f"{UNREADABLE}|torch.func"):
+        act(weight, inputs())
+    assert same_bits(plain.detach(), weight.detach().clone())
+
+
+OPERATIONS = [info for info in op_db if info.supports_dtype(torch.float32, "cpu")]
+
+
+@pytest.mark.parametrize("info", OPERATIONS, ids=lambda info: info.formatted_name)
+def test_each_operation_of_torch_gives_what_it_gives_of_a_plain_tensor(info: Any) -> None:
+    """A managed weight in the place of each floating input of the first sample: the same bits, gradients too, or the same refusal of torch's."""
+    torch.manual_seed(0)
+    sample = next(iter(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)), None)
+    leaves, shape = tree_flatten((sample.input, sample.args, sample.kwargs) if sample is not None else ())
+    places = [place for place, leaf in enumerate(leaves) if is_managed_here(leaf)]
+    if not places:
+        return
+    plain, model = (
+        nn.ParameterDict({f"p{place}": nn.Parameter(leaves[place].detach().clone()) for place in places})
+        for _ in range(2)
+    )
+    with patrickstar.manage(model, adamw(model), device="emulated", device_memory="64MiB"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for place in places:
+            want, got = (results_of(info, leaves, shape, place, of[f"p{place}"]) for of in (plain, model))
+            if isinstance(want, Exception) or isinstance(got, Exception):
+                assert type(want) is type(got), (
+                    f"in place {place}: plain PyTorch has {want!r}, a managed weight {got!r}"
+                )
+            else:
+                assert all(map(same_bits, want, got)), (
+                    f"in place {place}: plain PyTorch has {want}, a managed weight {got}"
+                )
+
+
+def is_managed_here(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, Tensor) and leaf.dtype is torch.float32 and leaf.layout is torch.strided and leaf.numel() > 0
+    )
+
+
+def results_of(info: Any, leaves: list[Any], shape: Any, place: int, weight: nn.Parameter) -> list[Tensor] | Exception:
+    """What the operation gives, and the weight's gradient; or the error."""
+    given = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    given[place] = weight
+    first, args, kwargs = tree_unflatten(given, shape)
+    torch.manual_seed(1)
+    try:
+        result = info.op(first, *args, **kwargs)
+        if info.name.startswith(("empty", "new_empty")):  # whatever was in memory
+            return []
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+        roots = [leaf for leaf in found if leaf.grad_fn is not None]
+        shown = [leaf.detach().clone() for leaf in found]
+        if roots:
+            sum((root.abs() if root.is_complex() else root).sum() for root in roots).backward()
+        return shown if weight.grad is None else [*shown, weight.grad.clone()]
+    except Exception as error:
+        return error
+
+
+# optimizers, values and texts
+
+
+SECOND: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "AdamW, fused": lambda rest: torch.optim.AdamW(rest, lr=1e-2, fused=True),
+    "Adam, amsgrad, fused": lambda rest: torch.optim.Adam(rest, lr=1e-2, amsgrad=True, fused=True),
+    "SGD, fused": lambda rest: torch.optim.SGD(rest, lr=1e-2, momentum=0.9, fused=True),
+    "Adagrad, fused": lambda rest: torch.optim.Adagrad(rest, lr=1e-2, fused=True),
+    "AdamW, foreach": lambda rest: torch.optim.AdamW(rest, lr=1e-2, foreach=True),
+    "RMSprop": lambda rest: torch.optim.RMSprop(rest, lr=1e-3),
+    "ours": lambda rest: patrickstar.AdamW(rest, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
+def test_a_second_optimizer_over_what_the_managed_one_lacks(second: Any, precision: str, tmp_path: Path) -> None:
+    """A step that changes many parameters in one operation: whether torch counts the changes or not, they are kept, and written back."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+    def train(session_of: Callable[..., Any] | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(dtype)
+        parameters = list(model.parameters())
+        optimizer = (
+            torch.optim.SGD(parameters[:6], lr=0.0) if session_of is None else adamw(nn.ParameterList(parameters[:6]))
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # what it would do is no matter here: the others are not its own
+            group["weight_decay"] = 0.0
+        session = session_of and session_of(model, optimizer)
+        rest = second(parameters[6:])
+        for number in range(4):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).to(dtype)
+            model(x).square().mean().backward()
+            (session.optimizer if session else optimizer).step()
+            rest.step()
+            model.zero_grad()
+        found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        if session:
+            assert sum(session.stats().moved.values()), "nothing moved, which shows nothing"
+            session.close()
+        return found
+
+    budget = {"fp32": "200KiB", "bf16": "160KiB"}[precision]
+    options = patrickstar.Options(compute=None if precision == "fp32" else "bf16", poison=True)
+    manage = lambda model, optimizer: patrickstar.manage(
+        model, optimizer, precision=precision, host_memory=budget, disk=tmp_path / "disk", options=options
+    )
+    expect_bits(train(None), train(manage))
+
+
+def test_values_that_are_assigned_as_data_are_taken_over(make_pair: MakePair) -> None:
+    def act(model: nn.Module, optimizer: Any) -> None:
+        vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach() * 0.5
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())
+        model[0].weight.data = torch.ones(32, 32)
+        model[2].weight.data = model[4].weight.data.clone()
+
+    for machine in ({"device": "cpu"}, {"device": "emulated", "device_memory": "1MiB"}):
+        for precision in ("fp32", "bf16") if machine["device"] == "cpu" else ("fp32",):
+            pair = make_pair(precision=precision, **machine)
+            for number in range(2):
+                pair.each(act)
+                if precision == "fp32":
+                    pair.train(1, first=number)
+            if precision == "bf16":  # exact: halves of values that a bf16 weight has, in the fp32 master too
+                assert same_bits(pair.session.state_dict()["0.weight"], torch.ones(32, 32))
+            else:
+                expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
+
+
+TEXTS: dict[str, Callable[[nn.Module], str]] = {
+    "a number of data": lambda m: f"{m.scale.data:.3f}",
+    "a number of an alias": lambda m: f"{m.scale.detach():.1e}",
+    "an element": lambda m: f"{m.weight.data[1, 1]:.2f} {m.weight[1, 1]:.2f}",
+    "a gradient": lambda m: f"{m.scale.grad:.4f} {m.weight.grad!r}",
+    "data": lambda m: f"{m.weight.data!r} {m.weight.data} {m.weight.detach()}",
+    "a parameter": lambda m: f"{m.weight!r} {m.scale}",
+    "a view": lambda m: f"{m.weight.data[0]} {m.weight.data.t()!r}",
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :3] @ self.weight * self.scale
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_what_is_printed_is_what_pytorch_prints(make_pair: MakePair, text: Callable[[nn.Module], str]) -> None:
+    pair = make_pair(Scaled, device="emulated", device_memory="1MiB")
+    pair.each(lambda model, _: model(inputs()).sum().backward())
+    want, got = pair.each(lambda model, _: text(model))
+    assert want == got
+    with pytest.raises(TypeError):  # as of a plain parameter
+        f"{pair.model.scale:.3f}"
