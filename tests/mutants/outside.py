@@ -280,8 +280,8 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="the-file-that-tries-a-directory-stays",
         file="memory/filesystem.py",
-        old="            undo.callback(_remove, io, probe)",
-        new="            pass",
+        old="        undo.callback(_remove, io, probe)",
+        new="        pass",
         tests=("tests/memory/test_filesystem.py::test_a_directory_is_tried_and_left_as_it_was[is there]",),
     ),
 )
