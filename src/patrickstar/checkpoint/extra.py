@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from patrickstar.checkpoint.source import Source
-from patrickstar.checkpoint.staged_files import Staging
+from patrickstar.checkpoint.staged_files import StagedFiles
 from patrickstar.checkpoint.tensors import is_plain
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import CheckpointError
@@ -98,7 +98,7 @@ def _expect_readable(value: object, path: str) -> None:
         ) from None  # torch's own text is advice to those who load
 
 
-def write_values(staging: Staging, path: Path, value: object) -> None:
+def write_values(staging: StagedFiles, path: Path, value: object) -> None:
     """A new file with what `Values` has taken; passed on as it is serialised, so that no second copy is held."""
     with staging.new_file(path) as writer:
         sink = _Sink(writer)
@@ -115,7 +115,7 @@ def read_values(source: Source) -> object:
     """
     try:
         with torch.inference_mode(False):
-            return torch.load(f"/proc/self/fd/{source.fd}", weights_only=True, map_location="cpu")
+            return torch.load(f"/proc/self/fd/{source.fd}", weights_only=True, map_location="cpu", mmap=False)
     except Exception as problem:  # whatever a file makes of torch's reader
         raise CheckpointError(
             f"{source.path}: torch.load(weights_only=True) refuses it: {type(problem).__name__}"

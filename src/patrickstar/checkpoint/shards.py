@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from patrickstar.checkpoint.header import encode_header
-from patrickstar.checkpoint.staged_files import Staging
+from patrickstar.checkpoint.staged_files import StagedFiles
 from patrickstar.checkpoint.tensors import TensorEntry, bytes_of
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import ConfigError
@@ -74,7 +74,7 @@ def plan_shards(entries: Sequence[TensorEntry], *, shard_bytes: int) -> tuple[Sh
 
 
 def write_shard(
-    staging: Staging, directory: Path, shard: Shard, *, read: Callable[[str], Iterable[torch.Tensor]]
+    staging: StagedFiles, directory: Path, shard: Shard, *, read: Callable[[str], Iterable[torch.Tensor]]
 ) -> None:
     """Write and sync one file.
 

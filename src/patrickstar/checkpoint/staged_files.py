@@ -21,14 +21,14 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, reported, two_blocks
 from patrickstar.units import format_bytes
 
-__all__ = ["Staging", "aside", "remove", "staged", "sync_directory"]
+__all__ = ["StagedFiles", "aside", "remove", "staged", "sync_directory"]
 
 _PREFIX = ".tmp-"
 _SLACK_BYTES = 1 << 20  # for headers, directories and the file system's own
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class Staging:
+class StagedFiles:
     """New files in a directory, one at a time. `records`: the size and checksum of each that is finished."""
 
     def __init__(self, path: Path, *, io: FileIO, lane: Executor, block_bytes: int) -> None:
@@ -59,7 +59,7 @@ class Staging:
 @contextlib.contextmanager
 def staged(
     directory: Path, nbytes: int, *, io: FileIO, what: str, intact: str, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Staging]:
+) -> Iterator[StagedFiles]:
     """A directory inside of `directory`, which is made and kept from other writers meanwhile.
 
     Args:
@@ -78,7 +78,7 @@ def staged(
         try:
             with reported(f"{path}: cannot make the directory"):
                 io.make_directory(path)
-            yield Staging(path, io=io, lane=lane, block_bytes=block_bytes)
+            yield StagedFiles(path, io=io, lane=lane, block_bytes=block_bytes)
         finally:
             # What cannot be removed now (the disk may have gone) is swept when the next one is written.
             with contextlib.suppress(OSError):
