@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patrickstar.checkpoint.files import Files
+from patrickstar.memory.fileio import FileIO
 
 KINDS = ("ENOSPC", "EIO", "gone", "short", "short and full", "kill", "kill after half", "power cut", "torn cut")
 _OPERATIONS = (
-    *("status", "names", "free_bytes", "make_directory", "sync_directory", "lock", "create", "write", "set_size"),
-    *("sync", "close", "rename", "replace", "remove_file", "remove_directory", "open", "read"),
+    *("status", "names", "free_bytes", "make_directory", "sync_directory", "lock", "open", "set_direct", "pwritev"),
+    *("truncate", "fsync", "close", "rename", "unlink", "remove_directory", "preadv"),
 )
 
 
@@ -31,8 +31,8 @@ class _Change:
     undo: Callable[[Path], object]
 
 
-class FaultyFiles(Files):
-    """Files whose operation number `at` fails, as `kind` says; a verified fake of `Files` while `at` is out of reach.
+class FaultyFiles(FileIO):
+    """Files whose operation number `at` fails, as `kind` says; a verified fake of `FileIO` while `at` is out of reach.
 
     ENOSPC, EIO: that operation, once. gone: it and all that follow (EIO). short: a transfer of half the bytes.
     short and full: half the bytes, then ENOSPC for ever. kill: it and all that follow do not happen.
@@ -52,31 +52,27 @@ class FaultyFiles(Files):
         for name in _OPERATIONS:
             setattr(self, name, self._failing(name, getattr(super(), name)))
 
-    def unlock(self, descriptor: int) -> None:
-        super().unlock(descriptor)  # the system does it for the dead
-
     def _failing(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*arguments: Any, **options: Any) -> Any:
+        def operation(*arguments: Any) -> Any:
             if self._dead:
                 raise Killed
             if self._gone:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             number = len(self.log)
-            self.log.append(f"{name} {arguments[0]}")
-            if name == "write" and self._full:
+            makes = name == "open" and arguments[1] & os.O_CREAT
+            self.log.append(f"{'create' if makes else name} {arguments[0]}")
+            if name == "pwritev" and self._full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if number == self.at:
-                return self._fail(name, act, arguments, options)
-            return self._act(name, act, arguments, options)
+            return self._fail(name, act, arguments) if number == self.at else self._act(name, act, arguments)
 
         return operation
 
-    def _fail(self, name: str, act: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        half = name in ("write", "read") and self.kind in ("short", "short and full", "kill after half")
+    def _fail(self, name: str, act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        half = name in ("pwritev", "preadv") and self.kind in ("short", "short and full", "kill after half")
         result: Any = None
         if half:
-            descriptor, data, offset = arguments
-            result = self._act(name, act, (descriptor, data[: max(1, len(data) // 2)], offset), options)
+            fd, data, offset = arguments
+            result = self._act(name, act, (fd, data[: max(1, len(data) // 2)], offset))
         match self.kind:
             case "ENOSPC" | "EIO":
                 code = getattr(errno, self.kind)
@@ -91,41 +87,41 @@ class FaultyFiles(Files):
                 self._dead = True
                 self._lose()
                 raise Killed
-        self._full = self.kind == "short and full" and name == "write"
-        return result if half else self._act(name, act, arguments, options)
+        self._full = self.kind == "short and full" and name == "pwritev"
+        return result if half else self._act(name, act, arguments)
 
-    def _act(self, name: str, act: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _act(self, name: str, act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Do it, and note what a power cut would take back. Nothing is really synced: that would only take time."""
         before = None
         match name:
-            case "sync":
+            case "fsync":
                 self._unsynced.discard(arguments[0])
                 return None
             case "sync_directory":
                 self._changes = [change for change in self._changes if change.directory != arguments[0]]
                 return None
-            case "write":
+            case "pwritev":
                 self._unsynced.add(arguments[0])
             case "close" if arguments[0] in self._unsynced:
                 self._unsynced.remove(arguments[0])
                 self._unsynced.add(os.dup(arguments[0]))  # the file may have another name by the time it is lost
-            case "replace":
-                before = arguments[1].read_bytes() if arguments[1].exists() else None
-        result = act(*arguments, **options)
-        if name in ("create", "rename", "replace"):
-            self._changes.append(self._change(name, arguments, before))
+            case "rename":
+                before = arguments[1].read_bytes() if arguments[1].is_file() else None
+        result = act(*arguments)
+        if name == "open" and arguments[1] & os.O_CREAT:
+            made = arguments[0]
+            self._changes.append(_Change(made.parent, lambda now: (now / made.name).unlink()))
+        elif name == "rename":
+            self._changes.append(self._renamed(*arguments, before))
         return result
 
-    def _change(self, name: str, arguments: tuple[Any, ...], before: bytes | None) -> _Change:
-        target = arguments[-1]
-        if name == "create":
-            return _Change(target.parent, lambda now: (now / target.name).unlink())
-        if name == "replace":
-            return _Change(target.parent, lambda _: target.unlink() if before is None else target.write_bytes(before))
+    def _renamed(self, source: Path, target: Path, before: bytes | None) -> _Change:
+        if before is not None:
+            return _Change(target.parent, lambda _: target.write_bytes(before))
         for change in self._changes:
-            if change.directory == arguments[0]:
+            if change.directory == source:
                 change.directory = target
-        return _Change(target.parent, lambda _: target.rename(arguments[0]))
+        return _Change(target.parent, lambda _: target.rename(source))
 
     def _lose(self) -> None:
         for descriptor in self._unsynced:

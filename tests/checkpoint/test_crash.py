@@ -41,19 +41,19 @@ def scratch() -> Iterator[Path]:
 def before(scratch) -> Path:
     """A directory with steps 1 and 2."""
     for step in (1, 2):
-        write(scratch / "before", step, small(step), files=FaultyFiles())
+        write(scratch / "before", step, small(step), io=FaultyFiles())
     return scratch / "before"
 
 
-def rewritten(directory: Path, step: int, files: FaultyFiles) -> None:
-    write(directory, step, small(ANOTHER), keep=2, files=files)
+def rewritten(directory: Path, step: int, io: FaultyFiles) -> None:
+    write(directory, step, small(ANOTHER), keep=2, io=io)
 
 
 def operations(before: Path, scratch: Path, step: int) -> int:
     shutil.copytree(before, scratch / "count")
     files = FaultyFiles()
     rewritten(scratch / "count", step, files)
-    assert {"write", "sync", "rename", "replace", "remove_directory"} <= {entry.split()[0] for entry in files.log}
+    assert {"pwritev", "fsync", "rename", "remove_directory"} <= {entry.split()[0] for entry in files.log}
     return len(files.log)
 
 
@@ -83,7 +83,7 @@ def test_a_fault_at_any_operation_leaves_a_whole_checkpoint_and_the_next_can_be_
         what = f"operation {at} of {total}, {files.log[at]}: {outcome}"
         assert new or (old and outcome != "written"), what
 
-        write(directory, 4, small(4), keep=2, files=FaultyFiles())
+        write(directory, 4, small(4), keep=2, io=FaultyFiles())
         with open_step(directory) as reader:
             reader.verify()
             assert reader.step == 4, what
@@ -100,15 +100,15 @@ def test_a_fault_at_any_operation_leaves_a_whole_checkpoint_and_the_next_can_be_
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_in_the_first_checkpoint_of_all_leaves_none_or_a_whole_one(scratch, kind):
     files = FaultyFiles()
-    write(scratch / "count", 5, small(5), files=files)
+    write(scratch / "count", 5, small(5), io=files)
     for at in range(len(files.log)):
         directory = scratch / str(at) / "deep"
         with suppress(DeviceError, Killed):
-            write(directory, 5, small(5), files=FaultyFiles(at=at, kind=kind))
+            write(directory, 5, small(5), io=FaultyFiles(at=at, kind=kind))
         if any(directory.glob("step-*")):
             with open_step(directory) as reader:
                 reader.verify()
-        write(directory, 6, small(6), files=FaultyFiles())
+        write(directory, 6, small(6), io=FaultyFiles())
         with open_step(directory) as reader:
             assert reader.step == 6
 
@@ -121,7 +121,7 @@ class NoSync(FaultyFiles):
         setattr(self, forgotten, lambda *_: None)
 
 
-@pytest.mark.parametrize("forgotten", ["sync", "sync_directory"])
+@pytest.mark.parametrize("forgotten", ["fsync", "sync_directory"])
 def test_the_power_cut_finds_a_writer_that_does_not_sync(before, scratch, forgotten):
     lost = 0
     for at in range(operations(before, scratch, 2)):
@@ -140,7 +140,7 @@ def test_the_power_cut_finds_a_writer_that_does_not_sync(before, scratch, forgot
 
 def test_an_error_names_file_offset_and_bytes(scratch):
     files = FaultyFiles()
-    write(scratch / "one", 1, files=files)
-    at = [number for number, entry in enumerate(files.log) if entry.startswith("write")][1]
+    write(scratch / "one", 1, io=files)
+    at = [number for number, entry in enumerate(files.log) if entry.startswith("pwritev")][2]
     with pytest.raises(DeviceError, match=r"weights.*cannot write 4096 bytes at offset 4096: No space left on device"):
-        write(scratch / "two", 1, files=FaultyFiles(at=at, kind="ENOSPC"))
+        write(scratch / "two", 1, io=FaultyFiles(at=at, kind="ENOSPC"))

@@ -13,9 +13,9 @@ import torch
 
 from patrickstar.checkpoint import TensorEntry
 from patrickstar.checkpoint.export import write_model
-from patrickstar.checkpoint.files import Files
 from patrickstar.checkpoint.weight_files import INDEX_FILE, WEIGHTS_FILE, WeightFiles
 from patrickstar.errors import CheckpointError, DeviceError
+from patrickstar.memory.fileio import FileIO
 from tests.checkpoint.faults import FaultyFiles, Killed
 from tests.checkpoint.samples import in_pieces, same_tensor
 
@@ -24,7 +24,7 @@ def tensors_of(model: int) -> dict[str, torch.Tensor]:
     return {f"layer.{number}": torch.full((50,), float(10 * model + number)) for number in range(4)}
 
 
-def export(directory: Path, model: int = 0, *, shard_bytes: int = 1 << 30, files: Files | None = None) -> None:
+def export(directory: Path, model: int = 0, *, shard_bytes: int = 1 << 30, io: FileIO | None = None) -> None:
     tensors = tensors_of(model)
     write_model(
         directory,
@@ -32,7 +32,7 @@ def export(directory: Path, model: int = 0, *, shard_bytes: int = 1 << 30, files
         read=lambda name: in_pieces(tensors[name], 30),
         describe=lambda to: (to / "config.json").write_text(f'{{"model": {model}}}') and None,
         shard_bytes=shard_bytes,
-        files=files,
+        io=io,
     )
 
 
@@ -78,16 +78,16 @@ def test_an_earlier_model_is_replaced_and_other_files_stay(tmp_path, before, aft
 @pytest.mark.parametrize("kind", ["kill", "torn cut", "ENOSPC"])
 @pytest.mark.parametrize(("before", "after"), [(400, 400), (1 << 30, 400), (400, 1 << 30)])
 def test_an_interruption_never_leaves_a_mix(tmp_path, kind, before, after):
-    export(tmp_path / "before", 1, shard_bytes=before, files=FaultyFiles())  # which syncs nothing
+    export(tmp_path / "before", 1, shard_bytes=before, io=FaultyFiles())  # which syncs nothing
     shutil.copytree(tmp_path / "before", tmp_path / "watched")
-    export(tmp_path / "watched", 2, shard_bytes=after, files=(watched := FaultyFiles()))
+    export(tmp_path / "watched", 2, shard_bytes=after, io=(watched := FaultyFiles()))
     outcomes = set()
     for at in range(len(watched.log)):
         path = tmp_path / str(at)
         shutil.copytree(tmp_path / "before", path)
         faulty = FaultyFiles(at=at, kind=kind)
         with contextlib.suppress(Killed, DeviceError, OSError):
-            export(path, 2, shard_bytes=after, files=faulty)
+            export(path, 2, shard_bytes=after, io=faulty)
         try:
             left = found(path)
         except CheckpointError:
@@ -96,25 +96,25 @@ def test_an_interruption_never_leaves_a_mix(tmp_path, kind, before, after):
             continue
         assert same(left, tensors_of(1)) or same(left, tensors_of(2)), faulty.log
         outcomes.add("old" if same(left, tensors_of(1)) else "new")
-        export(path, 3, files=FaultyFiles())
+        export(path, 3, io=FaultyFiles())
         assert same(found(path), tensors_of(3))
         assert {entry.name for entry in path.iterdir()} == {"config.json", WEIGHTS_FILE}  # nothing is left behind
     assert {"old", "new"} <= outcomes
 
 
 def test_names_are_synced_before_the_one_that_readers_begin_with(tmp_path):
-    class Ordered(Files):
+    class Ordered(FileIO):
         log: list[str] = []  # noqa: RUF012 - of this test alone
 
-        def replace(self, source: Path, target: Path) -> None:
+        def rename(self, source: Path, target: Path) -> None:
             self.log.append(target.name)
-            super().replace(source, target)
+            super().rename(source, target)
 
         def sync_directory(self, path: Path) -> None:
             self.log.append("sync")
             super().sync_directory(path)
 
-    export(tmp_path, shard_bytes=400, files=Ordered())
+    export(tmp_path, shard_bytes=400, io=Ordered())
     moved = Ordered.log[Ordered.log.index("config.json") :]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert moved[:5] == ["config.json", *shards, "sync", INDEX_FILE]
@@ -126,19 +126,21 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path):
     with pytest.raises(DeviceError, match="file"):
         export(tmp_path / "file")
 
-    class Full(Files):
+    class Full(FileIO):
         def free_bytes(self, directory: Path) -> int:
             return 100
 
     with pytest.raises(DeviceError, match="a model of 800 bytes .* 100 bytes"):
-        export(tmp_path / "full", files=Full())
+        export(tmp_path / "full", io=Full())
     export(tmp_path / "there", 1)
-    export(tmp_path / "watched", 2, files=(watched := FaultyFiles()))
-    writes = [at for at, operation in enumerate(watched.log) if operation.split()[0] in ("create", "write", "set_size")]
+    export(tmp_path / "watched", 2, io=(watched := FaultyFiles()))
+    writes = [
+        at for at, operation in enumerate(watched.log) if operation.split()[0] in ("create", "pwritev", "truncate")
+    ]
     assert writes
     for at in writes:
         with pytest.raises(DeviceError, match="No space left"):
-            export(tmp_path / "there", 2, files=FaultyFiles(at=at, kind="ENOSPC"))
+            export(tmp_path / "there", 2, io=FaultyFiles(at=at, kind="ENOSPC"))
         assert same(found(tmp_path / "there"), tensors_of(1))
         assert {path.name for path in (tmp_path / "there").iterdir()} == {"config.json", WEIGHTS_FILE}
 

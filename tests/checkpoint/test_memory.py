@@ -39,7 +39,7 @@ for size in (1024, numel):  # the small one first: imports and threads are not w
         reader.verify()
         verified = high_water() - before
         before = reset()
-        for name in reader.entries:
+        for name in reader.spans:
             for number, piece in enumerate(reader.pieces(name, MiB)):
                 assert piece[0] == number and piece[-1] == number
         read_back = high_water() - before

@@ -42,7 +42,7 @@ def test_all_three_go_on_where_they_were_after_a_checkpoint(tmp_path):
     expected = draws()
     draws()
     with open_step(tmp_path) as reader:
-        rng.restore(reader.state["rng"])
+        rng.restore(reader.values["state"]["rng"])
     assert draws() == expected
 
 

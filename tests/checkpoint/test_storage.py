@@ -15,10 +15,10 @@ import safetensors.torch
 import torch
 
 from patrickstar.checkpoint import TensorEntry, newest_intact, open_step, write_step
-from patrickstar.checkpoint.files import Files
-from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.errors import CheckpointError, ConfigError, DeviceError
+from patrickstar.memory.fileio import FileIO
 from tests.checkpoint.faults import FaultyFiles
-from tests.checkpoint.samples import contents, entries_of, in_pieces, same_bits, same_tensor, sample, write
+from tests.checkpoint.samples import contents, in_pieces, same_bits, same_tensor, sample, write
 
 
 def steps(directory: Path) -> list[int]:
@@ -33,36 +33,33 @@ def test_what_is_written_is_what_is_read(tmp_path):
     with open_step(path.parent) as reader:
         reader.verify()
         assert reader.step == 12
-        assert dict(reader.entries) == {entry.name: entry for entry in entries_of(sample(12))}
         assert same_bits(contents(reader), sample(12))
-        assert reader.layout == {"chunk_numel": 4096, "digest": "ab12"}
-        assert reader.state == {"lr": 1e-3}
-        assert reader.extra["epoch"] == 12
-        assert reader.extra["betas"] == (0.9, 0.999)
-        assert reader.extra["order"].tolist() == [12, 13, 14, 15, 16]
+        assert reader.values["state"] == {"lr": 1e-3}
+        extra = reader.values["extra"]
+        assert (extra["epoch"], extra["betas"], extra["order"].tolist()) == (12, (0.9, 0.999), [12, 13, 14, 15, 16])
 
 
-def test_anybody_reads_the_files_with_the_safetensors_library(tmp_path):
+def test_anybody_reads_the_files_with_safetensors_and_torch(tmp_path):
     path = write(tmp_path, 3)
     found: dict[str, torch.Tensor] = {}
     files = sorted(path.glob("*.safetensors"))
-    assert len(files) > 3  # several for a stem
+    assert len(files) == 3  # several for a stem
     for file in files:
-        if file.name != "extra.safetensors":
-            found |= safetensors.torch.load_file(file)
+        found |= safetensors.torch.load_file(file)
         with safetensors.safe_open(file, framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"}
     assert found.keys() == sample(3).keys()
     assert all(same_tensor(found[name], tensor) for name, tensor in sample(3).items())
+    values = torch.load(path / "values.pt", weights_only=True)
+    assert (values["state"], values["extra"]["epoch"]) == ({"lr": 1e-3}, 3)
 
 
 def test_anybody_checks_the_checksums(tmp_path):
     path = write(tmp_path, 3)
     index = json.loads((path / "index.json").read_text())
-    assert index["algorithm"] == "sha256"
-    for row in [*index["tensors"].values(), *index["extra_tensors"].values()]:
-        data = (path / row["file"]).read_bytes()[row["offset"] :][: row["nbytes"]]
-        assert hashlib.sha256(data).hexdigest() == row["checksum"]
+    assert {path.name for path in path.iterdir()} == {"index.json", *index["files"]}
+    for name, row in index["files"].items():
+        assert hashlib.sha256((path / name).read_bytes()).hexdigest() == row["sha256"]
 
 
 def test_equal_contents_give_equal_files(tmp_path):
@@ -82,15 +79,17 @@ def test_a_step_that_is_there_is_replaced(tmp_path):
 
 
 def test_a_step_that_could_not_be_replaced_is_back_in_its_place(tmp_path):
-    class Stuck(Files):
+    class Stuck(FileIO):
         def rename(self, source: Path, target: Path) -> None:
-            if source.name.startswith(".tmp-"):
+            if source.parent.name.startswith(".tmp-"):
                 raise OSError(5, "Input/output error")
             super().rename(source, target)
 
     write(tmp_path, 2)
-    with pytest.raises(DeviceError, match=r"step-00000002: cannot rename \.tmp-\w+ to it: Input/output error"):
-        write(tmp_path, 2, sample(9), files=Stuck())
+    with pytest.raises(
+        DeviceError, match=r"step-00000002: cannot rename .*\.tmp-\w+/step-00000002 to it: Input/output error"
+    ):
+        write(tmp_path, 2, sample(9), io=Stuck())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002"]
     with open_step(tmp_path) as reader:
         assert same_bits(contents(reader), sample(2))
@@ -140,13 +139,13 @@ def test_what_is_no_complete_checkpoint_is_neither_counted_nor_deleted(tmp_path)
 
 
 def test_an_older_one_that_cannot_be_deleted_is_a_warning(tmp_path, caplog):
-    class Stuck(Files):
-        def remove_file(self, path: Path) -> None:
+    class Stuck(FileIO):
+        def unlink(self, path: Path) -> None:
             raise PermissionError(1, "Operation not permitted")
 
     write(tmp_path, 1)
     with caplog.at_level(logging.WARNING, "patrickstar"):
-        write(tmp_path, 2, keep=1, files=Stuck())
+        write(tmp_path, 2, keep=1, io=Stuck())
     assert "older checkpoint could not be deleted" in caplog.text
     assert open_step(tmp_path).step == 2
 
@@ -185,7 +184,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
     write(tmp_path, 1)
     files = Small()
     with pytest.raises(DeviceError, match=r"a checkpoint of \d+ bytes .*, 1000000 bytes .* are free: make room for"):
-        write(tmp_path, 2, files=files)
+        write(tmp_path, 2, io=files)
     assert not any(entry.startswith(("create", "rename")) for entry in files.log)
     assert open_step(tmp_path).step == 1
 
@@ -199,26 +198,26 @@ def test_a_place_that_is_no_directory_is_a_device_error(tmp_path, where):
 
 
 def test_a_place_that_may_not_be_written_is_a_device_error(tmp_path):
-    class Closed(Files):
+    class Closed(FileIO):
         def make_directory(self, path: Path) -> None:
             raise PermissionError(13, "Permission denied")
 
     with pytest.raises(DeviceError, match=r"\.tmp-.*: cannot make the directory: Permission denied"):
-        write(tmp_path, 1, files=Closed())
+        write(tmp_path, 1, io=Closed())
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("options", "error", "problem"),
     [
-        ({"extra": {"loader": {"rng": object()}}}, r'extra\["loader"\]\["rng"\] is a builtins.object'),
-        ({"state": [lambda: 0]}, r"state\[0\] is a builtins.function"),
-        ({"keep": 0}, "keep=0"),
-        ({"keep": True}, "keep=True"),
-        ({"shard_bytes": 0}, "shard_bytes=0"),
+        ({"extra": {"loader": {"rng": object()}}}, CheckpointError, r'extra\["loader"\]\["rng"\] is a builtins.object'),
+        ({"state": [lambda: 0]}, CheckpointError, r"state\[0\] is a builtins.function"),
+        ({"keep": 0}, ConfigError, "keep=0"),
+        ({"keep": True}, ConfigError, "keep=True"),
+        ({"shard_bytes": 0}, ConfigError, "shard_bytes=0"),
     ],
 )
-def test_a_wrong_argument_is_refused_before_anything_is_touched(tmp_path, options, problem):
-    with pytest.raises(ConfigError, match=problem):
+def test_a_wrong_argument_is_refused_before_anything_is_touched(tmp_path, options, error, problem):
+    with pytest.raises(error, match=problem):
         write(tmp_path / "new", 1, **options)
     assert not (tmp_path / "new").exists()
 
@@ -227,11 +226,6 @@ def test_a_wrong_argument_is_refused_before_anything_is_touched(tmp_path, option
 def test_a_step_is_a_whole_number(tmp_path, step):
     with pytest.raises(ConfigError, match="step="):
         write_step(tmp_path / "new", step, entries=[], read=list, parameters={})
-
-
-def test_the_stem_of_extra_is_taken(tmp_path):
-    with pytest.raises(ConfigError, match="the stem 'extra'"):
-        write_step(tmp_path, 1, entries=[TensorEntry("w", torch.float32, (1,), "extra")], read=list, parameters={})
 
 
 def test_pieces_are_asked_for_one_at_a_time_and_let_go_when_it_fails(tmp_path):
@@ -284,7 +278,7 @@ def test_nothing_to_save_but_a_step_is_a_checkpoint_too(tmp_path):
     write_step(tmp_path, 0, entries=[], read=list, parameters={})
     with open_step(tmp_path) as reader:
         reader.verify()
-        assert (reader.step, dict(reader.entries), reader.extra, reader.state) == (0, {}, None, None)
+        assert (reader.step, reader.spans, dict(reader.values)) == (0, {}, {"state": None, "extra": None})
 
 
 def test_no_generator_draws_when_a_checkpoint_is_written(tmp_path):

@@ -165,7 +165,7 @@ def test_a_file_that_is_not_what_it_says_is_refused_before_memory_is_taken(tmp_p
     def taken(*_):
         raise AssertionError("memory was taken")
 
-    monkeypatch.setattr("patrickstar.checkpoint.weight_files.empty", taken)
+    monkeypatch.setattr("patrickstar.checkpoint.tensor_files.empty", taken)
     path = tmp_path / WEIGHTS_FILE
     path.write_bytes(data)
     assert str(path) in refused(path)
@@ -207,12 +207,12 @@ def test_a_file_that_changes_under_way_is_refused(tmp_path):
 def test_every_failing_read_is_told(tmp_path):
     path = write_shards(tmp_path)
 
-    def read_all(disk: FaultyFiles) -> None:
-        with WeightFiles(path, files=disk) as files:
+    def read_all(io: FaultyFiles) -> None:
+        with WeightFiles(path, io=io) as files:
             assert all(same_tensor(files.read(name), tensor) for name, tensor in TENSORS.items())
 
     read_all(watched := FaultyFiles())
-    asked = [at for at, operation in enumerate(watched.log) if operation.split()[0] in ("status", "open", "read")]
+    asked = [at for at, operation in enumerate(watched.log) if operation.split()[0] in ("status", "open", "preadv")]
     assert len(asked) > 12
     for at in asked:
         with pytest.raises(CheckpointError, match="Input/output error"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,47 +11,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.checkpoint.files import Files
-from patrickstar.checkpoint.writer import Blocks, FileWriter
+from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import DeviceError
+from patrickstar.memory.fileio import FileIO, two_blocks
 
 LANE = ThreadPoolExecutor(1)
-BLOCKS = Blocks(4096)
+BLOCKS = two_blocks(4096)
 
 
-class NotDirect(Files):
+class NotDirect(FileIO):
     """A file system that takes the flag and then refuses what is written."""
 
-    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
-        if self.leave_direct_was_asked:
-            return super().write(descriptor, data, offset)
+    buffered = False
+
+    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
+        if self.buffered:
+            return super().pwritev(fd, buffer, offset)
         raise OSError(errno.EINVAL, "not aligned")
 
-    leave_direct_was_asked = False
-
-    def leave_direct(self, descriptor: int) -> bool:
-        super().leave_direct(descriptor)
-        first, self.leave_direct_was_asked = not self.leave_direct_was_asked, True
-        return first
+    def set_buffered(self, fd: int) -> bool:
+        super().set_buffered(fd)
+        before, self.buffered = self.buffered, True
+        return not before
 
 
-class Sluggish(Files):
+class Sluggish(FileIO):
     """A device that takes a little at a time."""
 
-    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
-        return super().write(descriptor, data[:1000], offset)
+    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
+        return super().pwritev(fd, buffer[:1000], offset)
 
 
-class Deaf(Files):
-    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+class Deaf(FileIO):
+    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
         return 0
 
 
-@given(sizes=st.lists(st.integers(0, 9000), max_size=6), kind=st.sampled_from([Files, NotDirect, Sluggish]))
+@given(sizes=st.lists(st.integers(0, 9000), max_size=6), kind=st.sampled_from([FileIO, NotDirect, Sluggish]))
 def test_a_file_holds_what_was_appended(tmp_path_factory, sizes, kind):
     path = tmp_path_factory.mktemp("written") / "file"
     data = os.urandom(sum(sizes))
-    writer = FileWriter(path, files=kind(), lane=LANE, blocks=BLOCKS)
+    writer = FileWriter(path, io=kind(), lane=LANE, blocks=BLOCKS)
     at = 0
     for size in sizes:
         piece = bytearray(data[at : at + size])
@@ -59,12 +60,12 @@ def test_a_file_holds_what_was_appended(tmp_path_factory, sizes, kind):
         at += size
     writer.finish()
     assert path.read_bytes() == data
-    assert writer.nbytes == len(data)
+    assert (writer.nbytes, writer.checksum.hexdigest()) == (len(data), hashlib.sha256(data).hexdigest())
 
 
 def test_a_device_that_takes_nothing_is_an_error_and_not_a_loop(tmp_path):
-    writer = FileWriter(tmp_path / "file", files=Deaf(), lane=LANE, blocks=BLOCKS)
-    with pytest.raises(DeviceError, match="cannot write 4096 bytes at offset 0: the device took no bytes"):
+    writer = FileWriter(tmp_path / "file", io=Deaf(), lane=LANE, blocks=BLOCKS)
+    with pytest.raises(DeviceError, match="cannot write 4096 bytes at offset 0: no more bytes"):
         writer.append(memoryview(bytes(9000)))
     writer.abort()
     writer.abort()
@@ -75,5 +76,5 @@ def test_an_existing_file_or_link_is_never_written_through(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for name in ("target", "link"):
         with pytest.raises(DeviceError, match="cannot make the file"):
-            FileWriter(tmp_path / name, files=Files(), lane=LANE, blocks=BLOCKS)
+            FileWriter(tmp_path / name, io=FileIO(), lane=LANE, blocks=BLOCKS)
     assert (tmp_path / "target").read_text() == "precious"

@@ -118,12 +118,14 @@ def test_a_second_signal_leaves_the_last_checkpoint_intact(runs, monkeypatch, wh
 
         monkeypatch.setattr(ChunkStore, "carry_out", carry)
     else:
-        move = storage._move_latest
-        monkeypatch.setattr(
-            storage,
-            "_move_latest",
-            lambda directory, name, *rest: (stop if "4" in name else move)(directory, name, *rest),
-        )
+        publish = storage._publish
+
+        def published(written, final, io):
+            publish(written, final, io)
+            if final.name == "step-00000004":
+                stop()  # before `latest` is moved
+
+        monkeypatch.setattr(storage, "_publish", published)
     assert runs.train(*arguments, "--checkpoint-dir", runs.checkpoints, "--save-every", 2, steps=6) == 130
     assert "step-00000002" in runs.saved()
     monkeypatch.undo()

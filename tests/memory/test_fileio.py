@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 
 import pytest
 
-from patrickstar.memory.fileio import FileIO
+from patrickstar.errors import CheckpointError, DeviceError
+from patrickstar.memory.fileio import FileIO, reported
 from patrickstar.memory.mapping import reserve
 from patrickstar.testing.faults import Fails, FaultyIO, Short
 
@@ -94,34 +96,77 @@ def test_direct_transfers_and_back(io, file):
     assert reason == 0
     with pytest.raises(OSError, match="Invalid argument"):
         io.pwritev(fd, page(3)[:100], 0)
-    io.set_buffered(fd)
+    assert io.set_buffered(fd)
+    assert not io.set_buffered(fd)
     assert io.pwritev(fd, page(4)[:100], 0) == 100
     io.close(fd)
 
 
-@pytest.mark.parametrize(
-    ("call", "use"),
-    [
-        ("open", lambda io, fd, file: io.open(file, os.O_RDWR)),
-        ("close", lambda io, fd, file: io.close(os.dup(fd))),
-        ("lock", lambda io, fd, file: io.lock(fd)),
-        ("fallocate", lambda io, fd, file: io.fallocate(fd, 0, PAGE)),
-        ("set_direct", lambda io, fd, file: io.set_direct(fd)),
-        ("set_buffered", lambda io, fd, file: io.set_buffered(fd)),
-        ("preadv", lambda io, fd, file: io.preadv(fd, page(0), 0)),
-        ("pwritev", lambda io, fd, file: io.pwritev(fd, page(0), 0)),
-        ("fsync", lambda io, fd, file: io.fsync(fd)),
-        ("unlink", lambda io, fd, file: io.unlink(file)),
-    ],
-)
-def test_every_call_fails_when_told(call, use, file):
+USES = {
+    "open": lambda io, fd, file: io.open(file, os.O_RDWR),
+    "close": lambda io, fd, file: io.close(os.dup(fd)),
+    "lock": lambda io, fd, file: io.lock(fd),
+    "unlock": lambda io, fd, file: io.unlock(fd),
+    "fallocate": lambda io, fd, file: io.fallocate(fd, 0, PAGE),
+    "set_direct": lambda io, fd, file: io.set_direct(fd),
+    "set_buffered": lambda io, fd, file: io.set_buffered(fd),
+    "preadv": lambda io, fd, file: io.preadv(fd, page(0), 0),
+    "pwritev": lambda io, fd, file: io.pwritev(fd, page(0), 0),
+    "truncate": lambda io, fd, file: io.truncate(fd, 0),
+    "fsync": lambda io, fd, file: io.fsync(fd),
+    "unlink": lambda io, fd, file: io.unlink(file),
+    "status": lambda io, fd, file: io.status(file),
+    "names": lambda io, fd, file: io.names(file.parent),
+    "free_bytes": lambda io, fd, file: io.free_bytes(file.parent),
+    "make_directory": lambda io, fd, file: io.make_directory(file.with_name("more")),
+    "remove_directory": lambda io, fd, file: io.remove_directory(file.parent),
+    "sync_directory": lambda io, fd, file: io.sync_directory(file.parent),
+    "rename": lambda io, fd, file: io.rename(file, file.with_name("other")),
+}
+
+
+def test_the_table_has_every_call():
+    assert USES.keys() == {call for call in vars(FileIO) if not call.startswith("_")}
+
+
+@pytest.mark.parametrize("call", USES)
+def test_every_call_fails_when_told(call, file):
     fd = os.open(file, os.O_RDWR | os.O_CREAT)
     io = FaultyIO(Fails(call, errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
-        use(io, fd, file)
+        USES[call](io, fd, file)
     assert io.counts[call] == len(io.hit) == 1
-    assert file.exists()
+    assert list(file.parent.iterdir()) == [file]
     os.close(fd)
+
+
+@IO
+def test_names_and_directories(io, tmp_path):
+    io.make_directory(tmp_path / "b")
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b" / "new").write_text("new")
+    assert io.names(tmp_path) == ["a", "b"]
+    io.rename(tmp_path / "b" / "new", tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "new"
+    io.sync_directory(tmp_path)
+    io.remove_directory(tmp_path / "b")
+    assert io.status(tmp_path / "b") is None
+    assert io.status(tmp_path / "a" / "below") is None
+    (tmp_path / "link").symlink_to("a")
+    assert stat.S_ISLNK(io.status(tmp_path / "link").st_mode)
+    with pytest.raises(OSError, match="symbolic link"):
+        io.open(tmp_path / "link", os.O_RDONLY)
+    assert io.free_bytes(tmp_path) > 0
+
+
+@pytest.mark.parametrize("error", [CheckpointError, DeviceError])
+def test_an_error_says_what_why_and_what_to_change(error):
+    for number, advice in {errno.ENOSPC: "free space there", errno.EIO: "see the kernel log", errno.ENOENT: ""}.items():
+        with (
+            pytest.raises(error, match=f"^x: cannot y: {os.strerror(number)}.*{advice}"),
+            reported("x: cannot y", error),
+        ):
+            raise OSError(number, os.strerror(number))
 
 
 def test_a_fault_strikes_at_its_turns_only(file):

@@ -225,8 +225,8 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-short-transfer-is-taken-for-a-whole-one",
-        file="memory/disk.py",
-        old="while done < extent.nbytes:",
+        file="memory/fileio.py",
+        old="while done < nbytes:",
         new="while not done:",
         tests=("tests/memory/test_disk.py::test_interrupted_and_short_transfers_are_continued",),
     ),

@@ -8,6 +8,7 @@ __all__ = ["OUTSIDE"]
 
 BOUND = "tests/session/test_host_bound.py"
 DISK = "tests/session/test_disk_tier.py"
+EXTRA = "tests/checkpoint/test_extra.py"
 HANDS = "tests/session/test_hand_changes.py"
 DEFERRED = "tests/parameters/test_deferred_init.py"
 PARITY = "tests/parity/test_parity.py::test_no_bit_depends_on_where_model_data_lives_in_any_combination"
@@ -235,6 +236,27 @@ OUTSIDE: tuple[Mutant, ...] = (
         tests=("tests/checkpoint/test_matching.py::test_tied_tensors_that_differ_are_refused",),
     ),
     Mutant(
+        name="what-could-not-be-read-back-is-saved",
+        file="checkpoint/extra.py",
+        old="        _expect_readable(value, path)\n",
+        new="",
+        tests=(f"{EXTRA}::test_what_could_not_be_read_back_is_refused_with_its_place_before_anything_is_written",),
+    ),
+    Mutant(
+        name="values-are-read-by-a-reader-that-runs-code",
+        file="checkpoint/extra.py",
+        old='weights_only=True, map_location="cpu"',
+        new='weights_only=False, map_location="cpu"',
+        tests=(f"{EXTRA}::test_forged_values_under_a_right_checksum_are_refused_and_run_nothing",),
+    ),
+    Mutant(
+        name="bytes-of-a-checkpoint-are-not-held-against-their-checksum",
+        file="checkpoint/reader.py",
+        old="if checksum.hexdigest() != record.sha256:",
+        new="if False:",
+        tests=("tests/checkpoint/test_corruption.py::test_one_flipped_bit_anywhere_is_found_and_its_file_named",),
+    ),
+    Mutant(
         name="an-update-is-taken-for-a-change-behind-torchs-back",
         file="step/events.py",
         old="            self._escaped.renew()",
@@ -280,8 +302,8 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="the-file-that-tries-a-directory-stays",
         file="memory/filesystem.py",
-        old="            undo.callback(_remove, io, probe)",
-        new="            pass",
+        old="        undo.callback(_remove, io, probe)",
+        new="        pass",
         tests=("tests/memory/test_filesystem.py::test_a_directory_is_tried_and_left_as_it_was[is there]",),
     ),
 )

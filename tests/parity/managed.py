@@ -151,8 +151,7 @@ def read_moments(session: Any, record: Record, *, order: list[str], directory: P
         path = directory.parent / "checkpoint"
         session.save_checkpoint(path)
         with open_step(path) as reader:
-            kept = reader.state
-            assert isinstance(kept, dict)
+            kept = reader.values["state"]
             record.updates |= {name: int(count) for name, count in kept["steps"].items()}
             for name in record.updates:
                 record.exp_avg[name] = reader.read(f"exp_avg/{name}")

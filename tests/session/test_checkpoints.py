@@ -233,7 +233,7 @@ def test_extra_takes_json_tensors_and_objects_with_state_dict(make_pair: MakePai
 
 def test_extra_that_cannot_be_saved_is_refused_by_name_and_writes_nothing(make_pair: MakePair, tmp_path: Path) -> None:
     pair = make_pair()
-    with pytest.raises(ConfigError, match="thing"):
+    with pytest.raises(CheckpointError, match="thing"):
         pair.session.save_checkpoint(tmp_path / "run", extra={"thing": object()})
     assert not list(tmp_path.rglob("step-*"))
 

@@ -10,29 +10,19 @@ The order of things, so that the directory never holds a mix of two models that 
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import re
-import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.directories import (
-    TEMPORARY_PREFIX,
-    check_space,
-    locked,
-    make_directories,
-    remove,
-    sync_directory,
-)
-from patrickstar.checkpoint.files import BLOCK_BYTES, Blocks, Files, writing
 from patrickstar.checkpoint.shards import Shard, plan_shards, write_shard
+from patrickstar.checkpoint.staged_files import staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
-from patrickstar.checkpoint.writer import write_file
+from patrickstar.memory.fileio import FileIO, reported
 
 __all__ = ["write_model"]
 
@@ -46,7 +36,7 @@ def write_model(
     read: Callable[[str], Iterable[torch.Tensor]],
     describe: Callable[[Path], None],
     shard_bytes: int,
-    files: Files | None = None,
+    io: FileIO | None = None,
 ) -> None:
     """Write the tensors to `directory`, in files of at most `shard_bytes` each, unless one tensor is larger.
 
@@ -56,39 +46,21 @@ def write_model(
     Raises:
         DeviceError: it cannot be written; with file, offset and bytes. ConfigError: a tensor the format does not have.
     """
-    disk = files or Files()
+    io = io or FileIO()
     shards = plan_shards(
         [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries], shard_bytes=shard_bytes
     )
     nbytes = sum(entry.nbytes for entry in entries)
-    make_directories(directory, disk)
-    with (
-        locked(directory, disk, what="a model or a checkpoint"),
-        ThreadPoolExecutor(1, thread_name_prefix="patrickstar-export") as lane,
-    ):
-        with writing(f"{directory}: cannot remove what an interrupted export left"):
-            for name in disk.names(directory):
-                if name.startswith(TEMPORARY_PREFIX):
-                    remove(directory / name, disk)
-        check_space(directory, nbytes, disk, what="a model", intact="what was there is as before")
-        temporary = directory / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-        try:
-            with writing(f"{temporary}: cannot make the directory"):
-                disk.make_directory(temporary)
-            with writing(f"{temporary}: cannot write the model's configuration"):
-                describe(temporary)
-                _sync_files(temporary, disk)
-            blocks = Blocks(BLOCK_BYTES)
-            for shard in shards:
-                write_shard(temporary, shard, read=read, files=disk, lane=lane, blocks=blocks)
-            if len(shards) > 1:
-                write_file(temporary / INDEX_FILE, _index(shards, nbytes), files=disk, lane=lane, blocks=blocks)
-            sync_directory(temporary, disk)
-            _publish(temporary, directory, {shard.file for shard in shards}, disk)
-        finally:
-            # What cannot be removed now (the disk may have gone) is swept when the next one is written.
-            with contextlib.suppress(OSError):
-                remove(temporary, disk)
+    with staged(directory, nbytes, io=io, what="a model", intact="what was there is as before") as staging:
+        with reported(f"{staging.path}: cannot write the model's configuration"):
+            describe(staging.path)
+            _sync_files(staging.path, io)
+        for shard in shards:
+            write_shard(staging, staging.path, shard, read=read)
+        if len(shards) > 1:
+            staging.write(staging.path / INDEX_FILE, _index(shards, nbytes))
+        sync_directory(staging.path, io)
+        _publish(staging.path, directory, {shard.file for shard in shards}, io)
 
 
 def _index(shards: Sequence[Shard], nbytes: int) -> bytes:
@@ -97,32 +69,32 @@ def _index(shards: Sequence[Shard], nbytes: int) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8")
 
 
-def _sync_files(directory: Path, disk: Files) -> None:
+def _sync_files(directory: Path, io: FileIO) -> None:
     """Syncs the files that the library has written, which syncs none."""
-    for name in disk.names(directory):
-        descriptor, _ = disk.open(directory / name)
+    for name in io.names(directory):
+        fd = io.open(directory / name, os.O_RDONLY)
         try:
-            disk.sync(descriptor)
+            io.fsync(fd)
         finally:
-            disk.close(descriptor)
+            io.close(fd)
 
 
-def _publish(temporary: Path, directory: Path, shards: set[str], disk: Files) -> None:
+def _publish(temporary: Path, directory: Path, shards: set[str], io: FileIO) -> None:
     entry = WEIGHTS_FILE if WEIGHTS_FILE in shards else INDEX_FILE
-    with writing(f"{directory}: cannot move the model's files there"):
-        before = set(disk.names(directory))
+    with reported(f"{directory}: cannot move the model's files there"):
+        before = set(io.names(directory))
         if INDEX_FILE in before and entry == INDEX_FILE and shards & before:
-            disk.remove_file(directory / INDEX_FILE)
-            disk.sync_directory(directory)
+            io.unlink(directory / INDEX_FILE)
+            io.sync_directory(directory)
             before.remove(INDEX_FILE)
-        written = disk.names(temporary)
+        written = io.names(temporary)
         for name in written:
             if name != entry:
-                disk.replace(temporary / name, directory / name)
-        disk.sync_directory(directory)
-        disk.replace(temporary / entry, directory / entry)
-        disk.sync_directory(directory)
+                io.rename(temporary / name, directory / name)
+        io.sync_directory(directory)
+        io.rename(temporary / entry, directory / entry)
+        io.sync_directory(directory)
         former = {name for name in before if _SHARD_NAME.fullmatch(name) or name in (WEIGHTS_FILE, INDEX_FILE)}
         for name in sorted(former - set(written)):
-            disk.remove_file(directory / name)
-        disk.sync_directory(directory)
+            io.unlink(directory / name)
+        io.sync_directory(directory)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 
 from patrickstar.errors import CheckpointError
 
-__all__ = ["LARGEST", "as_int", "as_list", "as_object", "as_shape", "as_str", "exact_keys", "parse_object"]
+__all__ = ["as_int", "as_object", "as_shape", "as_str", "exact_keys", "parse_object"]
 
-LARGEST = 2**63 - 1  # what offsets of files and sizes of tensors can be
+_LARGEST = 2**63 - 1  # what offsets of files and sizes of tensors can be
 _MOST_DIGITS = 20
 _MOST_DIMS = 64
 
@@ -57,13 +57,6 @@ def exact_keys(value: object, where: str, keys: Iterable[str]) -> dict[str, obje
     return found
 
 
-def as_list(value: object, where: str) -> list[object]:
-    """`value` if it is a JSON array."""
-    if not isinstance(value, list):
-        raise CheckpointError(f"{where}: expected a list, found {_shown(value)}")
-    return value
-
-
 def as_str(value: object, where: str) -> str:
     """`value` if it is a string."""
     if not isinstance(value, str):
@@ -71,7 +64,7 @@ def as_str(value: object, where: str) -> str:
     return value
 
 
-def as_int(value: object, where: str, *, most: int = LARGEST) -> int:
+def as_int(value: object, where: str, *, most: int = _LARGEST) -> int:
     """`value` if it is a whole number in [0, most]; `true` and `1.0` are none."""
     if type(value) is not int or not 0 <= value <= most:
         raise CheckpointError(f"{where}: expected a whole number from 0 to {most}, found {_shown(value)}")
@@ -80,12 +73,13 @@ def as_int(value: object, where: str, *, most: int = LARGEST) -> int:
 
 def as_shape(value: object, where: str) -> tuple[int, ...]:
     """`value` if it is the shape of a tensor whose number of elements is one that memory could hold."""
-    dims = as_list(value, where)
-    if len(dims) > _MOST_DIMS:
-        raise CheckpointError(f"{where}: {len(dims)} dims; at most {_MOST_DIMS}")
-    shape = tuple(as_int(dim, f"{where}[{at}]") for at, dim in enumerate(dims))
+    if not isinstance(value, list):
+        raise CheckpointError(f"{where}: expected a list, found {_shown(value)}")
+    if len(value) > _MOST_DIMS:
+        raise CheckpointError(f"{where}: {len(value)} dims; at most {_MOST_DIMS}")
+    shape = tuple(as_int(dim, f"{where}[{at}]") for at, dim in enumerate(value))
     # Empty dims counted as one: torch multiplies the others into strides even where there are no elements.
-    if math.prod(max(dim, 1) for dim in shape) > LARGEST:
+    if math.prod(max(dim, 1) for dim in shape) > _LARGEST:
         raise CheckpointError(f"{where}: {_shown(list(shape))} has more elements than any memory")
     return shape
 

@@ -1,132 +1,93 @@
-"""The header of a safetensors file, written and read as the format's specification has it.
+"""The header of a safetensors file: written here, so that tensors can follow piece by piece; read and checked by the format's own library.
 
-What every header we accept satisfies (`decode_header` refuses all others):
-
-(1) Its length is at most what the file and the format allow. Otherwise memory is taken for a header that is not there.
-(2) Every entry has a known type, a shape of sizes that exist, and exactly the bytes that type and shape take.
-(3) The tensors lie back to back from the header's end to the file's: no two share a byte, none is left over, none lies
-    outside. So checksums of the header and of each tensor cover every byte of the file.
+The library refuses a length that the file has no room for, an unknown type, offsets that are not the bytes of type and shape, and tensors that do not
+lie back to back from the header's end to the file's. So a checksum of the file covers every tensor, and no byte lies under two.
 
 Layout of a file: 8 bytes, little endian, the length of the header; the header, JSON padded with spaces; the tensors.
-Source: https://huggingface.co/docs/safetensors (format); the limit of 100 MB is that library's.
+Source: https://huggingface.co/docs/safetensors (format).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 
-from patrickstar.checkpoint.fields import as_int, as_list, as_object, as_shape, as_str, exact_keys, parse_object
+import torch
+from safetensors import SafetensorError, safe_open
+
+from patrickstar.checkpoint.tensors import DTYPES, TensorEntry
 from patrickstar.errors import CheckpointError
+from patrickstar.memory.fileio import FileIO, read_whole, reported
 
-__all__ = ["ITEMSIZE", "LENGTH_BYTES", "MOST_HEADER_BYTES", "Span", "decode_header", "encode_header", "header_length"]
+__all__ = ["Span", "encode_header", "read_header"]
 
-ITEMSIZE: Mapping[str, int] = MappingProxyType(
-    {
-        **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
-        **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-        **dict.fromkeys(("U32", "I32", "F32"), 4),
-        **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-    }
-)
-LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 100_000_000
+_LENGTH_BYTES = 8
 _DATA_ALIGNMENT = 64  # so that a reader that maps the file finds the first tensor on a cache line
+_MOST_NUMEL = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Place of one tensor's bytes in its file; `offset` counts from the start of the file."""
+    """Type, shape and place of one tensor; `offset` counts from the start of its file."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    nbytes: int
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
 
-
-def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Span]]:
-    """The bytes in front of tensors (name, dtype, shape) that follow in this order, and where each will lie."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # "pt": transformers refuses files without it
-    sizes: dict[str, tuple[int, int]] = {}
+def encode_header(entries: Sequence[TensorEntry]) -> bytes:
+    """The bytes in front of tensors that follow in this order."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}  # "pt": transformers refuses files without it
     at = 0
-    for name, dtype, shape in tensors:
-        nbytes = ITEMSIZE[dtype] * math.prod(shape)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        sizes[name] = (at, nbytes)
-        at += nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    text += b" " * (-(LENGTH_BYTES + len(text)) % _DATA_ALIGNMENT)
-    start = LENGTH_BYTES + len(text)
-    spans = {name: Span(dtype, shape, start + sizes[name][0], sizes[name][1]) for name, dtype, shape in tensors}
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text, spans
+    for entry in entries:
+        end = at + entry.nbytes
+        fields[entry.name] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _DATA_ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def header_length(start: bytes, *, file_nbytes: int, where: str) -> int:
-    """Bytes of the header after the length itself, from the file's first eight bytes (rule 1)."""
-    if len(start) < LENGTH_BYTES or file_nbytes < LENGTH_BYTES + 2:
-        raise CheckpointError(f"{where}: {file_nbytes} bytes are too few for a safetensors file")
-    length = int.from_bytes(start[:LENGTH_BYTES], "little")
-    most = min(file_nbytes - LENGTH_BYTES, MOST_HEADER_BYTES)
-    if 2 <= length <= most:
-        return length
-    # Asked only now: a header of 640 bytes begins with 80 02, as pickles do.
-    if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
-        raise CheckpointError(
-            f"{where}: not a safetensors file; it begins like a pickle (torch.save), which is not read"
-        )
-    raise CheckpointError(
-        f"{where}: header length {length}, but a file of {file_nbytes} bytes has room for {most}: "
-        "cut short, or not a safetensors file"
-    )
+def read_header(io: FileIO, path: Path, fd: int) -> dict[str, Span]:
+    """The tensors of an open file, in the order in which they lie.
 
-
-def decode_header(text: bytes | bytearray, *, file_nbytes: int, where: str) -> dict[str, Span]:
-    """The place of each tensor, in the order in which tensors lie, from the header's JSON (rules 2 and 3)."""
-    if text[:1] != b"{":
-        raise CheckpointError(f"{where}: the header is no JSON object: not a safetensors file")
-    entries = parse_object(text, where=f"{where}: header")
-    for key, value in as_object(entries.pop("__metadata__", {}), f"{where}: header: __metadata__").items():
-        as_str(value, f'{where}: header: __metadata__["{key}"]')
-
-    start = LENGTH_BYTES + len(text)
+    Raises:
+        CheckpointError: it is no safetensors file, or has a type or size that is not read.
+    """
+    try:
+        # The file that is open, whatever lies at its path by now. Not as torch's, for which the library would map all of it.
+        with safe_open(f"/proc/self/fd/{fd}", framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as problem:
+        begins = bytearray(4)
+        with reported(f"{path}: cannot read the file's first bytes", CheckpointError):
+            io.preadv(fd, memoryview(begins), 0)
+        if begins == b"PK\x03\x04" or begins[:1] == b"\x80":
+            raise CheckpointError(
+                f"{path}: not a safetensors file; it begins like a pickle (torch.save), which is not read"
+            ) from None
+        raise CheckpointError(f"{path}: damaged, or not a safetensors file: {problem}") from None
+    length = bytearray(_LENGTH_BYTES)
+    read_whole(io, path, fd, memoryview(length), 0, error=CheckpointError)
+    text = bytearray(int.from_bytes(length, "little"))
+    read_whole(io, path, fd, memoryview(text), _LENGTH_BYTES, error=CheckpointError)
+    fields = json.loads(text)
+    fields.pop("__metadata__", None)
+    start = _LENGTH_BYTES + len(text)
     spans: dict[str, Span] = {}
-    for name, entry in entries.items():
-        spans[name] = _span(entry, start=start, where=f"{where}: header: {json.dumps(name)}")
-    spans = dict(sorted(spans.items(), key=lambda item: (item[1].offset, item[1].end)))
-    at, before = start, "the header"
-    for name, span in spans.items():
-        if span.offset != at:
-            how = "overlaps" if span.offset < at else "leaves a hole after"
-            raise CheckpointError(f"{where}: tensor {name!r} at byte {span.offset} {how} {before}, which ends at {at}")
-        at, before = span.end, f"tensor {name!r}"
-    if at != file_nbytes:
-        problem = "cut short" if at > file_nbytes else "bytes after the last tensor"
-        raise CheckpointError(f"{where}: {file_nbytes} bytes, but its header describes {at}: {problem}")
+    for name, field in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype = DTYPES.get(field["dtype"])
+        if dtype is None:
+            raise CheckpointError(f"{path}: tensor {name!r} is of the type {field['dtype']}, which is not read")
+        # Empty dims counted as one: torch multiplies the others into strides even where there are no elements.
+        if math.prod(max(dim, 1) for dim in field["shape"]) > _MOST_NUMEL:
+            raise CheckpointError(f"{path}: tensor {name!r} of {field['shape']} has more elements than any memory")
+        spans[name] = Span(dtype, tuple(field["shape"]), start + field["data_offsets"][0])
     return spans
-
-
-def _span(entry: object, *, start: int, where: str) -> Span:
-    fields = exact_keys(entry, where, ("dtype", "shape", "data_offsets"))
-    dtype = as_str(fields["dtype"], f"{where}.dtype")
-    if dtype not in ITEMSIZE:
-        raise CheckpointError(f"{where}.dtype: unknown type {dtype[:40]!r}")
-    shape = as_shape(fields["shape"], f"{where}.shape")
-    offsets = as_list(fields["data_offsets"], f"{where}.data_offsets")
-    if len(offsets) != 2:
-        raise CheckpointError(f"{where}.data_offsets: expected two numbers, found {len(offsets)}")
-    begin, end = (as_int(offset, f"{where}.data_offsets[{at}]") for at, offset in enumerate(offsets))
-    nbytes = ITEMSIZE[dtype] * math.prod(shape)
-    if end - begin != nbytes:
-        raise CheckpointError(f"{where}: offsets {begin} to {end} are not the {nbytes} bytes of {dtype} {list(shape)}")
-    return Span(dtype, shape, start + begin, nbytes)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from patrickstar.checkpoint.naming import Naming
-from patrickstar.checkpoint.tensors import DTYPES
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.errors import CheckpointError, some
 
@@ -124,7 +123,7 @@ def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -
             groups[key].append((name, pattern))
         else:
             span = files.spans[name]
-            _add(found, files, key, (Origin(key, (name,)), span.shape, DTYPES[span.dtype]))
+            _add(found, files, key, (Origin(key, (name,)), span.shape, span.dtype))
     for key, parts in groups.items():
         names, patterns = tuple(name for name, _ in parts), tuple(pattern for _, pattern in parts)
         for made, tensor in _sketch(files, key, parts, naming).items():
@@ -136,7 +135,7 @@ def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -
 def _sketch(files: WeightFiles, key: str, parts: Sequence[tuple[str, str]], naming: Naming) -> dict[str, Tensor]:
     """The result of a conversion, without bytes."""
     spans = {name: files.spans[name] for name, _ in parts}
-    bare = {name: torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta") for name, span in spans.items()}
+    bare = {name: torch.empty(span.shape, dtype=span.dtype, device="meta") for name, span in spans.items()}
     try:
         return naming.convert(key, [(name, pattern, bare[name]) for name, pattern in parts])
     except Exception as problem:  # the library's own code, over shapes that a file has: anything

@@ -1,10 +1,11 @@
-"""The random number generators of a process, as a tree that `extra.py` encodes: torch on the CPU and on one device, Python, NumPy."""
+"""The random number generators of a process, as values that `extra.py` takes: torch on the CPU and on one device, Python, NumPy."""
 
 from __future__ import annotations
 
 import logging
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        tree["numpy"] = numpy.random.get_state(legacy=False)
+        tree["numpy"] = _each(numpy.random.get_state(legacy=False), numpy.ndarray, torch.from_numpy)
     if device is not None:
         tree["device"] = torch.get_device_module(device).get_rng_state(device)
     return tree
@@ -56,7 +57,7 @@ def check(tree: object, device: torch.device | None = None) -> None:
             _require(kind in _NUMPY_KINDS, "numpy: unknown generator")
             current = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 - the global one is meant
             _require(kind == current, f"numpy: of a {kind}, and the global generator is a {current}")
-            np.random.RandomState(getattr(np.random, kind)()).set_state(tree["numpy"])
+            np.random.RandomState(getattr(np.random, kind)()).set_state(_numpy_state(tree))
     except (KeyError, AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"rng: not the state of a random number generator: {problem}") from problem
 
@@ -76,7 +77,7 @@ def restore(tree: object, device: torch.device | None = None) -> None:
     if "numpy" in tree:
         import numpy as np  # noqa: PLC0415 - see check
 
-        np.random.set_state(tree["numpy"])  # noqa: NPY002 - the global one is meant
+        np.random.set_state(_numpy_state(tree))  # noqa: NPY002 - the global one is meant
 
     if "device" in tree and device is not None:
         torch.get_device_module(device).set_rng_state(tree["device"], device)
@@ -89,6 +90,22 @@ def restore(tree: object, device: torch.device | None = None) -> None:
 def _python_state(tree: dict[str, Any]) -> tuple[Any, ...]:
     python = tree["python"]
     return (python["version"], tuple(python["words"].tolist()), python["gauss"])
+
+
+def _numpy_state(tree: dict[str, Any]) -> dict[str, Any]:
+    return _each(tree["numpy"], torch.Tensor, torch.Tensor.numpy)
+
+
+def _each(tree: dict[str, Any], kind: type, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A tree with `change` done to every value of a kind."""
+    return {
+        key: _each(value, kind, change)
+        if isinstance(value, dict)
+        else change(value)
+        if isinstance(value, kind)
+        else value
+        for key, value in tree.items()
+    }
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.files import Blocks, Files
-from patrickstar.checkpoint.format import FileRecord, Stored, checksum_of, new_checksum
-from patrickstar.checkpoint.header import ITEMSIZE, encode_header
+from patrickstar.checkpoint.header import encode_header
+from patrickstar.checkpoint.staged_files import StagedFiles
 from patrickstar.checkpoint.tensors import TensorEntry, bytes_of
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import ConfigError
@@ -60,7 +58,7 @@ def plan_shards(entries: Sequence[TensorEntry], *, shard_bytes: int) -> tuple[Sh
 
     shards: list[Shard] = []
     for stem, members in stems.items():
-        ordered = sorted(members, key=lambda entry: -ITEMSIZE[entry.code])
+        ordered = sorted(members, key=lambda entry: -entry.dtype.itemsize)
         groups: list[list[TensorEntry]] = []
         room = 0
         for entry in ordered:
@@ -76,48 +74,31 @@ def plan_shards(entries: Sequence[TensorEntry], *, shard_bytes: int) -> tuple[Sh
 
 
 def write_shard(
-    directory: Path,
-    shard: Shard,
-    *,
-    read: Callable[[str], Iterable[torch.Tensor]],
-    files: Files,
-    lane: Executor,
-    blocks: Blocks,
-) -> tuple[FileRecord, dict[str, Stored]]:
-    """Write and sync one file; its record, and where each tensor lies with its checksum.
+    staging: StagedFiles, directory: Path, shard: Shard, *, read: Callable[[str], Iterable[torch.Tensor]]
+) -> None:
+    """Write and sync one file.
 
     `read(name)` gives a tensor's elements in order, in contiguous 1-D pieces; one piece is asked for at a time, and the
     one before is not looked at again, so its memory may be used for the next.
     """
-    header, spans = encode_header([(entry.name, entry.code, entry.shape) for entry in shard.entries])
-    stored: dict[str, Stored] = {}
-    writer = FileWriter(directory / shard.file, files=files, lane=lane, blocks=blocks)
-    try:
-        writer.append(memoryview(header))
+    with staging.new_file(directory / shard.file) as writer:
+        writer.append(memoryview(encode_header(shard.entries)))
         for entry in shard.entries:
-            checksum = _append_tensor(writer, entry, read(entry.name))
-            stored[entry.name] = Stored(shard.file, spans[entry.name], checksum)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    return FileRecord(writer.nbytes, len(header), checksum_of(header)), stored
+            _append_tensor(writer, entry, read(entry.name))
 
 
-def _append_tensor(writer: FileWriter, entry: TensorEntry, pieces: Iterable[torch.Tensor]) -> str:
-    checksum, nbytes = new_checksum(), 0
+def _append_tensor(writer: FileWriter, entry: TensorEntry, pieces: Iterable[torch.Tensor]) -> None:
+    nbytes = 0
     try:
         for piece in pieces:
             assert piece.dtype == entry.dtype, f"{entry.name}: a piece of {piece.dtype}, declared as {entry.dtype}"
             assert piece.dim() == 1, f"{entry.name}: a piece of shape {tuple(piece.shape)}, expected one dim"
             data = bytes_of(piece)
             nbytes += len(data)
-            assert nbytes <= entry.nbytes, f"{entry.name}: more pieces than {entry.numel} elements"
-            checksum.update(data)
+            assert nbytes <= entry.nbytes, f"{entry.name}: more pieces than {entry.shape} has elements"
             writer.append(data)
     finally:
         # A generator may hold a chunk pinned; do not leave it to the garbage collector to let go.
         if (close := getattr(pieces, "close", None)) is not None:
             close()
     assert nbytes == entry.nbytes, f"{entry.name}: pieces of {nbytes} bytes, declared as {entry.nbytes}"
-    return checksum.hexdigest()

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 import torch
 
-from patrickstar.checkpoint.header import ITEMSIZE
-
 __all__ = ["DTYPES", "DTYPE_CODES", "TensorEntry", "bytes_of", "empty", "is_plain"]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -52,12 +50,8 @@ class TensorEntry:
     stem: str = "tensors"
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * ITEMSIZE[self.code]
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def code(self) -> str:

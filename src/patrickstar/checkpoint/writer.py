@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import hashlib
+import os
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Final
 
-from patrickstar.checkpoint.files import ALIGNMENT, Blocks, Files, writing
+from patrickstar.memory.fileio import ALIGNMENT, Blocks, FileIO, reported, write_whole
 
-__all__ = ["FileWriter", "write_file"]
+__all__ = ["BLOCK_BYTES", "FileWriter"]
+
+BLOCK_BYTES: Final = 4 << 20
 
 
 class FileWriter:
@@ -19,65 +23,65 @@ class FileWriter:
     and pushed out pages that others need. The lane has one thread, so at most one block is on its way.
     """
 
-    def __init__(self, path: Path, *, files: Files, lane: Executor, blocks: Blocks) -> None:
+    def __init__(self, path: Path, *, io: FileIO, lane: Executor, blocks: Blocks) -> None:
         self._path = path
-        self._files = files
+        self._io = io
         self._lane = lane
         self._blocks = blocks
 
         self.nbytes = 0
+        self.checksum = hashlib.sha256()
         self._filled = 0
         self._turn = 0
         self._on_its_way: Future[None] | None = None
-        with writing(f"{path}: cannot make the file"):
-            self._descriptor: int | None = files.create(path, direct=True)
+        with reported(f"{path}: cannot make the file"):
+            self._fd: int | None = io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with contextlib.suppress(OSError):  # where the file system can
+            io.set_direct(self._fd)
 
     def append(self, data: memoryview) -> None:
         """Add bytes at the end, copied: the caller may change them afterwards."""
+        self.checksum.update(data)
         at = 0
         while at < len(data):
-            taken = min(self._blocks.nbytes - self._filled, len(data) - at)
-            self._blocks.views[self._turn][self._filled : self._filled + taken] = data[at : at + taken]
+            block = self._blocks[self._turn]
+            taken = min(len(block) - self._filled, len(data) - at)
+            block[self._filled : self._filled + taken] = data[at : at + taken]
             at += taken
             self._filled += taken
             self.nbytes += taken
-            if self._filled == self._blocks.nbytes:
-                self._issue(self._filled)
+            if self._filled == len(block):
+                self._wait()
+                self._on_its_way = self._lane.submit(self._write, block, self.nbytes - self._filled)
+                self._filled, self._turn = 0, 1 - self._turn
 
     def finish(self) -> None:
         """Write what is left, and return when the disk has all of it."""
-        assert self._descriptor is not None
+        assert self._fd is not None
         self._wait()
         if self._filled:
             padded = self._filled + -self._filled % ALIGNMENT
-            block = self._blocks.views[self._turn][:padded]
+            block = self._blocks[self._turn][:padded]
             block[self._filled :] = bytes(padded - self._filled)
             self._write(block, self.nbytes - self._filled)  # nothing is left to overlap it with
-            self._filled = 0
-        with writing(f"{self._path}: cannot set the size to {self.nbytes} bytes"):
-            self._files.set_size(self._descriptor, self.nbytes)
-        with writing(f"{self._path}: cannot sync {self.nbytes} bytes"):
-            self._files.sync(self._descriptor)
-        descriptor, self._descriptor = self._descriptor, None
-        with writing(f"{self._path}: cannot close the file"):
-            self._files.close(descriptor)
+        with reported(f"{self._path}: cannot set the size to {self.nbytes} bytes"):
+            self._io.truncate(self._fd, self.nbytes)
+        with reported(f"{self._path}: cannot sync {self.nbytes} bytes"):
+            self._io.fsync(self._fd)
+        fd, self._fd = self._fd, None
+        with reported(f"{self._path}: cannot close the file"):
+            self._io.close(fd)
 
     def abort(self) -> None:
         """Give up the file; what of it is on the disk stays there for the caller to remove."""
-        if self._descriptor is None:
+        if self._fd is None:
             return
         # The block on its way reads our memory and writes to our descriptor: wait for it, whatever becomes of it.
         with contextlib.suppress(Exception):
             self._wait()
-        descriptor, self._descriptor = self._descriptor, None
+        fd, self._fd = self._fd, None
         with contextlib.suppress(OSError):
-            self._files.close(descriptor)
-
-    def _issue(self, nbytes: int) -> None:
-        self._wait()
-        offset = self.nbytes - self._filled
-        self._on_its_way = self._lane.submit(self._write, self._blocks.views[self._turn][:nbytes], offset)
-        self._filled, self._turn = 0, 1 - self._turn
+            self._io.close(fd)
 
     def _wait(self) -> None:
         if self._on_its_way is not None:
@@ -85,28 +89,5 @@ class FileWriter:
             issued.result()
 
     def _write(self, block: memoryview, offset: int) -> None:
-        assert self._descriptor is not None
-        at = 0
-        while at < len(block):
-            with writing(f"{self._path}: cannot write {len(block) - at} bytes at offset {offset + at}"):
-                try:
-                    written = self._files.write(self._descriptor, block[at:], offset + at)
-                except OSError as problem:
-                    # Not aligned as this device wants it, at once or after a short transfer: never wrong when buffered.
-                    if problem.errno == errno.EINVAL and self._files.leave_direct(self._descriptor):
-                        continue
-                    raise
-                if written <= 0:
-                    raise OSError(errno.EIO, "the device took no bytes")
-            at += written
-
-
-def write_file(path: Path, data: bytes, *, files: Files, lane: Executor, blocks: Blocks) -> None:
-    """A small file, whole and synced."""
-    writer = FileWriter(path, files=files, lane=lane, blocks=blocks)
-    try:
-        writer.append(memoryview(data))
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
+        assert self._fd is not None
+        write_whole(self._io, self._path, self._fd, block, offset)

@@ -22,10 +22,10 @@ class CheckpointFolder:
     def steps(self) -> list[Path]:
         """The run's checkpoints, those written last first."""
         # The package of checkpoints loads torch, and this file is imported for `train --help`.
-        from patrickstar.checkpoint.files import Files
         from patrickstar.checkpoint.find import step_directories
+        from patrickstar.memory.fileio import FileIO
 
-        return step_directories(self.directory, Files()) if self.directory.is_dir() else []
+        return step_directories(self.directory, FileIO()) if self.directory.is_dir() else []
 
     def check_unused(self) -> None:
         """Refuses to start afresh where another run's checkpoints lie: keeping the newest would delete them.

@@ -21,25 +21,22 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
-from patrickstar.memory.fileio import FileIO
+from patrickstar.memory.fileio import ALIGNMENT, FileIO, read_whole, reported, write_whole
 from patrickstar.memory.filesystem import default_disk_bytes, free_bytes, kept_in_memory, prepare_directory
 from patrickstar.memory.lanes import Work
 from patrickstar.memory.mapping import reserve
-from patrickstar.units import MIB, format_bytes
+from patrickstar.units import format_bytes
 
-__all__ = ["ALIGNMENT", "DiskPool", "Extent", "remove_stale_files"]
+__all__ = ["DiskPool", "Extent", "remove_stale_files"]
 
-ALIGNMENT: Final = 4096
-_BLOCK_BYTES: Final = 8 * MIB  # of one request: 4 to 16 MiB saturate a disk
 _ATTEMPTS: Final = 8  # to make a file that nobody else removes
-_FRUITLESS: Final = 8  # transfers in a row without one whole aligned block: the device is not going to deliver
 _PREFIX: Final = "patrickstar-"
 
 logger = logging.getLogger("patrickstar")
@@ -62,9 +59,6 @@ class Extent:
     fd: int
     offset: int
     nbytes: int
-
-    def __str__(self) -> str:
-        return f"{self.path}, bytes {self.offset} to {self.offset + self.nbytes}"
 
 
 class DiskPool:
@@ -162,13 +156,13 @@ class DiskPool:
 
     def reading(self, ref: PlaneRef, buffer: memoryview) -> Work:
         """The work of filling page-aligned memory of a unit's size with the unit. It raises `DeviceError`."""
-        extent = self._extent_for(ref, buffer)
-        return lambda: self._transfer(self._io.preadv, extent, buffer, doing="reading")
+        at = self._extent_for(ref, buffer)
+        return lambda: read_whole(self._io, at.path, at.fd, buffer, at.offset, error=DeviceError)
 
     def writing(self, ref: PlaneRef, buffer: memoryview) -> Work:
         """The work of writing a unit from page-aligned memory of its size. It raises `DeviceError`."""
-        extent = self._extent_for(ref, buffer)
-        return lambda: self._transfer(self._io.pwritev, extent, buffer, doing="writing")
+        at = self._extent_for(ref, buffer)
+        return lambda: write_whole(self._io, at.path, at.fd, buffer, at.offset)
 
     def close(self) -> None:
         """Removes the files. No transfer may be under way."""
@@ -201,15 +195,10 @@ class DiskPool:
             )
 
     def _make_file(self, plane: str, nbytes: int) -> _File:
-        path = self.directory
-        try:
+        with reported(f"{self.directory}: cannot make a file"):
             path, fd = self._open_locked(plane)
+        with reported(f"{path}: cannot set {nbytes} bytes aside ({format_bytes(nbytes)} for {plane})"):
             self._io.fallocate(fd, 0, nbytes)
-        except OSError as error:
-            raise DeviceError(
-                f"{path}: cannot set {nbytes} bytes from offset 0 aside ({format_bytes(nbytes)} for {plane}): "
-                f"{error.strerror}; free space there, or name another directory with disk="
-            ) from error
         if self.direct:
             self._go_direct(fd)
         return _File(path, fd)
@@ -228,13 +217,16 @@ class DiskPool:
         raise BlockingIOError(errno.EAGAIN, "other processes remove the files as they are made")
 
     def _go_direct(self, fd: int) -> None:
-        try:
-            self._io.set_direct(fd)
-            self._io.pwritev(fd, memoryview(reserve(ALIGNMENT)).cast("B"), 0)  # some take the flag and no transfer
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise DeviceError(f"{self.directory}: direct I/O cannot be set up: {error.strerror}") from error
-            self.direct = False
+        page = memoryview(reserve(ALIGNMENT)).cast("B")
+        with reported(f"{self.directory}: cannot set direct I/O up"):
+            try:
+                self._io.set_direct(fd)
+                self._io.pwritev(fd, page, 0)  # some take the flag and no transfer
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        if not self.direct:
             for opened in self._files.values():
                 self._io.set_buffered(opened)
             logger.warning(
@@ -254,26 +246,6 @@ class DiskPool:
         if buffer.nbytes != extent.nbytes or not buffer.contiguous:
             raise ValueError(f"{ref} has {extent.nbytes} bytes, the buffer {buffer.nbytes}")
         return extent
-
-    def _transfer(
-        self, call: Callable[[int, memoryview, int], int], extent: Extent, buffer: memoryview, *, doing: str
-    ) -> None:
-        done = fruitless = 0
-        while done < extent.nbytes:
-            try:
-                moved = call(extent.fd, buffer[done : done + _BLOCK_BYTES], extent.offset + done)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                raise _failure(extent, done, doing, reason=_explain(error)) from error
-            if moved == 0:
-                raise _failure(extent, done, doing, reason="the file ends there; was it cut by another process?")
-            # A direct transfer must start on a block: what came of a broken one is moved again.
-            step = moved // ALIGNMENT * ALIGNMENT if self.direct else moved
-            fruitless = 0 if step else fruitless + 1
-            if fruitless == _FRUITLESS:
-                raise _failure(extent, done, doing, reason=f"{_FRUITLESS} short transfers in a row; is the disk well?")
-            done += step
 
 
 def remove_stale_files(directory: Path, *, io: FileIO | None = None) -> int:
@@ -308,19 +280,3 @@ def _remove_files(io: FileIO, files: dict[Path, int], owner: int, *, keep: Colle
             if error.errno != errno.ENOENT:
                 logger.warning("%s: cannot be removed: %s; remove it by hand", path, error.strerror)
         io.close(files.pop(path))
-
-
-def _failure(extent: Extent, done: int, doing: str, *, reason: str) -> DeviceError:
-    return DeviceError(
-        f"{extent.path}: {doing} {extent.nbytes} bytes at offset {extent.offset} failed after {done} bytes: {reason}"
-    )
-
-
-def _explain(error: OSError) -> str:
-    match error.errno:
-        case errno.ENOSPC | errno.EDQUOT:
-            return f"{error.strerror}; free space there, or name a directory on another disk"
-        case errno.EIO:
-            return f"{error.strerror}; the disk does not do its work (see the kernel log): name another directory"
-        case _:
-            return str(error.strerror)

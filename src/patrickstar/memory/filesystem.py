@@ -6,7 +6,6 @@ too little memory.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 from contextlib import ExitStack, suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from patrickstar.errors import DeviceError
-from patrickstar.memory.fileio import FileIO
+from patrickstar.memory.fileio import FileIO, reported
 
 __all__ = ["DISK_SHARE", "default_disk_bytes", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
 
@@ -31,10 +30,8 @@ def prepare_directory(directory: Path) -> None:
         DeviceError: no parent, not a directory, or nothing can be written there.
     """
     _place(directory)
-    try:
+    with reported(f"{_argument(directory)}: cannot be made"):
         directory.mkdir(exist_ok=True)
-    except OSError as error:
-        raise _refused(directory, "cannot be made", error) from error
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise DeviceError(
             f"{_argument(directory)}: not writable by this user; change its mode, or name another directory"
@@ -51,14 +48,11 @@ def expect_usable(directory: Path, *, io: FileIO | None = None) -> None:
     # As the files of a pool are called: what a process that is killed right here leaves goes with those.
     place = _place(directory)
     probe = place / f"patrickstar-{os.getpid()}-{secrets.token_hex(4)}.probe"
-    try:
-        with ExitStack() as undo:
-            fd = io.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            undo.callback(io.close, fd)
-            undo.callback(_remove, io, probe)
-            io.fallocate(fd, 0, _PROBE_BYTES)
-    except OSError as error:
-        raise _refused(directory, f"files cannot be made in {place}", error) from error
+    with reported(f"{_argument(directory)}: files cannot be made in {place}"), ExitStack() as undo:
+        fd = io.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        undo.callback(io.close, fd)
+        undo.callback(_remove, io, probe)
+        io.fallocate(fd, 0, _PROBE_BYTES)
     if not free_bytes(directory):
         raise DeviceError(
             f"{_argument(directory)}: nothing is free in {place} (0 bytes); free space, or name a directory on another disk"
@@ -77,11 +71,8 @@ def free_bytes(directory: Path) -> int:
         DeviceError: no parent, or not a directory.
     """
     place = _place(directory)
-    try:
-        found = os.statvfs(place)
-    except OSError as error:
-        raise _refused(directory, "cannot be asked what is free", error) from error
-    return found.f_bavail * found.f_frsize
+    with reported(f"{_argument(directory)}: cannot be asked what is free"):
+        return FileIO().free_bytes(place)
 
 
 def default_disk_bytes(directory: Path) -> int:
@@ -91,11 +82,9 @@ def default_disk_bytes(directory: Path) -> int:
 
 def _place(directory: Path) -> Path:
     """The directory, or its parent where it is yet to be made."""
-    try:
+    with reported(f"{_argument(directory)}: cannot be looked at"):
         place = directory if directory.exists() else directory.parent
         is_there = place.is_dir()
-    except OSError as error:
-        raise _refused(directory, "cannot be looked at", error) from error
     if not is_there:
         raise DeviceError(
             f"{_argument(directory)}: {place} is no directory; give one that exists, or whose parent does"
@@ -105,19 +94,6 @@ def _place(directory: Path) -> Path:
 
 def _argument(directory: Path) -> str:
     return f"disk={str(directory)!r}"
-
-
-def _refused(directory: Path, what: str, error: OSError) -> DeviceError:
-    match error.errno:
-        case errno.EACCES | errno.EPERM:
-            instead = "change its owner or its mode, or name a directory of your own"
-        case errno.EROFS:
-            instead = "mount it for writing, or name another directory"
-        case errno.ENOSPC | errno.EDQUOT:
-            instead = "free space, or name a directory on another disk"
-        case _:
-            instead = "name another directory"
-    return DeviceError(f"{_argument(directory)}: {what}: {error.strerror}; {instead}")
 
 
 def kept_in_memory(directory: Path, *, root: str = "") -> bool:

@@ -88,7 +88,6 @@ class Saving:
                 entries=entries,
                 read=lambda name: self._pieces(name, buffers),
                 parameters=self._shapes(),
-                layout={"chunk_numel": self._layout.chunk_numel},
                 state=state,
                 extra=extra,
                 keep=keep,
@@ -99,13 +98,13 @@ class Saving:
         with open_step(path) as reader:
             reader.require_model(self._shapes())
             reader.verify()
-            state, extra = reader.state, reader.extra
+            state, extra = reader.values["state"], reader.values["extra"]
             buffers = persistent_buffers(self._model)
             steps = self._check(reader, state, buffers)
             assert isinstance(state, dict)
             self._forget()
             with self._executor.lock, self._executor.quiet():
-                for name in reader.entries:
+                for name in reader.spans:
                     kind, _, owner = name.partition("/")
                     if kind == "buffer":
                         buffers[owner].copy_(reader.read(name))
@@ -155,16 +154,16 @@ class Saving:
         wanted = {f"weight/{bound.name}": tuple(bound.shape_only.shape) for bound in self._binding}
         wanted |= {f"{kind}/{name}": wanted[f"weight/{name}"] for name in steps for kind in _PLANES}
         wanted |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
-        found = {name: entry.shape for name, entry in reader.entries.items()}
+        found = {name: span.shape for name, span in reader.spans.items()}
         if wanted != found:
             odd = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
             raise CheckpointError(f"{where}: a checkpoint of another model or precision: {', '.join(odd[:4])} differ")
-        for name, entry in reader.entries.items():
+        for name, span in reader.spans.items():
             kind, _, owner = name.partition("/")
             expected = buffers[owner].dtype if kind == "buffer" else torch.float32
-            if entry.dtype is not expected and not (expected is torch.float32 and entry.dtype in _EXACT_IN_FP32):
+            if span.dtype is not expected and not (expected is torch.float32 and span.dtype in _EXACT_IN_FP32):
                 raise CheckpointError(
-                    f"{where}: {name} is {entry.dtype}, expected {expected}: a checkpoint of another precision"
+                    f"{where}: {name} is {span.dtype}, expected {expected}: a checkpoint of another precision"
                 )
         self._check_groups(where, state["groups"], state["group_parameters"])
         rng.check(state["rng"], self._binding.device)

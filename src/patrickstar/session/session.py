@@ -188,6 +188,7 @@ class Session:
             keep: how many of the newest stay; None: all.
         Raises:
             DeviceError: it cannot be written; what was written before is intact.
+            CheckpointError: `torch.load(weights_only=True)` could not read something in `extra` back; nothing was written.
         """
         self._begin_access()
         if wait is not True:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 from patrickstar.memory.fileio import FileIO
 
@@ -43,57 +44,20 @@ class FaultyIO(FileIO):
 
         self.counts: Counter[str] = Counter()
         self.hit: list[Fails | Short] = []
+        for call in vars(FileIO):
+            if not call.startswith("_"):
+                setattr(self, call, partial(self._call, call))
 
-    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        self._count("open")
-        return super().open(path, flags, mode)
-
-    def close(self, fd: int) -> None:
-        super().close(fd)  # first: a close that reports an error has closed
-        self._count("close")
-
-    def lock(self, fd: int) -> bool:
-        self._count("lock")
-        return super().lock(fd)
-
-    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        self._count("fallocate")
-        super().fallocate(fd, offset, nbytes)
-
-    def set_direct(self, fd: int) -> None:
-        self._count("set_direct")
-        super().set_direct(fd)
-
-    def set_buffered(self, fd: int) -> None:
-        self._count("set_buffered")
-        super().set_buffered(fd)
-
-    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
-        buffer = self._cut(buffer, self._count("preadv"))
-        return super().preadv(fd, buffer, offset) if len(buffer) else 0
-
-    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
-        buffer = self._cut(buffer, self._count("pwritev"))
-        return super().pwritev(fd, buffer, offset) if len(buffer) else 0
-
-    def fsync(self, fd: int) -> None:
-        self._count("fsync")
-        super().fsync(fd)
-
-    def unlink(self, path: Path) -> None:
-        self._count("unlink")
-        super().unlink(path)
-
-    def _count(self, call: str) -> Short | None:
+    def _call(self, call: str, *arguments: Any) -> Any:
+        act = partial(getattr(FileIO, call), self)
+        if call == "close":
+            act(*arguments)  # first: a close that reports an error has closed
         self.counts[call] += 1
         for fault in self.faults:
             if fault.call == call and fault.nth <= self.counts[call] < fault.nth + fault.times:
                 self.hit.append(fault)
-                if isinstance(fault, Short):
-                    return fault
-                raise OSError(fault.number, os.strerror(fault.number))
-        return None
-
-    @staticmethod
-    def _cut(buffer: memoryview, fault: Short | None) -> memoryview:
-        return buffer if fault is None else buffer[: fault.nbytes]
+                if isinstance(fault, Fails):
+                    raise OSError(fault.number, os.strerror(fault.number))
+                fd, buffer, offset = arguments
+                return act(fd, buffer[: fault.nbytes], offset) if fault.nbytes else 0
+        return None if call == "close" else act(*arguments)

@@ -1,0 +1,165 @@
+"""A directory aside, in which what is written comes about before it gets its name; it is gone afterwards, whatever happens.
+
+directory/.tmp-*                 being written, or being deleted; swept when the next one is written
+directory/.old-step-00000012     a checkpoint that is being replaced, which comes back when the next one is written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+from patrickstar.checkpoint.format import OLD_PREFIX, FileRecord
+from patrickstar.checkpoint.writer import BLOCK_BYTES, FileWriter
+from patrickstar.errors import DeviceError
+from patrickstar.memory.fileio import FileIO, reported, two_blocks
+from patrickstar.units import format_bytes
+
+__all__ = ["StagedFiles", "aside", "remove", "staged", "sync_directory"]
+
+_PREFIX = ".tmp-"
+_SLACK_BYTES = 1 << 20  # for headers, directories and the file system's own
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class StagedFiles:
+    """New files in a directory, one at a time. `records`: the size and checksum of each that is finished."""
+
+    def __init__(self, path: Path, *, io: FileIO, lane: Executor, block_bytes: int) -> None:
+        self.path = path
+        self.records: dict[str, FileRecord] = {}
+        self._io = io
+        self._lane = lane
+        self._blocks = two_blocks(block_bytes)
+
+    @contextlib.contextmanager
+    def new_file(self, path: Path) -> Iterator[FileWriter]:
+        """A file to append to, whole and synced afterwards."""
+        writer = FileWriter(path, io=self._io, lane=self._lane, blocks=self._blocks)
+        try:
+            yield writer
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        self.records[path.name] = FileRecord(writer.nbytes, writer.checksum.hexdigest())
+
+    def write(self, path: Path, data: bytes) -> None:
+        """A small file."""
+        with self.new_file(path) as writer:
+            writer.append(memoryview(data))
+
+
+@contextlib.contextmanager
+def staged(
+    directory: Path, nbytes: int, *, io: FileIO, what: str, intact: str, block_bytes: int = BLOCK_BYTES
+) -> Iterator[StagedFiles]:
+    """A directory inside of `directory`, which is made and kept from other writers meanwhile.
+
+    Args:
+        nbytes: what will be written there. what: its name in messages. intact: what has not been touched where it does not fit.
+    Raises:
+        DeviceError: the directory cannot be used, another writer is there, or less is free.
+    """
+    _make_directories(directory, io)
+    with (
+        _locked(directory, io, what=what),
+        ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane,
+    ):
+        _sweep(directory, io)
+        _check_space(directory, nbytes, io, what=what, intact=intact)
+        path = aside(directory)
+        try:
+            with reported(f"{path}: cannot make the directory"):
+                io.make_directory(path)
+            yield StagedFiles(path, io=io, lane=lane, block_bytes=block_bytes)
+        finally:
+            # What cannot be removed now (the disk may have gone) is swept when the next one is written.
+            with contextlib.suppress(OSError):
+                remove(path, io)
+
+
+def aside(directory: Path) -> Path:
+    """A name that no reader looks at and the next writer removes."""
+    return directory / f"{_PREFIX}{uuid.uuid4().hex}"
+
+
+def remove(path: Path, io: FileIO) -> None:
+    """Delete a file, a link (not what it points to), or a directory with all that is in it."""
+    status = io.status(path)
+    if status is None:
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        io.unlink(path)
+        return
+    for name in io.names(path):
+        remove(path / name, io)
+    io.remove_directory(path)
+
+
+def sync_directory(path: Path, io: FileIO) -> None:
+    """Makes names in a directory outlast a power cut. DeviceError where that fails."""
+    with reported(f"{path}: cannot sync the directory"):
+        io.sync_directory(path)
+
+
+def _make_directories(directory: Path, io: FileIO) -> None:
+    """The directory is there, and outlasts a power cut."""
+    with reported(f"{directory}: cannot make the directory"):
+        missing = [path for path in (directory, *directory.parents) if io.status(path) is None]
+        for path in reversed(missing):
+            # Another rank or job may make it at the same time.
+            with contextlib.suppress(FileExistsError):
+                io.make_directory(path)
+            io.sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, io: FileIO, *, what: str) -> Iterator[None]:
+    with reported(f"{directory}: cannot open the directory"):
+        fd = io.open(Path(os.path.realpath(directory)), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with reported(f"{directory}: cannot lock the directory"):
+            try:
+                ours = io.lock(fd)
+            except OSError as problem:
+                # File systems without locks are used by one writer at a time, as told.
+                ours = problem.errno in _NO_LOCKS
+                if not ours:
+                    raise
+        if not ours:
+            raise DeviceError(
+                f"{directory}: another process or session is writing {what} there; give each its own directory"
+            )
+        yield
+    finally:
+        io.unlock(fd)
+
+
+def _sweep(directory: Path, io: FileIO) -> None:
+    """Remove what a crash left behind, and put back what the crash left aside."""
+    with reported(f"{directory}: cannot remove what an interrupted writer left"):
+        for name in io.names(directory):
+            path = directory / name
+            if name.startswith(OLD_PREFIX) and io.status(directory / name.removeprefix(OLD_PREFIX)) is None:
+                io.rename(path, directory / name.removeprefix(OLD_PREFIX))
+                io.sync_directory(directory)
+            elif name.startswith((_PREFIX, OLD_PREFIX)):
+                remove(path, io)
+
+
+def _check_space(directory: Path, nbytes: int, io: FileIO, *, what: str, intact: str) -> None:
+    with reported(f"{directory}: cannot ask for the space left"):
+        free = io.free_bytes(directory)
+    if free < nbytes + _SLACK_BYTES:
+        raise DeviceError(
+            f"{directory}: {what} of {nbytes} bytes ({format_bytes(nbytes)}), {free} bytes "
+            f"({format_bytes(free)}) are free: make room for {format_bytes(nbytes + _SLACK_BYTES - free)} or choose "
+            f"another disk. Nothing was written; {intact}"
+        )

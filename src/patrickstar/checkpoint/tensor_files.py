@@ -1,0 +1,138 @@
+"""Safetensors files, read a tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from patrickstar.checkpoint.header import Span, read_header
+from patrickstar.checkpoint.source import Identity, Source, open_file
+from patrickstar.checkpoint.tensors import bytes_of, empty
+from patrickstar.checkpoint.writer import BLOCK_BYTES
+from patrickstar.errors import CheckpointError
+from patrickstar.memory.fileio import ALIGNMENT, Blocks, FileIO, two_blocks
+
+__all__ = ["TensorFiles"]
+
+_Files = TypeVar("_Files", bound="TensorFiles")
+
+
+class TensorFiles:
+    """The tensors of some files, by name. One file is open at a time: there may be hundreds. Use from one thread.
+
+    `spans`: type, shape and place of each, in the order of files and of bytes.
+
+    Args:
+        path: what messages call all of them together. changed: what they say of a file that is another one by now.
+        follows_links: whether paths may be links.
+    """
+
+    def __init__(self, path: Path, *, io: FileIO, changed: str, follows_links: bool = False) -> None:
+        self.path = path
+        self.spans: dict[str, Span] = {}
+        self.file_of: dict[str, Path] = {}
+        self._io = io
+        self._changed = changed
+        self._follows_links = follows_links
+        self._identities: dict[Path, Identity] = {}
+
+        self._open: list[Source] = []
+        self._blocks: Blocks | None = None
+        weakref.finalize(self, _close_all, self._open)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One whole tensor, of the type that it has in its file, on the CPU."""
+        span = self._span(name)
+        tensor = empty(span.shape, span.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, out: torch.Tensor, *, start: int = 0) -> None:
+        """Fill `out`, contiguous and on the CPU, with the tensor's elements from number `start` on."""
+        span = self._span(name)
+        assert out.dtype == span.dtype, f"{name}: read into {out.dtype}, saved as {span.dtype}"
+        assert 0 <= start <= span.numel - out.numel(), (
+            f"{name}: elements {start} to {start + out.numel()} of {span.numel}"
+        )
+        self.source(self.file_of[name]).read_into(bytes_of(out), span.offset + start * out.element_size())
+
+    def pieces(self, name: str, numel: int) -> Iterator[torch.Tensor]:
+        """The tensor's elements in order, in new 1-D tensors of `numel` elements, the last one shorter."""
+        assert numel > 0
+        span = self._span(name)
+        for start in range(0, span.numel, numel):
+            piece = empty((min(numel, span.numel - start),), span.dtype)
+            self.read_into(name, piece, start=start)
+            yield piece
+            del piece  # not to hold two while the next is read
+
+    def add(self, path: Path, *, nbytes: int | None = None, has_tensors: bool = True) -> None:
+        """Look at one more file, and read its header where it is a safetensors file. `nbytes`: what it must have.
+
+        Raises:
+            CheckpointError: it cannot be read, is no such file, or has a tensor that an earlier one has.
+        """
+        fd, identity = self._opened(path)
+        try:
+            if nbytes not in (None, identity[2]):
+                raise CheckpointError(f"{path}: {identity[2]} bytes, was written with {nbytes}")
+            found = read_header(self._io, path, fd) if has_tensors else {}
+        finally:
+            self._io.close(fd)
+        self._identities[path] = identity
+        for name, span in found.items():
+            if name in self.file_of:
+                raise CheckpointError(f"{path}: tensor {name!r} is in {self.file_of[name].name} as well")
+            self.spans[name], self.file_of[name] = span, path
+
+    def source(self, path: Path) -> Source:
+        """A file that has been looked at, opened if it is not yet.
+
+        Raises:
+            CheckpointError: it cannot be opened, or is not the one that was looked at before.
+        """
+        if not self._open or self._open[0].path != path:
+            _close_all(self._open)
+            fd, identity = self._opened(path)
+            if identity != self._identities[path]:
+                self._io.close(fd)
+                raise CheckpointError(f"{path}: {self._changed}")
+            if self._blocks is None:
+                # No larger than the largest file: most checkpoints in tests are small.
+                largest = max(nbytes for _, _, nbytes, _ in self._identities.values())
+                self._blocks = two_blocks(min(BLOCK_BYTES, largest + -largest % ALIGNMENT))
+            self._open.append(Source(path, fd, io=self._io, blocks=self._blocks))
+        return self._open[0]
+
+    def close(self) -> None:
+        """Close the file that is open, if one is, and let go of the blocks. Reading again takes them again."""
+        _close_all(self._open)
+        self._blocks = None
+
+    def __enter__(self: _Files) -> _Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _span(self, name: str) -> Span:
+        try:
+            return self.spans[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: holds no tensor {name!r}") from None
+
+    def _opened(self, path: Path) -> tuple[int, Identity]:
+        return open_file(Path(os.path.realpath(path)) if self._follows_links else path, self._io)
+
+
+def _close_all(sources: list[Source]) -> None:
+    while sources:
+        sources.pop().close()
