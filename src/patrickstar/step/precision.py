@@ -108,7 +108,7 @@ def model_precision(model: nn.Module) -> str:
 
 
 def default_precision(memory: MemoryOptions, has: Resources) -> str:
-    """The type that the command line takes where nobody says: bf16 where what computes is fast in that; else fp16 on a GPU, where the step allows it, and fp32."""
+    """The default of the command line: bf16 where what computes is fast in that; else fp16 on a GPU, where the step allows it, and fp32."""
     if "bf16" in has.fast_types:
         return "bf16"
     return "fp16" if has.on_gpu and "fp16" in has.fast_types and memory.step != "in_backward" else "fp32"
