@@ -105,7 +105,7 @@ REFUSED = {
         "optimizer.params.bias_correction": "leave",
     },
     "eight_gpus": {"train_batch_size": "4 x 1 x 1 rank"},
-    "transformers_auto": dict.fromkeys(AUTO, "filled in by the Trainer"),
+    "transformers_auto": dict.fromkeys(AUTO, "for the Trainer of transformers"),
     "onebit_adam": {"optimizer.type": 'expected "Adam" or "AdamW"', **other("freeze_step", "comm_backend_name")},
     "muon": {"optimizer.type": 'expected "Adam" or "AdamW"', **other("momentum", "muon_lr", "ns_method")},
     "apex": {"amp.enabled": "write bf16.enabled or fp16.enabled"},

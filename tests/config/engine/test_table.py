@@ -207,7 +207,7 @@ def test_all_problems_are_told_at_once(paths):
         ({"fp16": {"qqq": 1}}, "fp16.qqq", "the keys with a meaning here are consecutive_hysteresis, enabled, "),
         ({3: 4}, "3", "there is no such key"),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow", "leave it out"),
-        ({"train_batch_size": "auto"}, "train_batch_size", "filled in by the Trainer of transformers"),
+        ({"train_batch_size": "auto"}, "train_batch_size", "for the Trainer of transformers to fill in"),
         ({"optimizer": {"params": {"lr": "x" * 99}}}, "optimizer.params.lr", f"'{'x' * 71}: expected a finite number"),
     ],
 )

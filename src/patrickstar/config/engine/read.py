@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from patrickstar.config.arguments import check_arguments
@@ -17,8 +16,6 @@ from patrickstar.config.problems import refuse
 from patrickstar.config.settings import EngineSettings, OptimizerSettings, Schedule
 from patrickstar.errors import ConfigError
 
-# Arguments of `manage` and `Options` that stand elsewhere in a config.
-_PLACES: Final = MappingProxyType({"max_grad_norm": "gradient_clipping", "accumulate": "gradient_accumulation_steps"})
 _BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -113,11 +110,14 @@ def _made(found: Scan, within: str, make: Callable[..., Any], /, **fields: Any) 
     try:
         return make(**fields)
     except ConfigError as error:
+        places = {"max_grad_norm": "gradient_clipping", "accumulate": "gradient_accumulation_steps"}
+        places["initial"] = "fp16.initial_scale_power"
         for problem in error.problems:
             name, equals, why = problem.partition("=")
-            path = _PLACES.get(name, f"{within}.{name}") if equals else within
-            if path not in found.problems:
-                found.blame(path, why or problem)
+            if equals:
+                found.problems.setdefault(places.get(name, f"{within}.{name}"), why)
+            else:
+                found.blame(within, problem)
         return None
 
 

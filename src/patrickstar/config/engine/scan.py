@@ -43,16 +43,17 @@ class Scan:
 
     def _take(self, path: str, key: Key, value: Any) -> None:
         if key.kind is None:
-            asks = value is not None and not (isinstance(value, bool | int | float | str) and value in key.harmless)
-            problem = f"{value!r:.72} is refused here: {key.text}" if asks else ""
+            is_harmless = value is None or (isinstance(value, bool | int | float | str) and value in key.harmless)
+            if not is_harmless:
+                self.blame(path, f"{value!r:.72} is refused here: {key.text}")
         elif key.kind.takes(value):
-            self.values[path], problem = key.kind.convert(value), ""
+            self.values[path] = key.kind.convert(value)
         elif str(value) == "auto":
-            problem = f'"auto" is filled in by the Trainer of transformers, which is not here: write {key.kind.words}'
+            self.blame(
+                path, f'"auto" is for the Trainer of transformers to fill in, which is not here: write {key.kind.words}'
+            )
         else:
-            problem = f"{value!r:.72}: expected {key.kind.words}"
-        if problem:
-            self.blame(path, problem)
+            self.blame(path, f"{value!r:.72}: expected {key.kind.words}")
 
 
 def _has_no_effect(name: object, within: str) -> bool:
