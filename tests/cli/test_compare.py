@@ -22,7 +22,7 @@ from patrickstar.cli.compare import (
 )
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.schedule import WarmupSchedule
-from patrickstar.config.engine.settings import OptimizerSettings
+from patrickstar.config.settings import OptimizerSettings
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2

@@ -4,11 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar.config.engine.schedules import OneCycle, WarmupCosineLR, WarmupLR
-from patrickstar.config.engine.settings import OptimizerSettings
+from patrickstar.config.settings import OptimizerSettings, Schedule
 from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.optim.schedules import ScheduledRates
 
-CYCLE = OneCycle(cycle_min_lr=1.0, cycle_max_lr=3.0, cycle_first_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.75)
+
+def scheduled(name, **given):
+    return ScheduledRates(Schedule(name, given))
+
+
+CYCLE = scheduled(
+    "OneCycle", cycle_min_lr=1.0, cycle_max_lr=3.0, cycle_first_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.75
+)
 
 
 def optimizer(*rates):
@@ -29,13 +36,13 @@ def go(stepped, scheduler, steps):
 
 def test_groups_have_the_rates_of_the_schedule_before_each_step():
     stepped = optimizer(0.5)
-    schedule = WarmupLR(warmup_num_steps=2, warmup_type="linear")
+    schedule = scheduled("WarmupLR", warmup_num_steps=2, warmup_type="linear")
     assert go(stepped, Scheduler(stepped, schedule), 5) == [[schedule.lr(done, 0.5)] for done in range(5)]
 
 
 def test_every_group_is_its_own_base():
     stepped = optimizer(0.5, 2.0)
-    schedule = WarmupCosineLR(total_num_steps=6, warmup_num_steps=2)
+    schedule = scheduled("WarmupCosineLR", total_num_steps=6, warmup_num_steps=2)
     found = go(stepped, Scheduler(stepped, schedule), 4)
     assert found == [[schedule.lr(done, 0.5), schedule.lr(done, 2.0)] for done in range(4)]
     assert found[3][1] == 4 * found[3][0] > 0
@@ -49,7 +56,7 @@ def test_betas_are_set_where_the_schedule_has_some():
     scheduler.step()
     assert stepped.param_groups[0]["betas"] == (0.625, 0.99)
     other = optimizer()
-    Scheduler(other, WarmupLR())
+    Scheduler(other, scheduled("WarmupLR"))
     assert other.param_groups[0]["betas"] == (0.9, 0.999)
 
 

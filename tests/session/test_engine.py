@@ -15,9 +15,11 @@ import transformers
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar import ConfigError, LayoutError, StateError
+from patrickstar import BudgetError, ConfigError, LayoutError, StateError
+from patrickstar.config.engine.read import read_config
 from patrickstar.core.chunk_size import target_numel
 from patrickstar.deferred.deferred_init import is_building
+from patrickstar.engine.initialize import memory_for
 from patrickstar.runtime import initialize_engine
 from tests.parity.compare import compare_mappings
 from tests.parity.oracle import Moments, clip, update
@@ -499,6 +501,53 @@ def test_a_chunk_size_is_an_upper_bound_and_never_more_than_the_model_needs() ->
     assert chunk(3, chunk_size=4096) == 4096
 
 
+class Words(nn.Module):
+    """A table of many rows before linears, of which one may share it."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4000, 16)
+        self.mix = nn.Linear(16, 600)
+        self.head = nn.Linear(16, 4000, bias=False) if tied else nn.Linear(600, 4)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, data: Tensor) -> Tensor:
+        hidden = self.table(data).mean(1)
+        return self.head(torch.tanh(self.mix(hidden))).square().mean()
+
+
+def test_a_table_for_the_cpu_goes_in_tiles_below_its_own_size_and_no_bit_changes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 4000, (2, 8), generator=generator) for _ in range(3)]
+    own = {"device": "emulated", "device_memory": "240KiB", "options": {"chunk_size": 2048}}
+    assert Words().table.weight.nbytes > 240 * 1024
+    with pytest.raises(BudgetError):
+        original_loop(*initialize_engine(seeded(Words), config={**adam(), "patrickstar": own}), batches)
+    engine, optimizer = initialize_engine(
+        seeded(Words), config={**adam(), "use_cpu_embedding": True, "patrickstar": own}
+    )
+    original_loop(engine, optimizer, batches)
+    assert engine.session.stats().moved["H>D"] > 0
+    in_tiles = {name: len(where.tiles) for name, where in engine.session.layout.slices.items() if where.tiles}
+    assert in_tiles == {"table.weight": 7}
+    weights = ended(engine)
+    reference = Reference(seeded(Words))
+    for data in batches:
+        reference.step([data])
+    assert not differ(reference.values(), weights)
+
+
+@pytest.mark.parametrize(
+    ("tied", "options", "rows"), [(False, {}, 600), (True, {}, None), (False, {"tile_rows": 50}, 50)]
+)
+def test_tiles_have_as_many_rows_as_the_largest_linear_unless_it_shares_the_table(
+    tied: bool, options: dict[str, Any], rows: int | None
+) -> None:
+    settings = read_config({"use_cpu_embedding": True, "patrickstar": {"options": {"chunk_size": 1024, **options}}})
+    assert memory_for(Words(tied), settings.memory, settings).options.tile_rows == rows
+
+
 def test_keys_without_effect_and_progress_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "patrickstar"):
         config = {**adam(), "steps_per_print": 2, "aio": {"queue_depth": 8}}
@@ -506,7 +555,7 @@ def test_keys_without_effect_and_progress_are_told(caplog: pytest.LogCaptureFixt
         engine, optimizer = initialize_engine(Plain, config=config)
         original_loop(engine, optimizer, numbers(5))
     told = [record.getMessage() for record in caplog.records]
-    assert any("no effect: aio.queue_depth" in message for message in told)
+    assert any("no effect here: aio.queue_depth" in message for message in told)
     assert any("overall_gpu_mem_ratio" in message for message in told)
     assert [message for message in told if message.startswith("step=")] == [
         f"step={step}, skipped=0, lr=[0.01], mom=[(0.9, 0.999)]" for step in (2, 4)

@@ -22,8 +22,8 @@ from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision
 from patrickstar.cli.plain_scale import PlainScale, Scaling
-from patrickstar.config.engine.schedules import Rates
-from patrickstar.config.engine.settings import OptimizerSettings
+from patrickstar.config.settings import OptimizerSettings
+from patrickstar.optim.schedules import Rates
 
 BETAS: Final = (0.9, 0.999)
 EPS: Final = 1e-8

@@ -10,10 +10,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.engine.json_file import read_json
 from patrickstar.config.engine.read import read_config
-from patrickstar.config.engine.schedules import Schedule
-from patrickstar.config.engine.settings import EngineSettings, Note, OptimizerSettings
+from patrickstar.config.json_file import read_json
+from patrickstar.config.settings import EngineSettings, OptimizerSettings, Schedule
 from patrickstar.errors import ConfigError
 
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
@@ -68,25 +67,26 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
         settings = read_config(config)
     except ConfigError as error:
         raise ConfigError(str(error).replace("config:", f"config {path}:", 1), problems=error.problems) from error
-    if settings.steps_per_print is not None:
-        note = Note("no effect: steps_per_print (`train` shows its progress, and --log-json has every step)")
-        settings = replace(settings, notes=(*settings.notes, note))
+    said = settings.values
+    if said.get("steps_per_print") is not None:
+        why = "steps_per_print (`train` shows its progress, and --log-json has every step)"
+        settings = replace(settings, ignored=(*settings.ignored, why))
     schedule = settings.schedule
     if schedule is not None and "lr" in explicit and not schedule.follows_optimizer:
         raise ConfigError(
-            f"--lr with config {path}: the rates of its scheduler, {type(schedule).__name__}, are its own; leave one of them out, "
+            f"--lr with config {path}: the rates of its scheduler, {schedule.name}, are its own; leave one of them out, "
             "or give --schedule"
         )
     if settings.memory.weights is not None:
         raise ConfigError(f"config {path}: patrickstar.weights: --model DIR starts from weights; leave it out")
-    flags: dict[str, Any] = {"clip": settings.memory.max_grad_norm} if "gradient_clipping" in settings.said else {}
+    flags: dict[str, Any] = {"clip": settings.memory.max_grad_norm} if "gradient_clipping" in said else {}
     flags["accumulate"] = settings.accumulate
     if settings.micro_batch_size is not None:
         flags["batch_size"] = settings.micro_batch_size
     memory = settings.memory
-    if not any(key in settings.said for key in _PRECISIONS):
+    if not any(key in said for key in _PRECISIONS):
         memory = replace(memory, precision=None)
-    optimizer = settings.optimizer if "optimizer" in settings.said else None
+    optimizer = settings.optimizer if any(key.startswith("optimizer.") for key in said) else None
     return Configuration(path, settings, memory, flags, optimizer, schedule)
 
 

@@ -33,12 +33,12 @@ from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.engine.schedules import Rates
-from patrickstar.config.engine.settings import OptimizerSettings
+from patrickstar.config.settings import OptimizerSettings
 from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.optim.schedules import Rates, ScheduledRates
 from patrickstar.step.budgets import find_resources
 from patrickstar.step.precision import default_precision, find_precision
 
@@ -72,7 +72,7 @@ class Request:
     def rates(self) -> Rates:
         """The rates of the config's scheduler, where it has one, else of the flags."""
         of_config = None if self.configuration is None else self.configuration.schedule
-        return self.schedule if of_config is None else of_config
+        return self.schedule if of_config is None else ScheduledRates(of_config)
 
     @property
     def optimizer(self) -> OptimizerSettings | None:
@@ -279,6 +279,7 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
     """Entries of the log about what was asked for."""
     arguments = request.arguments
     configuration = request.configuration
+    of_config = None if configuration is None else configuration.schedule
     return {
         "model": request.source.name,
         "model_config": dict(request.source.settings),
@@ -291,8 +292,8 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
         "config": None if configuration is None else str(configuration.path),
         "optimizer": None if request.optimizer is None else asdict(request.optimizer),
         "lr": request.lr if request.optimizer is None else request.optimizer.lr,
-        "schedule": request.schedule.kind if request.rates is request.schedule else type(request.rates).__name__,
-        "warmup": request.schedule.warmup if request.rates is request.schedule else None,
+        "schedule": request.schedule.kind if of_config is None else of_config.name,
+        "warmup": request.schedule.warmup if of_config is None else None,
         "clip": request.clip,
         "seed": request.seed,
         "resume": request.resume,

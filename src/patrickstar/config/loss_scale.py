@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
+from patrickstar.config.kinds import COUNT, FLAG, POSITIVE, number
 from patrickstar.config.problems import refuse, unknown_argument
 
 
@@ -46,29 +46,23 @@ class LossScale:
 
     def __post_init__(self) -> None:
         problems = [
-            *_positive("initial", self.initial),
-            *_positive("minimum", self.minimum),
-            *_positive("factor", self.factor, above=1.0),
-            *_count("window", self.window),
-            *_count("hysteresis", self.hysteresis),
-            *(
-                f"{name}={getattr(self, name)!r}: expected True or False"
-                for name in ("dynamic", "consecutive_hysteresis")
-                if not isinstance(getattr(self, name), bool)
-            ),
+            f"{name}={getattr(self, name)!r}: expected {kind.words}"
+            for name, kind in _KINDS.items()
+            if not kind.takes(getattr(self, name))
         ]
         if not problems and self.dynamic and self.initial < self.minimum:
             problems.append(f"initial={self.initial} is less than minimum={self.minimum}")
         refuse(problems, of="LossScale")
 
 
-def _positive(name: str, value: object, *, above: float = 0.0) -> list[str]:
-    if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value) and float(value) > above:
-        return []
-    return [f"{name}={value!r}: expected a finite number above {above:g}"]
-
-
-def _count(name: str, value: object) -> list[str]:
-    if not isinstance(value, bool) and isinstance(value, int) and value >= 1:
-        return []
-    return [f"{name}={value!r}: expected a number of steps, 1 or more"]
+_KINDS: Final = MappingProxyType(
+    {
+        "initial": POSITIVE,
+        "minimum": POSITIVE,
+        "factor": number("a finite number above 1", lambda value: value > 1),
+        "window": COUNT,
+        "hysteresis": COUNT,
+        "dynamic": FLAG,
+        "consecutive_hysteresis": FLAG,
+    }
+)

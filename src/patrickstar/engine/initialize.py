@@ -13,13 +13,14 @@ from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.read import read_config
-from patrickstar.config.engine.settings import EngineSettings
+from patrickstar.config.settings import EngineSettings
 from patrickstar.core.chunk_size import GRAIN, target_numel
 from patrickstar.deferred.deferred_init import deferred_init
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.engine_optimizer import EngineOptimizer
 from patrickstar.errors import ConfigError, LayoutError
 from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.optim.schedules import ScheduledRates
 from patrickstar.session.manage import manage
 
 __all__ = ["initialize_engine", "memory_for"]
@@ -64,7 +65,7 @@ def initialize_engine(
     assert session.optimizer is not None
     if session.unclosed is not None:
         session.unclosed.detach()  # the original has no close(): its loop just ends
-    scheduler = None if settings.schedule is None else Scheduler(session.optimizer, settings.schedule)
+    scheduler = None if settings.schedule is None else Scheduler(session.optimizer, ScheduledRates(settings.schedule))
     optimizer = EngineOptimizer(session, accumulate=settings.accumulate, lr_scheduler=scheduler)
     engine = Engine(
         model,
@@ -72,7 +73,7 @@ def initialize_engine(
         optimizer,
         accumulate=settings.accumulate,
         micro_batch_size=settings.micro_batch_size,
-        steps_per_print=settings.steps_per_print,
+        steps_per_print=settings.values.get("steps_per_print"),
     )
     return engine, optimizer
 
@@ -108,13 +109,28 @@ def _build(model_func: Callable[[], nn.Module] | nn.Module) -> nn.Module:
 def memory_for(model: nn.Module, memory: MemoryOptions, settings: EngineSettings) -> MemoryOptions:
     """Arguments of `manage`, with what a config says that depends on the model or the device."""
     is_gpu = memory.device is not None and memory.device.startswith("cuda")
-    if settings.device_share is not None and not is_gpu:
+    share = settings.values.get("client.mem_tracer.overall_gpu_mem_ratio")
+    if share is not None and not is_gpu:
         _log.info("config: no effect: client.mem_tracer.overall_gpu_mem_ratio (patrickstar.device is no GPU)")
-    elif settings.device_share is not None and memory.device_memory is None:
-        memory = replace(memory, device_memory=settings.device_share)
-    hint = settings.chunk_hint
+    elif share is not None and memory.device_memory is None:
+        memory = replace(memory, device_memory=f"{share * 100:.10g}%")
+    hint = settings.values.get("default_chunk_size")
     numel = sum(parameter.numel() for parameter in model.parameters())
-    if hint is not None and memory.options.chunk_size is None and hint < target_numel(numel):
-        chunk_size = max(hint - hint % GRAIN, GRAIN)
-        memory = replace(memory, options=replace(memory.options, chunk_size=chunk_size))
-    return memory
+    options = memory.options
+    if hint is not None and options.chunk_size is None and hint < target_numel(numel):
+        options = replace(options, chunk_size=max(hint - hint % GRAIN, GRAIN))
+    if settings.values.get("use_cpu_embedding") and options.tile_rows is None:
+        options = replace(options, tile_rows=_rows_of_a_tile(model, options.chunk_size or target_numel(numel)))
+    return replace(memory, options=options)
+
+
+def _rows_of_a_tile(model: nn.Module, chunk_numel: int) -> int | None:
+    """Rows of which a tile has about a chunk's elements, and no linear layer more: then only tables are in tiles, and no bit changes.
+
+    None: no table has more rows, or a linear layer shares it.
+    """
+    modules = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    tables = [module.weight.shape for module in modules if isinstance(module, nn.Embedding)]
+    linear = max((module.weight.shape[0] for module in modules if isinstance(module, nn.Linear)), default=1)
+    rows = max([linear, *(chunk_numel // max(1, width) for _, width in tables)])
+    return rows if any(table > rows for table, _ in tables) else None

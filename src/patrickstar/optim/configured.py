@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
-from patrickstar.config.engine.schedules import Rates
-from patrickstar.config.engine.settings import OptimizerSettings
+from patrickstar.config.settings import OptimizerSettings
+from patrickstar.optim.schedules import Rates
 
 __all__ = ["Scheduler", "build_optimizer"]
 
@@ -27,16 +28,18 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
     )
 
 
-class Scheduler(LRScheduler):
-    """Sets the rates of a schedule, and its betas where it has some, at every `step()`. Each group is its own base."""
+class Scheduler(LambdaLR):
+    """Sets rates, and betas where there are some, at every `step()`. Each group is its own base.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Rates) -> None:
-        self.schedule = schedule
-        super().__init__(optimizer)
+    torch multiplies a group's first rate with what its function gives. Rates are not shares of it: so the first is 1 to torch, and no bit is lost.
+    """
 
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """The rate of each group after as many steps as there were."""
-        return [self.schedule.lr(self.last_epoch, float(base)) for base in self.base_lrs]
+    def __init__(self, optimizer: torch.optim.Optimizer, rates: Rates) -> None:
+        bases = [float(group["lr"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0
+        self._betas = rates.betas
+        super().__init__(optimizer, [partial(rates.lr, base=base) for base in bases])
 
     def step(self, epoch: int | None = None) -> None:
         """Goes on by one step.
@@ -45,7 +48,7 @@ class Scheduler(LRScheduler):
             ConfigError: the schedule's betas have left what Adam takes.
         """
         super().step(epoch)
-        betas = self.schedule.betas(self.last_epoch)
+        betas = self._betas(self.last_epoch)
         if betas is not None:
             for group in self.optimizer.param_groups:
                 group["betas"] = betas
@@ -53,5 +56,5 @@ class Scheduler(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """The count of steps. What the schedule does is the config's, and the rates themselves are the optimizer's."""
         state = super().state_dict()
-        del state["schedule"]
+        del state["_betas"]
         return state

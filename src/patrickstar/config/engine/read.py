@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-from patrickstar.config.engine.json_file import read_json
-from patrickstar.config.engine.key import Verdict
-from patrickstar.config.engine.memory import memory_of, percent
-from patrickstar.config.engine.scan import Scan, scan
-from patrickstar.config.engine.schedules import SCHEDULES, Schedule
-from patrickstar.config.engine.settings import EngineSettings, Note, OptimizerSettings
+from patrickstar.config.arguments import check_arguments
+from patrickstar.config.engine.scan import Scan
 from patrickstar.config.engine.table import TABLE
+from patrickstar.config.json_file import read_json
+from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.options import Options
 from patrickstar.config.problems import refuse
+from patrickstar.config.settings import EngineSettings, OptimizerSettings, Schedule
 from patrickstar.errors import ConfigError
 
-__all__ = ["read_config"]
-
-_PARAMS = "optimizer.params."
-_OFFLOADS = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None, *, world_size: int = 1) -> EngineSettings:
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> EngineSettings:
     """The settings that a config, or the JSON file at a path, comes to. None: those of an empty config.
 
     Raises:
@@ -32,106 +28,136 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None, *, wo
     of = "config"
     if isinstance(config, str | os.PathLike):
         of, config = f"config {os.fspath(config)}", read_json(config)
-    if config is None:
-        config = {}
-    if not isinstance(config, Mapping):
+    if not isinstance(config, Mapping | None):
         raise ConfigError(f"config is a {type(config).__name__}: expected a dict, or the path of a JSON file")
-    found = scan(config)
-    if "optimizer.type" in found.problems:  # of another optimizer: what else it has is not the point
-        for path in [path for path in found.problems if path.startswith(_PARAMS) and _is_refused(path)]:
-            del found.problems[path]
-    notes: list[Note] = []
-    optimizer = _optimizer(found, notes)
-    schedule = _schedule(found)
-    accumulate, micro_batch_size = _batch_sizes(found, world_size)
-    memory = memory_of(found, accumulate=accumulate, notes=notes)
-    refuse(found.messages(), of=of)
-    assert memory is not None, "what cannot be read is a problem"
-    share = found.values.get("client.mem_tracer.overall_gpu_mem_ratio")
+    found = Scan()
+    found.look_up(config or {})
+    notes: list[str] = []
+    optimizer, schedule, (accumulate, micro_batch_size) = _optimizer(found, notes), _schedule(found), _batch(found)
+    memory = _memory(found, accumulate)
+    refuse([f"{path}: {why}" for path, why in found.problems.items()], of=of)
     return EngineSettings(
         optimizer=optimizer,
         schedule=schedule,
         accumulate=accumulate,
         micro_batch_size=micro_batch_size,
         memory=memory,
-        chunk_hint=found.values.get("default_chunk_size"),
-        device_share=None if share is None else percent(share),
-        steps_per_print=found.values.get("steps_per_print"),
-        said=frozenset(found.sections | found.values.keys()),
-        notes=(*notes, *_idle_notes(found)),
+        values=found.values,
+        ignored=tuple(found.ignored),
+        notes=tuple(notes),
     )
 
 
-def _optimizer(found: Scan, notes: list[Note]) -> OptimizerSettings:
-    params = {path.removeprefix(_PARAMS): value for path, value in found.values.items() if path.startswith(_PARAMS)}
-    mode = params.pop("adam_w_mode", None)
-    is_adamw = found.values.get("optimizer.type", "Adam") == "AdamW"
-    optimizer = OptimizerSettings(**params, decoupled=is_adamw if mode is None else mode)
-    if not is_adamw and mode is None and optimizer.weight_decay:
+def _optimizer(found: Scan, notes: list[str]) -> OptimizerSettings:
+    params, is_adamw = found.of("optimizer.params"), found.values.get("optimizer.type") == "AdamW"
+    if params.get("weight_decay") and not is_adamw and "adam_w_mode" not in params:
         notes.append(
-            Note(
-                f'optimizer.type "Adam" with weight_decay={optimizer.weight_decay:g} has L2 decay, as in torch and PatrickStar; '
-                'DeepSpeed decouples it. Write "AdamW", or optimizer.params.adam_w_mode, to say which',
-                loud=True,
-            )
+            f'optimizer.type "Adam" with weight_decay={params["weight_decay"]:g} has L2 decay, as in torch and PatrickStar; '
+            'DeepSpeed decouples it. Write "AdamW", or optimizer.params.adam_w_mode, to say which'
         )
-    if "lr" not in params and "optimizer" in found.sections:
-        notes.append(Note(f"optimizer.params.lr is not given: {optimizer.lr:g}", loud=True))
+    optimizer = OptimizerSettings(decoupled=params.pop("adam_w_mode", is_adamw), **params)
+    if "lr" not in params and found.of("optimizer"):
+        notes.append(f"optimizer.params.lr is not given: {optimizer.lr:g}")
     return optimizer
 
 
-def _is_refused(path: str) -> bool:
-    return path not in TABLE or TABLE[path].verdict is Verdict.REFUSED
+def _schedule(found: Scan) -> Any:
+    given, name = found.of("scheduler.params"), found.values.get("scheduler.type")
+    if name is None and given and "scheduler.type" not in found.problems:
+        found.blame("scheduler.type", "missing, beside params")
+    return None if name is None else _made(found, "scheduler.params", Schedule, name=name, given=given)
 
 
-def _schedule(found: Scan) -> Schedule | None:
-    prefix = "scheduler.params."
-    params = {path.removeprefix(prefix): value for path, value in found.values.items() if path.startswith(prefix)}
-    name = found.values.get("scheduler.type")
-    if name is None:
-        if params and "scheduler.type" not in found.problems:
-            found.blame("scheduler.type", f"missing, beside params: write one of {', '.join(SCHEDULES)}")
-        return None
-    kind = SCHEDULES[name]
-    known = [field.name for field in fields(kind)]
-    for param in [param for param in params if param not in known]:
-        found.blame(prefix + param, f"not a parameter of {name}, whose parameters are {', '.join(known)}")
-    missing = [param for param in kind.required if param not in params]
-    for param in missing:
-        if prefix + param not in found.problems:
-            found.blame(prefix + param, f"missing: {name} needs it")
-    if missing:
-        return None
-    return kind(**{param: value for param, value in params.items() if param in known})
-
-
-def _batch_sizes(found: Scan, world_size: int) -> tuple[int, int | None]:
+def _batch(found: Scan) -> tuple[int, int | None]:
     """Micro-batches a step and samples of each, as DeepSpeed infers them; None: not given."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, accumulate = (found.values.get(name) for name in names)
-    if any(name in found.problems for name in names):
-        return accumulate or 1, micro
-    if whole is not None:
-        if micro is None:
-            micro = whole // world_size // (accumulate or 1)
-        if accumulate is None:
-            accumulate = whole // micro // world_size if micro else 0
-        if micro * accumulate * world_size != whole:
-            ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-            possible = max(micro, 1) * max(accumulate, 1) * world_size
+    whole, micro, accumulate = map(found.values.get, _BATCH)
+    if whole is not None and found.problems.keys().isdisjoint(_BATCH):
+        micro = whole // (accumulate or 1) if micro is None else micro
+        accumulate = whole // max(micro, 1) if accumulate is None else accumulate
+        if micro * accumulate != whole:
             found.blame(
-                names[0],
-                f"{whole} is not {names[1]} x {names[2]} x ranks = {micro} x {accumulate} x {ranks}: write {possible}, or "
-                "another of the three (what several ranks did at once, one does with more accumulation)",
+                "train_batch_size",
+                f"{whole} is not {' x '.join(_BATCH[1:])} x ranks = {micro} x {accumulate} x 1 rank: "
+                f"write {max(micro, 1) * max(accumulate, 1)}, or another of the three",
             )
     return accumulate or 1, micro
 
 
-def _idle_notes(found: Scan) -> list[Note]:
-    """Keys without effect, those of one reason together; the loud ones only where they ask for something."""
-    by_reason: dict[tuple[str, bool], list[str]] = {}
-    for path, (key, value) in found.idle.items():
-        switch = found.idle.get(f"{path.rpartition('.')[0]}.enabled")
-        asks = value is not None and value is not False and (switch is None or switch[1] is True)
-        by_reason.setdefault((key.why, key.loud and asks), []).append(path)
-    return [Note(f"no effect: {', '.join(paths)} ({why})", loud=loud) for (why, loud), paths in by_reason.items()]
+def _memory(found: Scan, accumulate: int) -> Any:
+    """The arguments of `manage`, a `MemoryOptions`; None where these have problems, which are noted."""
+    given = found.of("patrickstar") | {"precision": _precision(found), "disk": _disk(found)}
+    share = found.values.get("client.mem_tracer.overall_cpu_mem_ratio")
+    if share is not None:
+        if given.get("host_memory") is not None:
+            found.blame("patrickstar.host_memory", "client.mem_tracer.overall_cpu_mem_ratio says it too")
+        given["host_memory"] = f"{share * 100:.10g}%"
+    given["max_grad_norm"] = max(found.values.get("gradient_clipping", 0.0), 0.0) or None
+    own = {str(name): value for name, value in given.pop("options", {}).items()}
+    if "chunk_size" in own and "default_chunk_size" in found.values:
+        found.ignored.append("default_chunk_size (patrickstar.options.chunk_size says it)")
+    for path in [f"patrickstar.options.{name}" for name in own if f"patrickstar.options.{name}" in TABLE]:
+        found.blame(path, f"refused here: {TABLE[path].text}")
+        del own[path.rpartition(".")[2]]
+    if isinstance(own.get("keep_fp32"), list):
+        own["keep_fp32"] = tuple(own["keep_fp32"])
+    own |= {"accumulate": accumulate, "loss_scale": _loss_scale(found)}
+    options = _made(found, "patrickstar.options", Options, **own)
+    return _made(found, "patrickstar", check_arguments, **given, options=options)
+
+
+def _made(found: Scan, within: str, make: Callable[..., Any], /, **fields: Any) -> Any:
+    """An option group; where it is refused, None, and its problems at the paths of their keys, but for keys that have one already."""
+    try:
+        return make(**fields)
+    except ConfigError as error:
+        places = {"max_grad_norm": "gradient_clipping", "accumulate": "gradient_accumulation_steps"}
+        places["initial"] = "fp16.initial_scale_power"
+        for problem in error.problems:
+            name, equals, why = problem.partition("=")
+            if equals:
+                found.problems.setdefault(places.get(name, f"{within}.{name}"), why)
+            else:
+                found.blame(within, problem)
+        return None
+
+
+def _precision(found: Scan) -> str | None:
+    """The precision that `manage` is asked for: the patrickstar section's, else fp16, bf16, or fp32 where neither is on."""
+    on = [name for name in ("fp16", "bf16", "bfloat16") if found.values.get(f"{name}.enabled")]
+    asked = "fp32" if not on else "fp16" if on[0] == "fp16" else "bf16"
+    if asked == "fp16" and len(on) > 1:
+        found.blame(f"{on[1]}.enabled", "true, and so is fp16.enabled: a run has one type; write false for the other")
+    own: str | None = found.values.get("patrickstar.precision", asked)
+    if on and own != asked:
+        found.blame("patrickstar.precision", f"{own!r}, and {on[0]}.enabled is true: leave one of them out")
+    return own
+
+
+def _loss_scale(found: Scan) -> Any:
+    given = found.of("fp16")
+    if not given.pop("enabled", False):
+        found.ignored += [f"fp16.{name} (fp16.enabled is not true)" for name in given]
+        return None
+    renamed = {"loss_scale_window": "window", "min_loss_scale": "minimum"}
+    power, static = given.pop("initial_scale_power", 16), given.pop("loss_scale", 0.0)
+    own = {renamed.get(name, name): value for name, value in given.items()}
+    return _made(found, "fp16", LossScale, initial=static or 2.0**power, dynamic=not static, **own)
+
+
+def _disk(found: Scan) -> Any:
+    """The directory of the disk tier, wherever the config names it."""
+    given = {at: found.values[at] for at in ("client.nvme_base_dir", "patrickstar.disk") if found.values.get(at)}
+    for section in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
+        at = f"{section}.nvme_path"
+        path = found.values.get(at)
+        if found.values.get(f"{section}.device") != "nvme":
+            found.ignored += [f'{at} ({section}.device is not "nvme")'] if path else []
+        elif path:
+            given[at] = path
+        elif at not in found.problems:
+            found.blame(at, 'missing, beside "device": "nvme": write a directory on that disk')
+    first = next(iter(given), "")
+    for at, path in given.items():
+        if os.path.normpath(str(path)) != os.path.normpath(str(given[first])):
+            found.blame(at, f"{path!r}, and {first} is {given[first]!r}: there is one disk; write one directory")
+    return given.get(first)

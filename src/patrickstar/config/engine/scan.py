@@ -1,4 +1,4 @@
-"""A config against the table: which keys it gives, and what is wrong with them."""
+"""A config against the table: what it says, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -6,112 +6,65 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from patrickstar.config.engine.key import Key, Verdict
-from patrickstar.config.engine.table import CHILDREN, TABLE
+from patrickstar.config.engine.table import IGNORED, OPAQUE, SECTIONS, TABLE, Key
 from patrickstar.errors import nearest
-
-__all__ = ["Scan", "scan"]
-
-_SHOWN = 72  # characters of a value in a message
 
 
 @dataclass(slots=True)
 class Scan:
-    """A config's keys and values, held against the table.
-
-    Attributes:
-        values: of keys that are honoured, by path, converted. problems: by path: what to tell about each.
-        idle: keys without effect, by path. sections: the objects that are there.
-    """
+    """The keys of a config, by path: values of honoured ones, converted; problems; those without effect."""
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
-    idle: dict[str, tuple[Key, object]] = field(default_factory=dict)
-    sections: set[str] = field(default_factory=set)
+    ignored: list[str] = field(default_factory=list)
+
+    def of(self, section: str) -> dict[str, Any]:
+        """The values of one object, by name."""
+        return {path[len(section) + 1 :]: v for path, v in self.values.items() if path.startswith(f"{section}.")}
 
     def blame(self, path: str, why: str) -> None:
         """Notes a problem, at the end of those of the same key."""
-        known = self.problems.get(path)
-        self.problems[path] = why if known is None else f"{known}; {why}"
+        self.problems[path] = f"{self.problems[path]}; {why}" if path in self.problems else why
 
-    def messages(self) -> list[str]:
-        """Every problem, each with the path of its key."""
-        return [f"{path}: {why}" for path, why in self.problems.items()]
+    def look_up(self, config: Mapping[Any, Any], within: str = "") -> None:
+        """Takes the keys of an object, and of the objects in it."""
+        for name, value in config.items():
+            path = f"{within}.{name}" if within else str(name)
+            if path in TABLE:
+                self._take(path, TABLE[path], value)
+            elif path in SECTIONS and isinstance(value, Mapping | None):
+                self.look_up(value or {}, path)
+            elif not _has_no_effect(name, within):
+                self.blame(path, f"{value!r}: expected an object" if path in SECTIONS else _unknown(name, within))
+            elif isinstance(value, Mapping):
+                self.look_up(value, path)
+            else:
+                self.ignored.append(path)
 
-
-def scan(config: Mapping[str, Any]) -> Scan:
-    """Looks every key up in the table; raises nothing, and collects what is wrong."""
-    found = Scan()
-    _scan_object(config, "", "", found)
-    return found
-
-
-def _scan_object(value: Mapping[Any, Any], row: str, shown: str, found: Scan) -> None:
-    """The keys of one object. `row`: its path in the table; `shown`: with the names that the user gave."""
-    names = CHILDREN[row]
-    for name, item in value.items():
-        at = f"{shown}.{name}" if shown else str(name)
-        if name in names:
-            _scan_value(item, f"{row}.{name}" if row else str(name), at, found)
-        elif "*" in names and isinstance(name, str):
-            _scan_value(item, f"{row}.*", at, found)
-        elif row in TABLE and TABLE[row].open and isinstance(name, str):
-            found.idle[at] = TABLE[row], item
+    def _take(self, path: str, key: Key, value: Any) -> None:
+        if key.kind is None:
+            is_harmless = value is None or (isinstance(value, bool | int | float | str) and value in key.harmless)
+            if not is_harmless:
+                self.blame(path, f"{value!r:.72} is refused here: {key.text}")
+        elif key.kind.takes(value):
+            self.values[path] = key.kind.convert(value)
+        elif str(value) == "auto":
+            self.blame(
+                path, f'"auto" is for the Trainer of transformers to fill in, which is not here: write {key.kind.words}'
+            )
         else:
-            found.blame(at, _unknown(name, row))
+            self.blame(path, f"{value!r:.72}: expected {key.kind.words}")
 
 
-def _scan_value(value: object, row: str, shown: str, found: Scan) -> None:
-    key, has_keys = TABLE.get(row), row in CHILDREN
-    if key is not None and key.verdict is not Verdict.REFUSED and _is_auto(value) and not key.kind.takes(value):
-        _scan_auto(key, shown, found)
-    elif key is not None and key.refuses(value) and not key.kind.problem(value):
-        found.blame(shown, f"{_said(value)} is refused here: {key.why}")
-    elif has_keys and isinstance(value, Mapping):
-        found.sections.add(shown)
-        _scan_object(value, row, shown, found)
-    elif has_keys and (value is None or key is None):
-        if value is not None:
-            found.blame(shown, f"{_said(value)}: expected an object with keys such as {', '.join(CHILDREN[row][:4])}")
-    else:
-        assert key is not None, f"{row} is neither a key nor an object"
-        problem = key.kind.problem(value)
-        if problem:
-            found.blame(shown, f"{_said(value)}: {problem}")
-        elif key.verdict is Verdict.HONOURED:
-            found.values[shown] = key.kind.convert(value)
-        else:
-            found.idle[shown] = key, value
+def _has_no_effect(name: object, within: str) -> bool:
+    """Tells whether a name is one without effect. One that has an effect elsewhere is, in objects that have none."""
+    can_have = within in {"", *SECTIONS} and any(path.endswith(f".{name}") for path in TABLE)
+    return (name in IGNORED and not can_have) or not OPAQUE.isdisjoint(within.split("."))
 
 
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-def _scan_auto(key: Key, shown: str, found: Scan) -> None:
-    """`"auto"` is a place that the Trainer of transformers fills from its own arguments. Nothing here does."""
-    if key.verdict is Verdict.NO_EFFECT:
-        found.idle[shown] = key, "auto"
-    else:
-        found.blame(
-            shown,
-            f'"auto" is filled in by the Trainer of transformers, which is not here: write {key.kind.words}, or leave it out',
-        )
-
-
-def _unknown(name: object, row: str) -> str:
-    """A message about a key that is not in the table."""
-    if not isinstance(name, str):
-        return "keys are text"
-    names = CHILDREN[row]
-    near = nearest(name, names)
-    if not near:
-        elsewhere = sorted(path for path, key in TABLE.items() if key.name == name and "*" not in path)
-        near = f'; did you mean "{elsewhere[0]}"?' if elsewhere else ""
-    where = f"keys of {row}" if row else "keys"
-    return f"there is no such key{near}{'' if near.endswith('?') else ';'} The {where} are {', '.join(sorted(names))}"
-
-
-def _said(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+def _unknown(name: object, within: str) -> str:
+    inside = [path.removeprefix(f"{within}.") for path in TABLE if not within or path.startswith(f"{within}.")]
+    here = sorted({path.partition(".")[0] for path in inside})
+    elsewhere = [path for path in TABLE if path.endswith(f".{name}")]
+    near = f'; did you mean "{elsewhere[0]}"?' if elsewhere else nearest(str(name), [*here, *IGNORED])
+    return f"there is no such key{near or '; the keys with a meaning here are ' + ', '.join(here)}"
