@@ -68,11 +68,16 @@ def test_the_config_of_the_original_s_readme():
         assert key in told(settings, loud=False)
 
 
-def test_an_embedding_on_the_cpu_is_one_of_which_rows_move():
-    assert not read_config(README).memory.options.embedding_rows
-    assert read_config({**README, "use_cpu_embedding": True}).memory.options.embedding_rows
-    own = {"patrickstar": {"options": {"embedding_rows": False}}}
-    assert not read_config({**README, **own, "use_cpu_embedding": True}).memory.options.embedding_rows
+def test_an_embedding_on_the_cpu_is_one_in_tiles_which_is_told():
+    assert read_config(README).memory.options.tile_rows is None
+    settings = read_config({**README, "use_cpu_embedding": True})
+    assert settings.memory.options.tile_rows == 8192
+    assert "use_cpu_embedding" in told(settings, loud=True)
+    for rows in (100, None):
+        own = {"patrickstar": {"options": {"tile_rows": rows}}}
+        settings = read_config({**README, **own, "use_cpu_embedding": True})
+        assert settings.memory.options.tile_rows == rows
+        assert told(settings, loud=True) == ""
 
 
 def test_a_config_is_not_changed_and_may_have_numbers_of_numpy():

@@ -28,8 +28,8 @@ PATRICKSTAR: Final[tuple[Key, ...]] = (
     honoured(
         "use_cpu_embedding",
         FLAG,
-        "Tables that no linear shares stay on the host, and only rows that a batch looks up cross the link, as with "
-        "`Options(embedding_rows=True)`. They lie in chunks, once, in the type of the rest.",
+        "Tables are used in tiles of 8,192 rows, and so are other weights that have more rows, as with "
+        "`Options(tile_rows=8192)`: no table need fit whole. They lie in chunks, once, in the type of the rest.",
     ),
     *no_effect(
         "", "a budget is given in bytes (`patrickstar.device_memory`), not by pretending ranks", use_fake_dist=FLAG

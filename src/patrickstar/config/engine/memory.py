@@ -19,6 +19,7 @@ __all__ = ["memory_of", "percent"]
 _OWN: Final = "patrickstar."
 _OFFLOADS: Final = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
 _CPU_SHARE: Final = "client.mem_tracer.overall_cpu_mem_ratio"
+_TILE_ROWS: Final = 8192  # which tables of words have more of, and most other weights have not
 
 
 def memory_of(found: Scan, *, accumulate: int, notes: list[Note]) -> MemoryOptions | None:
@@ -40,8 +41,15 @@ def memory_of(found: Scan, *, accumulate: int, notes: list[Note]) -> MemoryOptio
     own = given.pop("options", {})
     if "chunk_size" in own and "default_chunk_size" in found.values:
         notes.append(Note("no effect: default_chunk_size (patrickstar.options.chunk_size says it)"))
-    if found.values.get("use_cpu_embedding") and "embedding_rows" not in own:
-        own = {**own, "embedding_rows": True}
+    if found.values.get("use_cpu_embedding") and "tile_rows" not in own:
+        own = {**own, "tile_rows": _TILE_ROWS}
+        notes.append(
+            Note(
+                f"use_cpu_embedding: weights of embeddings and linears with more than {_TILE_ROWS:,} rows are used in tiles of so many, "
+                "and products in tiles may have other bits (patrickstar.options.tile_rows says another number)",
+                loud=True,
+            )
+        )
     options = _options(found, own, accumulate=accumulate, loss_scale=_loss_scale(found, notes))
     try:
         checked = check_arguments(**given, max_grad_norm=clip, options=options)
