@@ -175,7 +175,7 @@ _OFFLOADING: Final = (
     ),
     *no_effect(
         "zero_optimization.offload_optimizer",
-        "a chunk is updated on the tier that computes",
+        "a plan chooses whether a chunk is updated where it computes or where its states rest",
         ratio=FRACTION,
         super_offload=FLAG,
         convert_grad_on_cpu=FLAG,
