@@ -43,7 +43,6 @@ SLOW: Final = frozenset(
         "session/test_simulation.py",
         "session/test_optimizers.py",
         "session/test_sixteen_bits.py",
-        "session/test_tables.py",
         "session/test_tiles.py",
         "session/test_weights_memory.py",
     }

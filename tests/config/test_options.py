@@ -18,7 +18,6 @@ def test_the_defaults_are_what_nobody_needs_to_set():
         "accumulate": None,
         "keep_fp32": (),
         "tile_rows": None,
-        "embedding_rows": False,
         "chunked_loss": None,
         "poison": False,
         "emulated_link": None,
@@ -67,7 +66,7 @@ def test_what_this_version_knows_is_taken(good):
         ({"accumulate": 0}, "accumulate=0: expected a positive number"),
         ({"accumulate": 1.5}, "accumulate=1.5"),
         ({"tile_rows": 0}, "tile_rows=0: expected a positive number; the smallest is 1"),
-        ({"embedding_rows": 1}, "embedding_rows=1: expected True or False"),
+        ({"embedding_rows": True}, "embedding_rows=True: no option any more; use tile_rows="),
         ({"poison": 1}, "poison=1: expected True or False"),
         ({"emulated_link": "2GiB"}, "emulated_link='2GiB': expected bytes a second, or text such as"),
         (

@@ -11,7 +11,9 @@ import pytest
 import patrickstar
 from patrickstar.cli.main import cli
 from patrickstar.cli.models import MODELS
+from patrickstar.config.arguments import check_arguments
 from patrickstar.config.engine.table import IGNORED, TABLE
+from patrickstar.errors import ConfigError
 from tests.docs.pages import ROOT, split
 
 PAGE = (ROOT / "docs" / "original.md").read_text()
@@ -149,3 +151,38 @@ def test_the_flags_it_names_of_this_project_are_there():
     ours = set(re.findall(r"--[a-z][a-z-]+(?![\w-])", PAGE)) - set(FLAGS.split()) - {"--variant"}
     assert {"--compare-plain", "--log-json", "--device-memory"} <= ours
     assert not ours - known
+
+
+def is_taken(**arguments):
+    try:
+        check_arguments(**arguments)
+    except ConfigError as refusal:
+        assert "arrives in a later version" in str(refusal), refusal
+        return False
+    return True
+
+
+# Words for a thing, and whether it is there.
+THINGS = {
+    r"\branks?\b": lambda: is_taken(mesh=object()),
+    "recompute": lambda: is_taken(activations="recompute"),
+    "offload": lambda: is_taken(activations="plan"),
+    "timeline": lambda: hasattr(patrickstar.Session, "timeline") or "timeline" in cli.list_commands(None),
+    r"\bCUDA\b|\bGPUs?\b": lambda: is_taken(device="cuda"),
+    "overlap|async|one after another": lambda: is_taken(options=patrickstar.Options(prefetch=1)),
+    "tiling|tiles": lambda: is_taken(options=patrickstar.Options(tile_rows=1)),
+}
+
+
+def test_what_it_says_is_to_come_is_not_there_yet():
+    told = [line for line in PAGE.splitlines() if "to come" in line and not line.startswith("- **to come**")]
+    assert len(told) > 10
+    for line in told:
+        clauses = [clause for clause in re.split(r"[.;|] ", line) if "to come" in clause]
+        things = things_in(*clauses) or things_in(line)
+        assert things, f"nobody asks whether this has come: {line}"
+        assert not any(is_there() for is_there in things), line
+
+
+def things_in(*texts):
+    return [is_there for words, is_there in THINGS.items() for text in texts if re.search(words, text, re.IGNORECASE)]

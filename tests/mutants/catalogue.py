@@ -15,7 +15,6 @@ from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
 from tests.mutants.sixteen_bits import SIXTEEN_BITS
 from tests.mutants.streams import STREAMS
-from tests.mutants.tables import TABLES
 from tests.mutants.tiles import TILES
 from tests.mutants.training import TRAINING
 from tests.mutants.updates import UPDATES
@@ -36,7 +35,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *OUTSIDE,
     *SIXTEEN_BITS,
     *TILES,
-    *TABLES,
     *FORECASTS,
     *ENGINE,
     *HOMES,

@@ -212,8 +212,8 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         name="pages-of-slots-that-activations-need-stay",
         file="step/executor.py",
-        old="                store.trim()\n            if rows_bytes:",
-        new="                pass\n            if rows_bytes:",
+        old="                store.trim()\n            store.hold_beside(now)",
+        new="                pass\n            store.hold_beside(now)",
         tests=(f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for",),
     ),
     Mutant(

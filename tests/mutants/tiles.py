@@ -46,7 +46,7 @@ TILES = (
     ),
     Mutant(
         name="an-id-beyond-the-table-gets-its-last-row",
-        file="parameters/lookups.py",
+        file="parameters/tiles.py",
         old="is_outside = ((ids < 0) | (ids >= rows)).any()",
         new="is_outside = (ids < 0).any()",
         tests=(f"{TESTS}::test_an_id_outside_of_the_table_is_an_index_error_as_in_torch",),

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
 from itertools import combinations
 
-from tests.parity.matrix import DIMENSIONS, PAIRS_FILE, TABLES, TILED, WIDE_FILE, Row, Value, allowed, allowed_rows
+from tests.parity.matrix import DIMENSIONS, PAIRS, PAIRS_FILE, TILED, WIDE_FILE, Row, Value, allowed, allowed_rows
 from tests.sampling import cover
 
 __all__ = ["every", "few", "pairs", "shuffled", "wide"]
 
 Goal = tuple[tuple[str, Value], ...]
 
-_FP32: dict[str, Value] = {"precision": "fp32", "tile_rows": None, "tables": False}
+_FP32: dict[str, Value] = {"precision": "fp32", "tile_rows": None}
 _OTHERS = tuple(name for name in DIMENSIONS if name not in _FP32)
 
 
@@ -39,9 +39,12 @@ def in_order(row: Row) -> tuple[int, ...]:
 
 
 def pairs() -> list[Row]:
-    """Every pair of values of two dimensions."""
+    """Every pair of values of two dimensions: in the rows that are checked in, and in others where these lack some."""
+    goals = every(*combinations(DIMENSIONS, 2))
+    met = {goal for row in PAIRS for goal in goals(row)}
     rows = sorted(allowed_rows(), key=shuffled)
-    return sorted(cover(rows, every(*combinations(DIMENSIONS, 2))), key=in_order)
+    more = cover(rows, lambda row: (goal for goal in goals(row) if goal not in met))
+    return sorted([*PAIRS, *more], key=in_order)
 
 
 def few(rows: Sequence[Row]) -> list[Row]:
@@ -53,7 +56,7 @@ def few(rows: Sequence[Row]) -> list[Row]:
 def wide() -> list[Row]:
     """What pairs leave out that has been seen to matter, but for what they have anyway."""
     fp32 = _in_fp32()
-    rows = [*fp32, *_in_16_bits(fp32), *_in_tiles(fp32), *_with_tables()]
+    rows = [*fp32, *_in_16_bits(fp32), *_in_tiles(fp32)]
     assert all(map(allowed, rows))
     return sorted(set(rows) - set(pairs()), key=in_order)
 
@@ -103,21 +106,6 @@ def _in_tiles(fp32: Sequence[Row]) -> list[Row]:
         Row("llama", "none", 1, True, "deferred", "next-use", "minimum", "cpu+disk", "fp16", 24),
         Row("gpt2", "non-reentrant", 4, False, "deferred", "next-use", "minimum", "emulated", "bf16-fp32", 24),
     ]
-
-
-def _with_tables() -> list[Row]:
-    rows = [
-        Row("llama", "none", 1, False, "deferred", "next-use", "minimum", "emulated", tables=True),
-        Row("llama", "reentrant", 4, True, "deferred", "lru", "between", "emulated", "bf16", tables=True),
-        Row("mixtral", "non-reentrant", 1, False, "in_backward", "next-use", "minimum", "emulated", tables=True),
-        Row("lstm", "none", 4, True, "deferred", "next-use", "minimum", "emulated", tables=True),
-        Row("encoder", "none", 1, True, "deferred", "next-use", "between", "emulated+disk", tables=True),
-        Row("long-embedding", "none", 4, False, "deferred", "next-use", "minimum", "emulated", tables=True),
-        Row("long-embedding", "none", 1, True, "deferred", "lru", "minimum", "emulated", "fp16-fp32", tables=True),
-        Row("adapted", "none", 4, True, "deferred", "next-use", "minimum", "emulated", tables=True),
-    ]
-    assert {row.model for row in rows} == set(TABLES)
-    return rows
 
 
 if __name__ == "__main__":

@@ -121,9 +121,7 @@ def options_of(row: Row, **given: Any) -> patrickstar.Options:
         kept, _, compute = row.precision.partition("-")
         scale = patrickstar.LossScale(initial=SCALE, window=WINDOW, hysteresis=HYSTERESIS)
         given |= {"accumulate": row.accumulation, "compute": compute or kept, "loss_scale": scale}
-    return patrickstar.Options(
-        chunk_size=CASES[row.model].chunk_numel, tile_rows=row.tile_rows, embedding_rows=row.tables, **given
-    )
+    return patrickstar.Options(chunk_size=CASES[row.model].chunk_numel, tile_rows=row.tile_rows, **given)
 
 
 def machine(row: Row, limits: Limits, directory: Path) -> dict[str, Any]:

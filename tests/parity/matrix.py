@@ -2,7 +2,8 @@
 
 Two lists, checked in as text and computed anew by `test_matrix.py` in `make test-full` (`cover.py`):
 
-(1) `PAIRS`: every pair of values of two dimensions that any allowed row can have stands in a row. Of these, `make test` runs a few (`cover.few`) in
+(1) `PAIRS`: every pair of values of two dimensions that any allowed row can have stands in a row. Rows once chosen stay as long as they are
+    allowed, since their budgets and plans are known; what they lack is added. Of these, `make test` runs a few (`cover.few`) in
     which every model stands, and every pair of two other dimensions.
 (2) `WIDE`: every model at every budget on every kind of machine, every way of training there is, and every model
     with every checkpointing in each 16-bit type.
@@ -23,7 +24,6 @@ __all__ = [
     "DIMENSIONS",
     "PAIRS",
     "PAIRS_FILE",
-    "TABLES",
     "TILED",
     "WIDE",
     "WIDE_FILE",
@@ -37,7 +37,7 @@ Value = str | int | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One training run of the matrix. Prints as `gpt2-none-x1-noclip-deferred-lru-fits-emulated-fp16-fp32-tiles24-tables`, and parses back."""
+    """One training run of the matrix. Prints as `gpt2-none-x1-noclip-deferred-lru-fits-emulated-fp16-fp32-tiles24`, and parses back."""
 
     model: str
     checkpointing: str
@@ -52,14 +52,12 @@ class Row:
     precision: str = "fp32"
     """What weights are kept in, and behind a hyphen what computes where that is another type."""
     tile_rows: int | None = None
-    tables: bool = False
 
     def __str__(self) -> str:
         clip = "clip" if self.clipping else "noclip"
         parts = (self.model, self.checkpointing, f"x{self.accumulation}", clip, self.step, self.eviction)
         end = [] if self.precision == "fp32" else [self.precision]
         end += [] if self.tile_rows is None else [f"tiles{self.tile_rows}"]
-        end += ["tables"] if self.tables else []
         return "-".join((*parts, self.budget, self.tier, *end))
 
     @classmethod
@@ -84,14 +82,13 @@ class Row:
             found["tier"],
             found["precision"] or "fp32",
             None if tiles is None else int(tiles),
-            found["tables"] is not None,
         )
 
 
 _ROW: Final = re.compile(
     r"(?P<model>.+?)-(?P<checkpointing>none|non-reentrant|reentrant)-x(?P<accumulation>\d+)-(?P<clipping>clip|noclip)"
     r"-(?P<step>deferred|in_backward)-(?P<eviction>next-use|lru)-(?P<budget>fits|between|minimum)"
-    r"-(?P<tier>emulated\+disk|emulated|cpu\+disk)(?:-(?P<precision>(?:bf16|fp16)(?:-fp32)?))?(?:-tiles(?P<tile_rows>\d+))?(?P<tables>-tables)?"
+    r"-(?P<tier>emulated\+disk|emulated|cpu\+disk)(?:-(?P<precision>(?:bf16|fp16)(?:-fp32)?))?(?:-tiles(?P<tile_rows>\d+))?"
 )
 
 
@@ -106,16 +103,14 @@ DIMENSIONS: Final[Mapping[str, Sequence[Value]]] = {
     "tier": ("emulated", "cpu+disk", "emulated+disk"),
     "precision": ("fp32", "bf16", "bf16-fp32", "fp16", "fp16-fp32"),
     "tile_rows": (None, 24, 7),
-    "tables": (False, True),
 }
 assert [field.name for field in fields(Row)] == list(DIMENSIONS), "a row lists its dimensions in their order"
 
-# The models that have weights of more rows than a tile, and those that have tables of more rows than a chunk.
+# The models that have weights of more rows than a tile.
 TILED: Final = (
     *("gpt2", "llama", "bert", "t5", "vit", "mixtral", "albert", "lstm", "encoder", "held", "tied"),
     *("long-embedding", "branches", "adapted", "thawed", "tower", "penalised"),
 )
-TABLES: Final = ("llama", "mixtral", "lstm", "encoder", "long-embedding", "adapted")
 
 
 def allowed(row: Row) -> bool:
@@ -126,7 +121,7 @@ def allowed(row: Row) -> bool:
         return False  # it promises one backward a step, no clipping and no loss scale
     if row.model == "autocast" and row.precision == "fp16":
         return False  # autocast to bf16 inside of an fp16 model is an error in PyTorch
-    if (row.tile_rows is not None and row.model not in TILED) or (row.tables and row.model not in TABLES):
+    if row.tile_rows is not None and row.model not in TILED:
         return False
     # With all of it on the device no third tier takes part: that row is the one of two tiers.
     return not (row.tier == "emulated+disk" and row.budget == "fits")

@@ -16,7 +16,7 @@ from tests.parity.plans import DIGESTS, FORECASTS
 from tests.parity.zoo import CASES
 from tests.sampling import cover
 
-FP32 = {"precision": "fp32", "tile_rows": None, "tables": False}
+FP32 = {"precision": "fp32", "tile_rows": None}
 
 
 def combinations_of(rows: list[Row] | tuple[Row, ...], names: tuple[str, ...]) -> set[tuple[object, ...]]:
@@ -72,7 +72,7 @@ def test_every_way_of_training_is_run_by_some_model(in_fp32: list[Row]) -> None:
 
 def test_every_model_and_checkpointing_runs_in_every_type() -> None:
     names = ("model", "checkpointing", "precision")
-    possible = combinations_of(list(allowed_rows(tile_rows=None, tables=False)), names)
+    possible = combinations_of(list(allowed_rows(tile_rows=None)), names)
     missing = possible - combinations_of((*PAIRS, *WIDE), names)
     assert {precision for _, checkpointing, precision in missing if checkpointing == "none"} == set()
     assert {precision for *_, precision in missing} <= {"fp16-fp32"}
@@ -92,7 +92,6 @@ def test_what_cannot_be_is_not_allowed() -> None:
     assert not allowed(replace(row, precision="fp16-fp32"))
     assert not allowed(replace(row, model="lstm", checkpointing="reentrant"))
     assert not allowed(replace(row, tier="emulated+disk", budget="fits"))
-    assert not allowed(replace(row, tables=True))
     assert not allowed(replace(row, model="conv", tile_rows=24))
 
 

@@ -13,8 +13,6 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, master_touches, norm_trace, step_trace
 from tests.plan.builders import CHUNK_NUMEL, unit
 
-IN_FORWARD = {"in_graph": True, "in_backward": False}
-
 
 def layout() -> Layout:
     """`a` in c0 to c2, `b` in c3, a table of two tiles in c4 and c5, `frozen` in c6."""
@@ -22,7 +20,7 @@ def layout() -> Layout:
         TensorSpec("a", (40,)),
         TensorSpec("b", (8,)),
         TensorSpec("frozen", (16,), trainable=False),
-        TensorSpec("table", (4, 8), table=True, tile_numel=16),
+        TensorSpec("table", (4, 8), tile_numel=16),
     ]
     return build_layout(specs, chunk_numel=CHUNK_NUMEL)
 
@@ -51,17 +49,9 @@ def test_a_backward_that_reads_what_was_saved_touches_a_weight() -> None:
     assert rule.unpack(unit("c0.weight")) == (Phase.BACKWARD, (Touch(unit("c0.weight")),))
 
 
-@pytest.mark.parametrize(("split", "itemsize"), [(False, 4), (True, 2)])
-def test_a_lookup_touches_weights_on_the_host_and_takes_rows_of_them(split: bool, itemsize: int) -> None:
-    phase, found, nbytes = touches(GradientUse.CHUNK, split=split).lookup("table", 24, **IN_FORWARD)
-    assert (phase, texts(found), nbytes) == (Phase.FORWARD, "c4.weight@H c5.weight@H", 24 * itemsize)
-
-
 def test_a_gradient_that_is_kept_is_written_in_its_plane_chunk_by_chunk() -> None:
     assert moments_of(touches(GradientUse.CHUNK), "a") == ["c0.grad*", "c1.grad*", "c2.grad*"]
     assert moments_of(touches(GradientUse.TENSOR), "a") == []
-    assert texts(touches(GradientUse.CHUNK).row_gradients("table")) == "c4.grad@H* c5.grad@H*"
-    assert touches(GradientUse.UPDATE).row_gradients("table") is None
 
 
 @pytest.mark.parametrize("split", [False, True])

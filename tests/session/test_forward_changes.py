@@ -485,16 +485,13 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "given", [{"tile_rows": 40}, {"embedding_rows": True, "chunk_size": 1024}], ids=["tiles", "rows"]
-)
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 @pytest.mark.parametrize("change", ["embedding", "by_index"])
 def test_tables_in_tiles_that_the_forward_changes(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], change: str, kind: str, given: dict[str, Any]
+    make_pair: MakePair, make_narrow: Callable[..., Narrow], change: str, kind: str
 ) -> None:
     """The table, which alone has more rows than a tile, is put together as a whole to be changed."""
-    build = partial(Changing, change)
+    build, given = partial(Changing, change), {"tile_rows": 40}
 
     def manage(**machine: Any) -> Any:
         if kind == "fp32":

@@ -248,7 +248,7 @@ def some_of(model: nn.Module) -> patrickstar.AdamW:
 @pytest.mark.parametrize("choice", [None, APART], ids=["whole", "apart"])
 @pytest.mark.parametrize("make_optimizer", [adamw, some_of])
 @pytest.mark.parametrize("numel", [1024, 2048, 4096])
-@pytest.mark.parametrize("more", [{}, {"tile_rows": 24}, {"embedding_rows": True}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"tile_rows": 24}], ids=str)
 def test_every_kind_of_parameter_has_the_bits_of_plain_pytorch(
     choice: UpdateChoice | None,
     make_optimizer: Callable[..., Any],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, Final
 
 from patrickstar.config.loss_scale import LossScale
@@ -46,11 +47,6 @@ class Options:
     largest matrix. Each tile is a product of its own, which may give other bits than one product; so no budget ever switches this on.
     `None`: whole weights."""
 
-    embedding_rows: bool = False
-    """Whether the tables of `nn.Embedding` modules stay on the host while a device computes, and only rows that a batch looks up cross the link,
-    and their gradients. For tables that are larger than a chunk and that no linear shares. With `device="cuda"` they still cross tile by tile,
-    whole, and a warning says so. The bits are the same either way."""
-
     chunked_loss: bool | None = None
     """Whether the loss is computed without whole logits. Arrives in a later version."""
 
@@ -71,8 +67,12 @@ class Options:
     """Seconds after which ranks that wait for another give up. Other times arrive in a later version."""
 
     def __new__(cls, *_: Any, **given: Any) -> Options:
-        unknown = [name for name in given if name not in cls.__dataclass_fields__]
-        refuse([unknown_argument(name, cls.__dataclass_fields__) for name in unknown], of="Options")
+        unknown = {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}
+        problems = [
+            f"{name}={value!r}: {_GONE[name]}" if name in _GONE else unknown_argument(name, cls.__dataclass_fields__)
+            for name, value in unknown.items()
+        ]
+        refuse(problems, of="Options")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -89,10 +89,8 @@ class Options:
         ]
         if not isinstance(self.loss_scale, LossScale | None):
             problems.append(f"loss_scale={self.loss_scale!r}: expected patrickstar.LossScale(...), or None")
-        switches = {"poison": self.poison, "embedding_rows": self.embedding_rows}
-        problems += [
-            f"{name}={on!r}: expected True or False" for name, on in switches.items() if not isinstance(on, bool)
-        ]
+        if not isinstance(self.poison, bool):
+            problems.append(f"poison={self.poison!r}: expected True or False")
         for field in fields(self):
             if field.name in _TO_COME:
                 problems += later(field.name, getattr(self, field.name), default=field.default)
@@ -100,6 +98,11 @@ class Options:
 
 
 _TO_COME: Final = frozenset({"chunked_loss", "reduce", "collective_timeout"})
+_GONE: Final = MappingProxyType(
+    {
+        "embedding_rows": "no option any more; use tile_rows=, the rows of tables and other weights that are resident at a time"
+    }
+)
 
 
 def _names(name: str, value: object) -> list[str]:

@@ -28,8 +28,7 @@ ALIGNMENT: Final = 16
 class TensorSpec:
     """A parameter's name, shape, whether it is trained, and whether it stays fp32 whole. Parameters that are tied appear once.
 
-    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer. `table`: whether it is
-    looked up in by rows where it rests, and so shares no chunk with what is fetched.
+    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer.
     """
 
     name: str
@@ -37,11 +36,10 @@ class TensorSpec:
     trainable: bool = True
     whole: bool = False
     tile_numel: int | None = None
-    table: bool = False
 
-    def kind(self) -> tuple[bool, bool, bool]:
-        """Three flags of a tensor, (stays fp32 whole, is frozen, is a table): tensors of one kind share chunks."""
-        return self.whole, not self.trainable, self.table
+    def kind(self) -> tuple[bool, bool]:
+        """Two flags of a tensor, (stays fp32 whole, is frozen): tensors of one kind share chunks."""
+        return self.whole, not self.trainable
 
     @property
     def numel(self) -> int:
@@ -105,19 +103,18 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Chunks from `head` on, of tensors that stay fp32 whole or do not, are trained or are not, and are tables or are not."""
+    """Chunks from `head` on, of tensors that stay fp32 whole or do not, and are trained or are not."""
 
     head: int
     whole: bool = False
     frozen: bool = False
-    table: bool = False
 
-    def kind(self) -> tuple[bool, bool, bool]:
+    def kind(self) -> tuple[bool, bool]:
         """The flags of the group's tensors, in the order of `TensorSpec.kind`."""
-        return self.whole, self.frozen, self.table
+        return self.whole, self.frozen
 
     def __str__(self) -> str:
-        words = {"fp32 whole": self.whole, "frozen": self.frozen, "tables": self.table}
+        words = {"fp32 whole": self.whole, "frozen": self.frozen}
         return " and ".join(word for word, holds in words.items() if holds)
 
 
@@ -173,10 +170,6 @@ class Layout:
     def is_frozen(self, chunk: int) -> bool:
         """Tells whether a chunk's tensors were not trained when the layout was made."""
         return self._group_of[chunk].frozen
-
-    def is_table(self, chunk: int) -> bool:
-        """Tells whether a chunk's tensors are looked up in by rows."""
-        return self._group_of[chunk].table
 
     @property
     def model_numel(self) -> int:

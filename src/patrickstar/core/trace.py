@@ -57,12 +57,6 @@ class Touch(NamedTuple):
         return cls(PlaneRef.parse(ref), writes=text.endswith("*"), tier=Tier(tier) if tier else None)
 
 
-def link_of_rows(touches: Iterable[Touch]) -> tuple[Tier, Tier]:
-    """The tiers from which and to which rows go that are read, or added to, where these units rest."""
-    writes = any(touch.writes for touch in touches if touch.tier is not None)
-    return (Tier.DEVICE, Tier.HOST) if writes else (Tier.HOST, Tier.DEVICE)
-
-
 @dataclass(frozen=True, slots=True)
 class Moment:
     """One tick of the logical clock. Units are kept sorted, each once, in whatever order they are given.
@@ -74,7 +68,6 @@ class Moment:
         nonmodel_bytes: peak of everything on the compute tier that is no chunk, from this moment to the next.
         live_bytes: what of that is alive as the moment begins.
         ends: units whose use ends with this moment; plans do not need it, readers do.
-        rows_bytes: of rows that cross the link, of units that are touched where they rest.
         updates: the chunk whose update begins with this moment, and may go on beside those after it.
     """
 
@@ -85,7 +78,6 @@ class Moment:
     nonmodel_bytes: int = 0
     live_bytes: int = 0
     ends: tuple[PlaneRef, ...] = ()
-    rows_bytes: int = 0
     updates: int | None = None
 
     def __post_init__(self) -> None:
@@ -107,8 +99,6 @@ class Moment:
     def __str__(self) -> str:
         nonmodel = f"{self.live_bytes}..{self.nonmodel_bytes}" if self.live_bytes else str(self.nonmodel_bytes)
         words = [self.phase.value, _escape(self.label), nonmodel, *map(str, self.touches)]
-        if self.rows_bytes:
-            words += ["rows", str(self.rows_bytes)]
         if self.updates is not None:
             words += ["updates", f"c{self.updates}"]
         if self.held:
@@ -128,8 +118,7 @@ class Moment:
         live_bytes, _, nonmodel_bytes = nonmodel.rpartition("..")
         rest, ends = _split_at(rest, "ends")
         rest, held = _split_at(rest, "held")
-        rest, updates = _split_at(rest, "updates")
-        touches, rows = _split_at(rest, "rows")
+        touches, updates = _split_at(rest, "updates")
         updated = [int(chunk.removeprefix("c")) for chunk in updates]
         return cls(
             phase=Phase(phase),
@@ -139,7 +128,6 @@ class Moment:
             nonmodel_bytes=int(nonmodel_bytes),
             live_bytes=int(live_bytes or 0),
             ends=tuple(map(PlaneRef.parse, ends)),
-            rows_bytes=sum(map(int, rows)),
             updates=updated[0] if updated else None,
         )
 

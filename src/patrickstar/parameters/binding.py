@@ -69,7 +69,7 @@ class Binding:
         owner: who owns the bytes. leases: of the slots in use. counts: of uses, which the binding counts.
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
-        gathers_rows: whether lookups in tables bring rows from where these rest. device: where parameters are used; None: where they are now.
+        device: where parameters are used; None: where they are now.
 
     Attributes:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
@@ -90,7 +90,6 @@ class Binding:
         counts: UseCounts,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
-        gathers_rows: bool = False,
         gradients: GradientUse = GradientUse.CHUNK,
         device: torch.device | None = None,
     ) -> None:
@@ -110,9 +109,7 @@ class Binding:
         self.assembled = AssembledTensors(owner, leases, self.lock, self._assembled_class, device=device)
 
         self.session_name = "a session"
-        self.records = make_records(
-            named, layout, dtypes=dtypes, copied=copied, gathers_rows=gathers_rows, device=device
-        )
+        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device)
         self.by_name = {name: self.records[name] for name in named}
         self.names = names_by_id(named)
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
@@ -203,7 +200,7 @@ class Binding:
     def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a torch function with managed parameters, or aliases of slots, among its arguments."""
         if self._in_tiles and func in TILED:
-            by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled, owner=self._owner)
+            by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled)
             if by_tiles is not None:
                 return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:

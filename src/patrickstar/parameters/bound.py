@@ -56,10 +56,6 @@ class BoundParameter:
     """The records of the parameter's tiles (Note [Tiles] in `tiles.py`)."""
     first_row: int = 0
     """The row of its parameter that a tile begins with; else 0."""
-    is_table: bool = False
-    """True where tiles are for lookups alone: products see the whole."""
-    by_rows: bool = False
-    """True where lookups gather rows from where the tiles rest (`lookups.py`)."""
     is_detached: bool = False
     """True for the record of a detached alias."""
 
@@ -122,14 +118,13 @@ def make_records(
     *,
     dtypes: Mapping[str, torch.dtype],
     copied: Collection[str],
-    gathers_rows: bool = False,
     device: torch.device | None = None,
 ) -> dict[str, BoundParameter]:
     """Records by name: of each parameter, and after it of its tiles.
 
     Args:
         dtypes: types of parameters while they are managed, by name; fp32 where there is none. copied: the parameters whose uses see a copy.
-        gathers_rows: whether lookups in tables bring rows from where these rest. device: where uses are; None: where the parameters are.
+        device: where uses are; None: where the parameters are.
     """
     nans: dict[torch.dtype, Tensor] = {}
     records: dict[str, BoundParameter] = {}
@@ -137,7 +132,6 @@ def make_records(
         dtype = dtypes.get(name, torch.float32)
         if dtype not in nans:
             nans[dtype] = placeholder(dtype, device or parameter.device)
-        is_table = layout.is_table(layout.slices[name].chunk)
         tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
         records[name] = BoundParameter(
             name,
@@ -156,8 +150,6 @@ def make_records(
             # The whole of what lies in tiles is put together where it is asked for.
             is_copied=name in copied or bool(tiles),
             tiles=tiles,
-            is_table=is_table,
-            by_rows=is_table and gathers_rows,
         )
         records.update((tile.name, tile) for tile in tiles)
     return records

@@ -13,12 +13,11 @@ from patrickstar.memory.leases import AssembledKey, WeightKey
 from patrickstar.parameters.assembled import AssembledOwner
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.gradient_access import GradientOwner
-from patrickstar.parameters.lookups import RowOwner
 
 __all__ = ["Owner", "Rewriting"]
 
 
-class Owner(GradientOwner, RowOwner, AssembledOwner, Protocol):
+class Owner(GradientOwner, AssembledOwner, Protocol):
     """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for."""
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding, linear
 
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.lookups import RowOwner, expect_inside, look_up
 
 __all__ = ["NOT_ONE_TENSOR", "TILED", "tile_by_tile"]
 
@@ -28,8 +28,7 @@ TILED: Final = frozenset({linear, embedding})
 """The functions that may go tile by tile."""
 
 NOT_ONE_TENSOR: Final = (
-    "its gradient never exists as one tensor. Use backward() and session.gradients(), or leave out "
-    "Options(tile_rows=, embedding_rows=)"
+    "its gradient never exists as one tensor. Use backward() and session.gradients(), or leave out Options(tile_rows=)"
 )
 
 # What a lookup by tiles can be asked for beside its padding: nothing.
@@ -42,16 +41,14 @@ def tile_by_tile(
     kwargs: Mapping[str, Any],
     *,
     tiled: Callable[[object], BoundParameter | None],
-    owner: RowOwner,
 ) -> Callable[[], Tensor] | None:
     """A linear or lookup whose weight is in tiles, to be called; None where its weight is not, or where it is asked for more.
 
     Args:
         func, args, kwargs: one of `TILED`, as torch's override protocol gives it. tiled: the record of a parameter in tiles.
-        owner: of tables used by rows.
     """
     weight = tiled(args[1] if len(args) > 1 else kwargs.get("weight"))
-    if weight is None or (func is linear and weight.is_table):
+    if weight is None:
         return None
     tiles = weight.tiles
     given = {
@@ -65,8 +62,6 @@ def tile_by_tile(
     padding = given.get("padding_idx")
     if padding is not None and padding < 0:
         padding += weight.rows
-    if weight.by_rows:
-        return partial(look_up, owner, weight, given["input"], padding)
     return partial(_lookup, tiles, given["input"], padding)
 
 
@@ -77,7 +72,7 @@ def _linear(tiles: Sequence[BoundParameter], features: Tensor, bias: Tensor | No
 
 def _lookup(tiles: Sequence[BoundParameter], ids: Tensor, padding: int | None) -> Tensor:
     total = tiles[-1].first_row + tiles[-1].rows
-    expect_inside(ids, total)
+    _expect_inside(ids, total)
     found: Tensor | None = None
     for tile in tiles:
         # Every id is looked up in every tile, in its nearest row: shapes do not depend on values, and what is not used gets a gradient of zeros.
@@ -88,3 +83,10 @@ def _lookup(tiles: Sequence[BoundParameter], ids: Tensor, padding: int | None) -
         found = values if found is None else torch.where(inside, values, found)
     assert found is not None
     return found
+
+
+def _expect_inside(ids: Tensor, rows: int) -> None:
+    """Raises IndexError where an id is not a row of a table of so many. Fake ids, whose values nobody knows, cost the same."""
+    is_outside = ((ids < 0) | (ids >= rows)).any()
+    if not isinstance(ids, FakeTensor) and bool(is_outside):
+        raise IndexError(f"index out of range in self: a table of {rows} rows")

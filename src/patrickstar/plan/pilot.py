@@ -218,22 +218,19 @@ class Pilot:
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
         *,
-        rows_bytes: int = 0,
         update: Update | None = None,
     ) -> Sequence[Action]:
-        """Actions that must be done before a moment that touches these units, and uses rows of so many bytes, while `held` are in use.
+        """Actions that must be done before a moment that touches these units, while `held` are in use.
 
         `update`: what begins with the moment.
 
         Raises:
             BudgetError: what the moment needs at once does not fit.
         """
-        planned = self.planned(phase, touches, held, rows_bytes=rows_bytes)
+        planned = self.planned(phase, touches, held)
         return self.decided(phase, label, touches, held, update) if planned is None else planned
 
-    def planned(
-        self, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef], *, rows_bytes: int = 0
-    ) -> Sequence[Action] | None:
+    def planned(self, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef]) -> Sequence[Action] | None:
         """Actions that the plan has before such a moment, which is the next one; None where there is no plan, or it is followed no longer."""
         self._clock += 1
         for touch in touches:
@@ -241,7 +238,7 @@ class Pilot:
         stretch = self.stretch
         # What reads state after the last moment (gradients, a checkpoint) is no part of the stretch.
         if isinstance(stretch.course, Planned) and not (phase is Phase.STEP and stretch.complete):
-            planned = self._planned(stretch.course, phase, touches, held, rows_bytes)
+            planned = self._planned(stretch.course, phase, touches, held)
             if planned is not None:
                 stretch.position += 1
                 return planned
@@ -253,7 +250,6 @@ class Pilot:
         phase: Phase,
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
-        rows_bytes: int,
     ) -> Sequence[Action] | None:
         """Actions that the plan has before a moment; None where the plan is followed no longer."""
         stretch = self.stretch
@@ -267,7 +263,7 @@ class Pilot:
             )
             return None
         moment = moments[number]
-        if moment.phase is not phase or moment.touches != tuple(touches) or moment.rows_bytes != rows_bytes:
+        if moment.phase is not phase or moment.touches != tuple(touches):
             came = " ".join(map(str, touches))
             stretch.depart(f"at moment {number} of the {stretch.kind} came {phase} {came} where the trace has {moment}")
             return None

@@ -77,9 +77,8 @@ def place_on_all_tiers(
     for ref in sorted(sizes, key=lambda ref: (turn[ref.plane], ref.chunk)):
         if excess <= 0:
             break
-        if not layout.is_table(ref.chunk):  # whose rows are used on the host
-            here[ref] = compute
-            excess -= sizes[ref]
+        here[ref] = compute
+        excess -= sizes[ref]
     return {**here, **_all_below(machine, {r: n for r, n in sizes.items() if r not in here}, disk_bytes=disk_bytes)}
 
 

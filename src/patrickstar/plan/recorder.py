@@ -29,22 +29,15 @@ class TraceRecorder:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._seen: list[tuple[Phase, str, Sequence[Touch], tuple[PlaneRef, ...], int]] = []
+        self._seen: list[tuple[Phase, str, Sequence[Touch], tuple[PlaneRef, ...]]] = []
         self._peaks: list[int] = []
         self._live: list[int] = []
 
-    def moment(
-        self,
-        phase: Phase,
-        label: str,
-        touches: Sequence[Touch],
-        held: Iterable[PlaneRef],
-        rows_bytes: int = 0,
-    ) -> None:
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], held: Iterable[PlaneRef]) -> None:
         """Writes down a moment, which begins now."""
         self._peaks.append(self._meter.restart_peak())
         self._live.append(self._meter.live)
-        self._seen.append((phase, label, touches, tuple(held), rows_bytes))
+        self._seen.append((phase, label, touches, tuple(held)))
 
     def trace(self) -> Trace:
         """The trace of what has been written down; the last moment ends now."""
@@ -62,10 +55,7 @@ class TraceRecorder:
                     tuple(ref for ref in held if ref not in {touch.ref for touch in touches}),
                     nonmodel_bytes=peak,
                     live_bytes=live,
-                    rows_bytes=rows_bytes,
                 )
-                for (phase, label, touches, held, rows_bytes), peak, live in zip(
-                    self._seen, peaks, self._live, strict=True
-                )
+                for (phase, label, touches, held), peak, live in zip(self._seen, peaks, self._live, strict=True)
             )
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Machine, Tier
-from patrickstar.core.trace import Trace, link_of_rows
+from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError
 from patrickstar.plan.actions import Copy, Create, Drop, Move, Update, UpdateWait
 from patrickstar.plan.plan import Plan
@@ -67,8 +67,6 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
             apply(state, action)
             if not isinstance(action, Update | UpdateWait):
                 _enter(ledger, state, action)
-        if moment.rows_bytes:
-            ledger.move(*link_of_rows(moment.touches), moment.rows_bytes)
         ledger.begin_moment({compute: moment.nonmodel_bytes})
         slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))

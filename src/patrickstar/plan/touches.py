@@ -3,12 +3,10 @@
 | event                                  | phase              | touches (`*`: writes)                                                 |
 |----------------------------------------|--------------------|-----------------------------------------------------------------------|
 | parameters are used                    | forward, recompute | their weights                                                         |
-| rows of a table are looked up          | forward, recompute | its weights, on the host                                              |
 | autograd needs what it saved           | backward           | a weight                                                              |
 | a gradient arrives, and is kept        | backward           | chunk by chunk: gradient*                                             |
 | a gradient arrives, and is used        | backward           | chunk by chunk: weight*, both moments*, rest*                         |
 | ... with the others of its chunk       | backward, step     | gradient*; with the last one: as a chunk is updated                   |
-| gradients of rows arrive               | backward           | gradients*, on the host; or tile by tile as above                     |
 | the norm is taken                      | step               | parameter by parameter, chunk by chunk: gradient                      |
 | a chunk is updated                     | step               | weight*, both moments*, rest*, and gradient; perhaps on the host      |
 
@@ -83,20 +81,6 @@ class Touches:
         self.counts.uses.clear()
         self.counts.apart.clear()
 
-    def lookup(
-        self, name: str, numel: int, *, in_graph: bool, in_backward: bool
-    ) -> tuple[Phase, tuple[Touch, ...], int]:
-        """The phase, the touches and the bytes of a lookup of so many elements in a table. `in_graph`: autograd records the lookup."""
-        if not in_backward:
-            for label in self.layout.leaves(name):
-                self.counts.uses[label] = self.counts.uses.get(label, 0) + 1
-                if not in_graph:
-                    self.counts.apart[label] = self.counts.apart.get(label, 0) + 1
-        units = self.layout.weight_units(name)
-        nbytes = numel * self.formats.now.of(units[0], self.layout).itemsize
-        touches = _in_order(*(Touch(ref, tier=Tier.HOST) for ref in units))
-        return Phase.RECOMPUTE if in_backward else Phase.FORWARD, touches, nbytes
-
     def unpack(self, ref: PlaneRef) -> tuple[Phase, tuple[Touch, ...]]:
         """The phase and the touches of a backward's need for what a use has saved of a unit."""
         return Phase.BACKWARD, (Touch(ref),)
@@ -143,13 +127,6 @@ class Touches:
     def keeps_rest(self, label: str) -> bool:
         """Tells whether a parameter's master is split: the weight does not show all of such a master."""
         return self.formats.now.is_split(self.layout.parts(label)[0].chunk, self.layout)
-
-    def row_gradients(self, name: str) -> tuple[Touch, ...] | None:
-        """The touches of an arrival of gradients of rows; None where such gradients go tile by tile as others do."""
-        if self.gradients is not GradientUse.CHUNK:
-            return None
-        chunks = {part.chunk for part in self.layout.parts(name)}
-        return _in_order(*(Touch(PlaneRef(chunk, GRAD), True, Tier.HOST) for chunk in chunks))
 
 
 # pieces of parameters, and chunks

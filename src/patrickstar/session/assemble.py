@@ -51,7 +51,7 @@ from patrickstar.session.loading import Loading
 from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
-from patrickstar.session.start import gathers_rows, gradient_use, layout_of, resting_state, with_pass_bytes
+from patrickstar.session.start import gradient_use, layout_of, resting_state, with_pass_bytes
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.copies import Copies
@@ -68,7 +68,6 @@ from patrickstar.step.precision import Precision, find_precision, torch_type
 from patrickstar.step.pressure import Pressure
 from patrickstar.step.resources import uncounted_settings
 from patrickstar.step.stretches import Stretches
-from patrickstar.step.tables import TableRows
 from patrickstar.step.training import Training
 from patrickstar.step.update import Updates
 from patrickstar.step.values import Weights
@@ -258,11 +257,6 @@ def _build_session(
     touches = make_touches()
     events = Events(model=model, named=named, touches=touches, compute=precision.compute)
     dtypes = precision.parameter_dtypes(layout)
-    by_rows = gathers_rows(budgets)
-    if budgets.stream_device is not None and any(group.table for group in layout.groups):
-        _log.warning(
-            "embedding_rows=True gathers no rows on a GPU yet: its tables cross the link tile by tile, whole, at each use. The bits are the same"
-        )
     binding = Binding(
         named,
         layout,
@@ -271,7 +265,6 @@ def _build_session(
         counts=touches.counts,
         dtypes=dtypes,
         copied=precision.copied(layout),
-        gathers_rows=by_rows,
         gradients=gradients,
         device=budgets.stream_device,
     )
@@ -312,7 +305,6 @@ def _build_session(
             gradients=gradients,
             dtypes=dtypes,
             copied=precision.copied(layout),
-            gathers_rows=by_rows,
             scales=precision.scales,
             device=budgets.trial_device,
             on_device=budgets.stream_device is not None,
@@ -361,7 +353,6 @@ def _build_session(
             max_grad_norm=memory.max_grad_norm,
             is_watched=lambda: events.watches,
             pass_bytes=budgets.passes,
-            before_end=events.bring_rows,
         )
         assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=training.steps)
     events.connect(
@@ -372,7 +363,6 @@ def _build_session(
         copies=Copies(binding, executor, precision, touches),
         late_planes=late_planes,
         assembling=assembling,
-        tables=TableRows(binding, executor, in_chunks, touches),
         is_managed=binding.is_managed,
     )
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before

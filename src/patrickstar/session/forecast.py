@@ -33,7 +33,6 @@ from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.session.smallest import let_gradients_go, smallest_budgets
 from patrickstar.session.start import (
     add_gradients,
-    gathers_rows,
     gradient_use,
     layout_of,
     resting_state,
@@ -120,7 +119,6 @@ def forecast(
         gradients=gradients,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),
-        gathers_rows=gathers_rows(budgets),
         scales=precision.scales,
         device=budgets.trial_device,
         on_device=budgets.stream_device is not None,

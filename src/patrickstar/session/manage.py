@@ -44,10 +44,11 @@ def manage(
             the initialisation that `deferred_init` has recorded.
         optimizer: torch's or patrickstar's Adam or AdamW over parameters of the model, whose groups and state are taken over. None: weights
             only are managed, for evaluation.
-        device: "cpu", or "emulated": a bounded arena of host memory plays a device. None: "cpu".
+        device: "cpu"; "cuda", or "cuda:1"; "emulated": a bounded arena of host memory plays a device. None: CUDA where there is one, else "cpu".
         precision: "bf16": the weight is the upper half of an fp32 master. "fp16": it is rounded from one, and `session.scaler` scales the loss.
             None: the type that most elements of the model's parameters have.
-        device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%".
+        device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%". None: 90 % of what
+            is free on a GPU, less a reserve for its libraries; of the emulated device as much as the host's.
         host_memory: how much the process may hold above its present size less the weights taken over. None: 80 % of what is available.
         disk, disk_memory: directory and budget of the disk tier. None: no disk tier; 90 % of what is free.
         step: "deferred", at `optimizer.step()`, or "in_backward", as gradients arrive.

@@ -31,9 +31,7 @@ from patrickstar.step.precision import Precision, lies_in
 
 __all__ = [
     "add_gradients",
-    "find_tables",
     "find_tiles",
-    "gathers_rows",
     "gradient_use",
     "layout_of",
     "resting_state",
@@ -55,15 +53,13 @@ def layout_of(
     `granule_bytes`: what memory of the tier that computes comes in; 0: in pages.
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
-    tables = find_tables(model, named) if memory.options.embedding_rows else frozenset()
     specs = [
         TensorSpec(
             name,
             tuple(parameter.shape),
             trained(parameter),
             lies_in(name, precision.whole),
-            None if name in tables else tiles.get(name),
-            table=name in tables,
+            tiles.get(name),
         )
         for name, parameter in named.items()
     ]
@@ -73,33 +69,7 @@ def layout_of(
         chunk_numel = whole_grains(chunk_numel, grain=GRAIN)
     if 0 < granule_numel < chunk_numel:  # smaller chunks were asked for: several share a granule
         chunk_numel = whole_grains(chunk_numel, grain=granule_numel)
-    return build_layout([_in_tiles(spec, chunk_numel) for spec in specs], chunk_numel=chunk_numel)
-
-
-def _in_tiles(spec: TensorSpec, chunk_numel: int) -> TensorSpec:
-    """A table in as many rows at a time as a chunk holds; what fits a chunk is an ordinary parameter."""
-    if not spec.table or spec.numel <= chunk_numel:
-        return replace(spec, table=False)
-    row = spec.numel // spec.shape[0]
-    return replace(spec, tile_numel=max(1, chunk_numel // row) * row)
-
-
-def find_tables(model: nn.Module, named: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """The weights of embeddings that no linear shares, by name.
-
-    Raises:
-        LayoutError: one has hooks, which a gradient of rows would not call.
-    """
-    names = names_by_id(named)
-    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
-    tables = set()
-    for module in model.modules():
-        weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
-        if weight is None or id(weight) in linears or weight.shape[0] < 2 or not weight.numel():
-            continue
-        _expect_no_hooks(names[id(weight)], weight, "would be used by rows")
-        tables.add(names[id(weight)])
-    return frozenset(tables)
+    return build_layout(specs, chunk_numel=chunk_numel)
 
 
 def _expect_no_hooks(name: str, weight: nn.Parameter, use: str) -> None:
@@ -130,15 +100,6 @@ def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | 
         _expect_no_hooks(name, weight, f"would be used in tiles of {rows} rows")
         tiles[name] = rows * (weight.numel() // weight.shape[0])
     return tiles
-
-
-def gathers_rows(budgets: Budgets) -> bool:
-    """Tells whether rows of tables are gathered where these rest: where a device computes and all of it rests on the host.
-
-    Not from a GPU yet: the host would have to wait for the numbers of the rows.
-    """
-    machine = budgets.machine
-    return machine.compute is Tier.DEVICE and Tier.DISK not in machine.budget and budgets.stream_device is None
 
 
 def with_pass_bytes(
@@ -177,7 +138,7 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
     if memory.step == "in_backward":
         return GradientUse.UPDATE
     # 16-bit gradients of several backwards add up in fp32, which autograd does not do; and those of tiles have no parameter of the user's.
-    in_chunks = budgets.bind or precision.mixed or memory.options.tile_rows is not None or memory.options.embedding_rows
+    in_chunks = budgets.bind or precision.mixed or memory.options.tile_rows is not None
     return GradientUse.CHUNK if in_chunks else GradientUse.TENSOR
 
 

@@ -16,7 +16,6 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.escapes import EscapedMemory
-from patrickstar.parameters.lookups import WaitingRows
 from patrickstar.parameters.transforms import expect_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
@@ -24,7 +23,6 @@ from patrickstar.step.copies import Copies
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.stretches import Stretches
-from patrickstar.step.tables import TableRows
 from patrickstar.step.training import Training
 from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.cast_inputs import cast_inputs
@@ -48,7 +46,6 @@ class Events:
     _copies: Copies
     _late_planes: LatePlanes
     _assembling: Assembling | None
-    _tables: TableRows
     _is_managed: Callable[[Tensor], bool]
 
     def __init__(
@@ -67,7 +64,6 @@ class Events:
         self._compute = compute
 
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
-        self._rows = WaitingRows()
         self._depth = 0
         self._caller: FrameType | None = None
         self._handled: BaseException | None = None
@@ -85,7 +81,6 @@ class Events:
         copies: Copies,
         late_planes: LatePlanes,
         assembling: Assembling | None,
-        tables: TableRows,
         is_managed: Callable[[Tensor], bool],
     ) -> None:
         """Takes everything that events are passed on to."""
@@ -96,7 +91,6 @@ class Events:
         self._copies = copies
         self._late_planes = late_planes
         self._assembling = assembling
-        self._tables = tables
         self._is_managed = is_managed
 
     # the binding's owner
@@ -197,28 +191,6 @@ class Events:
         self._training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
-    def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:
-        """Writes rows of a table, gathered where they rest, into `values`, in a moment of the forward or of a recomputation."""
-        self.check_watch()
-        inside = backward_id() != -1
-        self._in_backward |= inside
-        phase, touches, nbytes = self.touches.lookup(name, values.numel(), in_graph=in_graph, in_backward=inside)
-        self._executor.moment(phase, name, touches, nbytes)
-        self._tables.gather(name, ids, values)
-
-    def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        """Keeps the gradient of rows until the backward that has brought it ends."""
-        self.check_watch()
-        assert self._training is not None
-        self._in_backward = True
-        self._rows.add(name, ids, gradient, padding)
-        self._training.arrives()
-
-    def bring_rows(self) -> None:
-        """Takes the gradients of rows that the innermost backward has brought, complete now that it ends."""
-        for gradients in self._rows.take():
-            self._tables.add_gradient(gradients, deliver=self.gradient)
-
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient in its plane."""
         return self._training is not None and self._training.has_gradient(name)
@@ -268,7 +240,6 @@ class Events:
         with self._executor.lock:
             self._stretches.begin_forward(module, self._named, args, kwargs)
         self.touches.begin_forward()
-        self._rows.clear()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False
         self._handled = sys.exc_info()[1]

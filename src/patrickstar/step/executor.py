@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.core.trace import Moment, Phase, Touch, link_of_rows
+from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.errors import BudgetError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
@@ -87,26 +87,24 @@ class Executor:
 
     # moments
 
-    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0) -> None:
-        """Makes what these touches need usable where they are. Units to be written count as written. `rows_bytes`: of rows that cross the link.
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
+        """Makes what these touches need usable where they are. Units to be written count as written.
 
         Raises:
             BudgetError: the moment does not fit. DeviceError: the disk does not do its work.
         """
         with self.lock:
             self._update_before(touches)
-            self._moment(phase, label, touches, rows_bytes)
+            self._moment(phase, label, touches)
 
-    def _moment(
-        self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0, update: Update | None = None
-    ) -> None:
+    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], update: Update | None = None) -> None:
         with self.lock:
             store, pilot = self.store, self.pilot
             self.look_at_device()
             held = store.leases.held()
             if self.recorder is not None and phase is not Phase.STEP:
-                self.recorder.moment(phase, label, touches, held, rows_bytes)
-            actions = pilot.planned(phase, touches, held, rows_bytes=rows_bytes)
+                self.recorder.moment(phase, label, touches, held)
+            actions = pilot.planned(phase, touches, held)
             if actions is None:
                 self._use_what_came()
                 actions = pilot.decided(phase, label, touches, held, update)
@@ -120,8 +118,6 @@ class Executor:
                 self._carry_out(actions, f"{phase} {label}")
             if store.committed_slots > store.limit_slots:
                 store.trim()
-            if rows_bytes:
-                store.ledger.move(*link_of_rows(touches), rows_bytes)
             store.hold_beside(now)
             self._nonmodel_before = now
             with noticed_at(f"moment {phase} {label}"):

@@ -6,14 +6,13 @@ copied, not added to zeros: -0.0 stays -0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import AssembledKey
@@ -21,7 +20,6 @@ from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
 from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.lookups import RowGradients
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
@@ -99,23 +97,6 @@ class Gradients:
             if self.incomplete[name].issuperset(self._layout.leaves(name)):
                 self.names.add(name)
                 del self.incomplete[name]
-        self._views.changed(AssembledKey(name, GRAD))
-
-    def add_rows(self, bound: BoundParameter, touches: Sequence[Touch], gradients: RowGradients) -> None:
-        """Takes the gradients of rows of a table, where the table rests."""
-        name = bound.name
-        self._make_ready(name, bound)
-        before = self.incomplete.pop(name, set())
-        self._executor.moment(Phase.BACKWARD, name, touches, gradients.nbytes)
-        with self._executor.lock, self._executor.apart():
-            for tile in bound.tiles:
-                is_there = name in self.names or tile.name in before
-                flat = gradients.sums(tile.first_row, tile.rows).view(-1)
-                for part in self._layout.parts(tile.name):
-                    target = self._executor.store.tensor(PlaneRef(part.chunk, GRAD), Tier.HOST)[part.start : part.stop]
-                    piece = flat[part.tensor_start : part.tensor_start + target.numel()]
-                    self._put(name, target, piece, is_there=is_there)
-        self.names.add(name)
         self._views.changed(AssembledKey(name, GRAD))
 
     def _put(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:

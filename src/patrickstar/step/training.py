@@ -57,7 +57,7 @@ class Training:
 
     Args:
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
-        max_grad_norm: clipping at every step, or None. formats: which chunks have a split master. before_end: called as a backward ends.
+        max_grad_norm: clipping at every step, or None. formats: which chunks have a split master.
         is_watched: tells whether somebody may write to weights unseen. pass_bytes: what passes take of the tier that computes.
 
     Attributes:
@@ -81,7 +81,6 @@ class Training:
         formats: SessionFormats,
         is_watched: Callable[[], bool],
         pass_bytes: PassBytes = NONE,
-        before_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._binding = binding
         self._layout = layout
@@ -94,7 +93,6 @@ class Training:
         self._hypers = hypers
         self._max_grad_norm = max_grad_norm
         self._norm: Tensor | None = None  # of the gradients as they are, taken before `step`
-        self._before_end = before_end
 
         executor.carry_out_step = self._carry_out
         executor.step_is_over = self._step_is_over
@@ -122,7 +120,7 @@ class Training:
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived: updates its parameter with it, or keeps it."""
         bound = self._binding.records[name]
-        self.arrives()
+        self._arrives()
         if self._touches.gradients is GradientUse.TENSOR:
             return
         if not self.in_backward:
@@ -154,8 +152,8 @@ class Training:
         else:
             self._gradients.add(bound, gradient)
 
-    def arrives(self) -> None:
-        """Notes that a backward has a gradient to give, now or at its end."""
+    def _arrives(self) -> None:
+        """Notes that a backward has a gradient to give."""
         self._executor.pilot.stretch.gave_gradients = True
         if not self.backwards.bring and self.in_backward:
             if self._updated and not self.backwards.nested:
@@ -168,7 +166,6 @@ class Training:
         self.backwards.notice_gradient()
 
     def _backward_ends(self, inside: bool) -> None:
-        self._before_end()
         if inside:  # of another, which goes on
             self._unfinished = False
             return

@@ -30,7 +30,6 @@ from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import UnseenChangeError
-from patrickstar.parameters.lookups import RowGradients, WaitingRows
 from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -83,7 +82,6 @@ class _Twin:
         self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
         self._making_slot = False
-        self._rows = WaitingRows()
         self._sums = BackwardSums()
         self._backwards: set[int] = set()
 
@@ -99,8 +97,8 @@ class _Twin:
         phase, touches = self._touches.unpack(ref)
         self._moment(phase, name, touches)
 
-    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], rows_bytes: int = 0) -> None:
-        self.recorder.moment(phase, label, touches, self.leases.held(), rows_bytes)
+    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
+        self.recorder.moment(phase, label, touches, self.leases.held())
 
     def make_copy(self, key: CopyKey) -> Tensor:
         assert self.binding is not None
@@ -118,36 +116,15 @@ class _Twin:
         finally:
             self._making_slot = False
 
-    def gather(self, name: str, ids: Tensor, values: Tensor, *, in_graph: bool) -> None:  # noqa: ARG002
-        phase, touches, nbytes = self._touches.lookup(
-            name, values.numel(), in_graph=in_graph, in_backward=backward_id() != -1
-        )
-        self._moment(phase, name, touches, nbytes)
-
-    def row_gradients(self, name: str, ids: Tensor, gradient: Tensor, padding: int | None) -> None:
-        self._notice_backward()
-        self._rows.add(name, ids, gradient, padding)
-
     def _notice_backward(self) -> None:
         if backward_id() not in self._backwards:
             self._backwards.add(backward_id())
             at_end_of_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        for gradients in self._rows.take():
-            self._take_rows(gradients)
         if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
             for name, gradient in self._sums.take().items():
                 self._add(name, gradient)
-
-    def _take_rows(self, gradients: RowGradients) -> None:
-        assert self.binding is not None
-        touches = self._touches.row_gradients(gradients.name)
-        if touches is not None:
-            self._moment(Phase.BACKWARD, gradients.name, touches, gradients.nbytes)
-            return
-        for tile in self.binding.by_name[gradients.name].tiles:
-            self.gradient(tile.name, gradients.sums(tile.first_row, tile.rows))
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         pass
@@ -226,7 +203,7 @@ class OfflineTracer:
     Args:
         make_touches: fresh ones for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
-        gathers_rows: whether lookups in tables bring rows from where these rest. scales: whether the loss is multiplied with a scale.
+        scales: whether the loss is multiplied with a scale.
         device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
         on_device: whether the step is to run on a device whose memory torch gives out. compute: the type that inputs are cast to.
     """
@@ -239,7 +216,6 @@ class OfflineTracer:
         gradients: GradientUse,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
-        gathers_rows: bool = False,
         scales: bool = False,
         device: torch.device = _CPU,
         on_device: bool = False,
@@ -250,7 +226,6 @@ class OfflineTracer:
         self._gradients = gradients
         self._dtypes = dtypes
         self._copied = copied
-        self._gathers_rows = gathers_rows
         self._scales = scales
         self._device = device
         self._on_device = on_device
@@ -338,7 +313,6 @@ class OfflineTracer:
                     counts=touches.counts,
                     dtypes=self._dtypes,
                     copied=self._copied,
-                    gathers_rows=self._gathers_rows,
                     gradients=self._gradients,
                 )
                 owner.binding.changes.rewriting = owner
