@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import patrickstar
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.errors import BudgetError
-from patrickstar.optim.fma import Emulated, Native, Operations
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
@@ -286,14 +285,11 @@ def most_of(work: Callable[[], object]) -> int:
     return torch.accelerator.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("operations", [Native(), Emulated()], ids=["native", "emulated"])
 @pytest.mark.parametrize("numel", [512, 4_096, 70_000])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-def test_an_update_takes_no_more_than_plans_have_for_it(
-    is_split: bool, numel: int, operations: Operations, accelerator: Accelerator
-) -> None:
+def test_an_update_takes_no_more_than_plans_have_for_it(is_split: bool, numel: int, accelerator: Accelerator) -> None:
     accelerator.configure(1.0)
-    passes = TorchPasses(Reference(operations=operations))
+    passes = TorchPasses(Reference())
     weight, exp_avg, exp_avg_sq = (torch.ones(numel, device="cuda") for _ in range(3))
     rest = torch.ones(numel, dtype=torch.int16, device="cuda") if is_split else None
     kept = weight.bfloat16() if is_split else weight

@@ -100,8 +100,12 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
-    kernel = choose_kernel().name
-    yield Finding("optimizer kernel", kernel, kernel)
+    try:
+        kernel = choose_kernel().name
+    except DeviceError as error:
+        yield Finding("optimizer kernel", "none", None, str(error))
+    else:
+        yield Finding("optimizer kernel", kernel, kernel)
 
 
 def _memory() -> Iterator[Finding]:
