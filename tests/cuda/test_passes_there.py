@@ -23,7 +23,7 @@ def test_torchs_operations_stand_in_for_triton() -> None:
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("decoupled", "beta1"), [(True, 0.9), (False, 0.9), (True, 0.25)])
-def test_the_device_has_the_bits_of_the_definition(kept: torch.dtype, decoupled: bool, beta1: float) -> None:
+def test_the_host_and_the_device_have_the_same_bits(kept: torch.dtype, decoupled: bool, beta1: float) -> None:
     hyper = Hyper(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
     sample = torch.randn(4, 4099, generator=torch.Generator().manual_seed(1))
     sample[3].abs_()

@@ -169,7 +169,7 @@ def _figures(disk: Path | None) -> MachinePreset:
         devices=gpus,
         device_bytes=has.device_total_bytes,
         context_bytes=has.device_total_bytes - has.device_free_bytes,
-        workspace_bytes=has.workspace_bytes,
+        workspace_percent=has.workspace_percent,
         host_bytes=has.host_total_bytes,
         disk_bytes=0 if disk is None else free_bytes(disk),
         fast_16bit=tuple(sorted(has.fast_types)),
