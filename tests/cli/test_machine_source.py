@@ -10,7 +10,7 @@ from patrickstar.cli.machines import MACHINES
 from patrickstar.cli.main import main
 from patrickstar.cli.models import Gpt2
 from patrickstar.config.arguments import check_arguments
-from patrickstar.core.cublas_workspaces import workspace_bytes
+from patrickstar.core.fixed_costs import GPU_WORKSPACE_PERCENT
 from patrickstar.units import GIB, MIB
 
 # A 256th of an H200 with 128 GiB, for less than a 256th of the parameters that it is to hold: 2 MiB are more of its memory.
@@ -192,6 +192,7 @@ def test_what_a_machine_has_not_is_refused(arguments, why, model, capsys):
         ({"link": "fast"}, "link='fast': expected a number of 0 or more"),
         ({"devices": 0}, "devices=0 with device_bytes="),
         ({"context_bytes": GIB}, "nothing is left of device_bytes"),
+        ({"workspace_percent": 100}, "nothing is left of a device's budget"),
         ({"fast_16bit": ["fp8"]}, "expected a list of bf16 and fp16"),
         ({"device": 3}, "expected the name of the accelerator"),
         ({"host_byte": 3}, 'there is no such figure; did you mean "host_bytes"?'),
@@ -268,9 +269,12 @@ def test_an_h200_with_128_gib_holds_18b_exact_and_15b_clipped(shape, batch_size,
 
 
 @pytest.mark.parametrize("name", [name for name, preset in MACHINES.items() if preset.devices])
-def test_a_preset_has_the_workspaces_that_torch_would_make_there(name):
-    """For the thread of the forward and that of the backward, as a session on such a device counts them."""
-    want = workspace_bytes({}, is_hopper=name == "h200")
-    memory = check_arguments(device="cuda")
-    assert MachineSource.find(name).resources(memory).workspace_bytes == MACHINES[name].workspace_bytes == want
-    assert MachineSource.find(name).resources(check_arguments(device="emulated")).workspace_bytes == 0
+def test_a_preset_leaves_the_share_for_workspaces_that_a_session_there_does(name, model, capsys):
+    found = MachineSource.find(name)
+    assert found.resources(check_arguments(device="cuda")).workspace_percent == GPU_WORKSPACE_PERCENT
+    assert found.resources(check_arguments(device="emulated")).workspace_percent == 0
+    flags = ["--machine", name, "--model", str(model(1)), "--seq-len", "32", "--device-memory", "4GiB"]
+    assert main(["plan", *flags]) == 0
+    assert "fixed costs (workspaces of kernels) 256.00 MiB, budget 4.00 GiB" in capsys.readouterr().out
+    assert main(["plan", *flags, "--device", "emulated"]) == 0
+    assert "fixed costs" not in capsys.readouterr().out

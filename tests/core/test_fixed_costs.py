@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.core.fixed_costs import FixedCosts
+from patrickstar.core.fixed_costs import WORKSPACE_BYTES, FixedCosts, WorkspaceCosts
 from patrickstar.units import MIB
 
 FLOOR = 256 * MIB
@@ -48,3 +48,18 @@ def test_a_need_and_what_comes_beside_it_is_the_smallest_budget_that_has_room_fo
     smallest = need + FixedCosts(0, FLOOR).beside(need)
     assert room(smallest) >= need
     assert room(smallest - 1) < need
+
+
+@pytest.mark.parametrize("percent", [1, 3, 50, 99])
+@given(need=st.integers(0, 1 << 45))
+def test_the_smallest_budget_of_a_device_has_room_for_the_need_and_one_byte_less_has_not(percent: int, need: int):
+    smallest = need + WorkspaceCosts(percent=percent).beside(need)
+    costs = WorkspaceCosts(smallest, percent=percent)
+    assert costs.room_bytes >= need
+    assert costs.set_aside_bytes >= WORKSPACE_BYTES
+    assert WorkspaceCosts(smallest - 2, percent=percent).room_bytes <= need
+
+
+def test_without_a_percentage_a_device_s_budget_is_all_room():
+    none = WorkspaceCosts(1000 * MIB)
+    assert (none.room_bytes, none.set_aside_bytes, none.beside(900 * MIB)) == (1000 * MIB, 0, 0)

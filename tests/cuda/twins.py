@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar.optim.fma import Emulated
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.reference import Reference
 from patrickstar.testing.inside import manage_inside
+from tests.optim.definition import Definition
 
 __all__ = ["CHUNK", "TIGHT", "WIDTH", "Twins", "batch", "mlp", "twins"]
 
@@ -83,7 +82,7 @@ class Defined(torch.optim.AdamW):
                 state["step"] += 1
                 planes = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
                 flat = (plane.view(-1) for plane in planes)
-                Reference(operations=Emulated()).update(*flat, step=state["step"], hyper=hyper)
+                Definition().update(*flat, step=state["step"], hyper=hyper)
 
 
 @contextmanager

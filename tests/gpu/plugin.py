@@ -164,11 +164,11 @@ def notes_are_taken() -> Iterator[None]:
 def libraries_have_their_workspaces() -> Iterator[None]:
     """Products have been taken forward and backward, so that what cuBLAS keeps (32 MiB a thread and stream) is there before a session.
 
-    So budgets do not count it again: those of tests are smaller.
+    So nothing is left for it: budgets of tests are smaller.
     """
     fill_workspaces()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resources, "_workspace_bytes", lambda device: 0)
+        patch.setattr(resources, "_workspace_percent", lambda: 0)
         yield
 
 

@@ -54,8 +54,8 @@ ASSEMBLED: tuple[Mutant, ...] = (
     Mutant(
         name="a-stale-gradient-is-read-after-zero-grad",
         file="parameters/assembled.py",
-        old="self._known[id(tensor)][1].source.gone = why",
-        new="pass",
+        old="            self._known[id(tensor)][1].source.gone = why\n            self._leases",
+        new="            self._leases",
         tests=(f"{GRADIENTS}::test_a_gradient_that_was_let_go_is_refused_by_name[zero_grad]",),
     ),
     Mutant(
@@ -68,8 +68,8 @@ ASSEMBLED: tuple[Mutant, ...] = (
     Mutant(
         name="what-amp-writes-is-not-noticed",
         file="parameters/functions.py",
-        old='if not func.__name__.startswith("_amp_foreach_"):',
-        new="if True:",
+        old='if name.startswith("_foreach_"):\n        return run',
+        new="return run",
         tests=(f"{GRADIENTS}::test_a_loop_over_gradients_has_torchs_bits[emulated-amp foreach]",),
     ),
     Mutant(

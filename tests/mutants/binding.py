@@ -8,6 +8,7 @@ __all__ = ["BINDING"]
 
 SAVED = "tests/parameters/test_saved_tensors.py"
 HANDED_ON = "tests/parameters/test_faults_caught.py"
+REPORTS = "tests/session/test_public_reports.py"
 BY_HAND = "tests/session/test_hand_changes.py::test_a_change_survives_on_its_own"
 
 BINDING: tuple[Mutant, ...] = (
@@ -30,9 +31,46 @@ BINDING: tuple[Mutant, ...] = (
     Mutant(
         name="a-saved-slice-is-read-from-the-start-of-its-unit",
         file="parameters/saved.py",
-        old="saved.shape, saved.stride, saved.offset)",
-        new="saved.shape, saved.stride, 0)",
+        old="self.shape, self.stride, self.offset_bytes // size)",
+        new="self.shape, self.stride, 0)",
         tests=(f"{SAVED}::test_inplace_operations_after_a_layer",),
+    ),
+    Mutant(
+        name="a-saved-view-loses-its-conjugation",
+        file="parameters/saved.py",
+        old="        if self.is_conjugated:\n            alias = torch._conj(alias)\n",
+        new="",
+        tests=(f"{REPORTS}::test_a_view_of_a_weight_keeps_its_traits_until_backward[conjugated]",),
+    ),
+    Mutant(
+        name="a-placeholder-can-be-read",
+        file="parameters/bound.py",
+        old="        refuse_reads(nan)",
+        new="        pass",
+        tests=(f"{REPORTS}::test_a_placeholder_that_no_check_sees_cannot_be_read[grad_and_value]",),
+    ),
+    Mutant(
+        name="a-class-that-hides-parameters-is-let-in",
+        file="parameters/transforms.py",
+        old="value.is_nested or _hides_parameters(value, probe)",
+        new="value.is_nested",
+        tests=(
+            f"{REPORTS}::test_what_would_read_placeholders_is_refused_before_anything_is_computed[a class that asks no other]",
+        ),
+    ),
+    Mutant(
+        name="what-a-fused-step-writes-is-not-noticed",
+        file="parameters/functions.py",
+        old='or (name.startswith("_fused_") and name.endswith("_"))',
+        new="",
+        tests=(f"{REPORTS}::test_a_second_optimizer_over_what_the_managed_one_lacks[AdamW, fused-fp32]",),
+    ),
+    Mutant(
+        name="data-that-is-assigned-is-let-go",
+        file="parameters/attributes.py",
+        old="            self._binding.handle(Tensor.copy_, (self._get_data(bound), value), {})",
+        new="            pass",
+        tests=(f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over",),
     ),
     Mutant(
         name="a-graph-of-gradients-holds-its-weights",

@@ -80,9 +80,9 @@ FORECASTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="smaller-shapes-do-not-know-that-the-forward-branches-by-chance",
-        file="step/stretches.py",
-        old="return KnownForward(trace=least.trace, by_chance=least.by_chance)",
-        new="return KnownForward(trace=least.trace)",
+        file="step/known_forwards.py",
+        old="            by_chance=self.by_chance,\n",
+        new="",
         tests=(f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",),
     ),
     Mutant(

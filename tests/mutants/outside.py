@@ -94,13 +94,6 @@ OUTSIDE: tuple[Mutant, ...] = (
         tests=(f"{HANDS}::test_the_address_of_an_alias_stays_its_address",),
     ),
     Mutant(
-        name="a-weight-that-set-has-re-pointed-is-taken-for-its-own",
-        file="parameters/binding.py",
-        old="self._base is Tensor and bound.tensor().data_ptr() != bound.standin.data_ptr()",
-        new="False",
-        tests=(f"{HANDS}::test_a_weight_that_is_re_pointed_is_refused_at_its_next_use",),
-    ),
-    Mutant(
         name="the-other-session-of-an-operation-is-not-asked",
         file="parameters/binding.py",
         old="found.others.append(other)",

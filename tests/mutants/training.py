@@ -30,6 +30,13 @@ TRAINING: tuple[Mutant, ...] = (
         tests=("tests/optim/test_norm.py::test_blocks_are_counted_from_the_start_of_each_tensor",),
     ),
     Mutant(
+        name="gradients-that-were-used-are-used-again",
+        file="step/training.py",
+        old="            self._spent = (self._updated & self._binding.by_name.keys()) - own\n",
+        new="",
+        tests=("tests/session/test_gradients.py::test_a_step_that_would_use_gradients_again_is_refused_with_in_backward",),
+    ),
+    Mutant(
         name="a-gradient-that-no-backward-has-used-is-forgotten-at-the-step",
         file="step/training.py",
         old="            self._update_rest()\n",

@@ -7,13 +7,11 @@ import sys
 import pytest
 import torch
 
-from patrickstar.errors import ConfigError
+from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.optim import choose
 from patrickstar.optim.choose import choose_kernel, choose_kernels
-from patrickstar.optim.fused import Fused
+from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
-
-FUSES = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
 @pytest.mark.parametrize("value", [None, "", "torch"])
@@ -22,7 +20,7 @@ def test_torch_is_the_kernel_where_nothing_else_is_asked_for(value, monkeypatch)
         monkeypatch.delenv("PATRICKSTAR_ISA", raising=False)
     else:
         monkeypatch.setenv("PATRICKSTAR_ISA", value)
-    assert choose_kernel().name == ("torch" if FUSES else "reference")
+    assert choose_kernel().name == "torch"
 
 
 @pytest.mark.parametrize("value", ["scalar", "avx2", "avx512", "neon"])
@@ -42,7 +40,7 @@ def test_an_unknown_kernel_is_refused_with_the_nearest_name(value, nearest, monk
 
 def test_what_is_asked_for_by_argument_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("PATRICKSTAR_ISA", "neon")
-    assert choose_kernel("torch").name in {"torch", "reference"}
+    assert choose_kernel("torch").name == "torch"
 
 
 def test_on_the_host_there_are_passes_of_the_host_only():
@@ -53,7 +51,7 @@ def test_on_the_host_there_are_passes_of_the_host_only():
 
 def test_on_a_gpu_without_triton_torchs_operations_update_and_a_warning_says_so(monkeypatch, caplog):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(choose, "fusing_operations", lambda device: None)
+    monkeypatch.setattr(choose, "_agrees", lambda *_: True)
     monkeypatch.setitem(sys.modules, "triton", None)  # an import of it fails
     with caplog.at_level(logging.WARNING, logger="patrickstar"):
         passes = choose_kernels(torch.device("cuda", 0))
@@ -63,51 +61,82 @@ def test_on_a_gpu_without_triton_torchs_operations_update_and_a_warning_says_so(
     assert "the same bits" in message
 
 
-@pytest.mark.parametrize("spoiled", ["exp_avg_sq", "weight", "l2"])
-def test_a_fused_kernel_of_other_bits_is_replaced_and_said(spoiled, monkeypatch, caplog):
-    honest = Fused.update
+@pytest.mark.parametrize(
+    ("capability", "machine", "trains"),
+    [("DEFAULT", "x86_64", False), ("AVX2", "x86_64", True), ("AVX512", "x86_64", True), ("DEFAULT", "aarch64", True)],
+)
+def test_a_processor_that_does_not_fuse_is_refused(capability, machine, trains, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    if trains:
+        assert choose_kernel().name == "torch"
+        return
+    with pytest.raises(DeviceError, match="does not fuse multiply-adds on this processor.*AVX2"):
+        choose_kernel()
+
+
+class Unfused(Reference):
+    """Rounds the product of one formula before it is added."""
 
     def update(self, weight, grad, exp_avg, exp_avg_sq, *, step, hyper):
-        honest(self, weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
-        if spoiled != "l2" or not hyper.decoupled:
-            plane = exp_avg_sq if spoiled == "exp_avg_sq" else weight
-            plane[7] = torch.nextafter(plane[7], torch.tensor(torch.inf))  # one unit of the last place, once
-
-    monkeypatch.setattr(Fused, "update", update)
-    with caplog.at_level(logging.WARNING, logger="patrickstar"):
-        kernel = choose_kernel()
-    assert isinstance(kernel, Reference)
-    assert "reference kernel" in caplog.text
+        start = exp_avg.clone()
+        super().update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+        exp_avg.copy_(start + (grad + weight * hyper.weight_decay - start) * (1 - hyper.beta1))
 
 
-ON_OTHER_CAPABILITY = """
+def test_a_device_that_rounds_otherwise_is_refused(monkeypatch):
+    stand_in, host = torch.device("cpu"), TorchPasses(choose_kernel())
+    assert choose._torchs_passes(stand_in, host).name == "reference"
+    monkeypatch.setattr(choose, "Reference", Unfused)
+    with pytest.raises(DeviceError, match="operations on cpu round other than the host's"):
+        choose._torchs_passes(stand_in, host)
+
+
+IN_BASELINE = """
+import torch
+import patrickstar
+
+layer = torch.nn.Linear(3, 3)
+before = [parameter.detach().clone() for parameter in layer.parameters()]
+layer(torch.ones(3)).sum().backward()
+alone = patrickstar.AdamW(layer.parameters())
+for call in (lambda: patrickstar.manage(layer, torch.optim.AdamW(layer.parameters()), device="cpu"), alone.step):
+    try:
+        call()
+    except patrickstar.DeviceError as refusal:
+        assert "CPU capability DEFAULT" in str(refusal), refusal
+    else:
+        raise AssertionError("it trains")
+assert not alone.state
+assert all(map(torch.equal, before, layer.parameters()))
+print("as it should be")
+"""
+
+ON_AVX2 = """
 import torch
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
 from tests.optim.oracle import different, random_planes, special_planes, update
 
 torch.set_num_threads(1)
-assert torch.backends.cpu.get_cpu_capability() == "{capability}", torch.backends.cpu.get_cpu_capability()
-kernel = choose_kernel()
-assert kernel.name == "{kernel}", kernel.name
+assert torch.backends.cpu.get_cpu_capability() == "AVX2"
 for decoupled in (True, False):
     for beta1 in (0.9, 0.25):
         hyper = dict(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
         for planes in (random_planes(331), special_planes()):
             want = update(planes, step=3, **hyper)
-            kernel.update(*planes, step=3, hyper=Hyper(**hyper))
+            choose_kernel().update(*planes, step=3, hyper=Hyper(**hyper))
             differ = [different(*pair) for pair in zip((planes[0], planes[2], planes[3]), want)]
             assert differ == [0, 0, 0], (differ, hyper)
-print("equal")
+print("as it should be")
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or not FUSES, reason="ATEN_CPU_CAPABILITY lowers x86 machines only")
-@pytest.mark.parametrize(("capability", "kernel"), [("default", "reference"), ("avx2", "torch")])
-def test_bits_are_the_definition_whatever_instructions_torch_uses(capability, kernel, pytestconfig):
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ATEN_CPU_CAPABILITY lowers x86 machines only")
+@pytest.mark.parametrize(("capability", "script"), [("default", IN_BASELINE), ("avx2", ON_AVX2)])
+def test_torch_is_the_definition_with_other_instructions_or_nothing_changes(capability, script, pytestconfig):
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     environment.pop("PATRICKSTAR_ISA", None)
-    script = ON_OTHER_CAPABILITY.format(capability=capability.upper(), kernel=kernel)
     run = subprocess.run(
         [sys.executable, "-c", script],
         env=environment,
@@ -116,4 +145,4 @@ def test_bits_are_the_definition_whatever_instructions_torch_uses(capability, ke
         text=True,
         check=False,
     )
-    assert run.stdout.strip() == "equal", run.stderr
+    assert run.stdout.strip() == "as it should be", run.stderr

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from patrickstar.config.arguments import check_arguments
-from patrickstar.core.cublas_workspaces import workspace_bytes
-from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
 from patrickstar.step import resources
 from patrickstar.step.budgets import find_budgets
 from patrickstar.step.precision import default_precision, find_precision
 from patrickstar.step.resources import Resources, uncounted_settings
-from patrickstar.units import GIB, MIB
+from patrickstar.units import GIB, MIB, format_bytes
 
 HAS = Resources(
     device="cuda:0",
@@ -102,34 +100,16 @@ def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
         assert forecast(model, batch, has=has, precision="fp32").fits is fits
 
 
-@pytest.mark.parametrize(
-    ("environment", "is_hopper", "of_cublas", "of_cublaslt"),
-    [
-        ({}, True, 32 << 20, 1 << 20),
-        ({}, False, (8 << 20) + (128 << 10), 1 << 20),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, False, 32 << 20, 1 << 20),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, True, (8 << 20) + (128 << 10), 1 << 20),
-        ({"CUBLAS_WORKSPACE_CONFIG": "none", "CUBLASLT_WORKSPACE_SIZE": "none"}, True, 32 << 20, 1 << 20),
-        ({"CUBLASLT_WORKSPACE_SIZE": "32768"}, True, 32 << 20, 32 << 20),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}, True, 128 << 10, 0),
-    ],
-)
-def test_workspaces_are_blocks_of_what_torch_gives_cublas(
-    environment: Mapping[str, str], is_hopper: bool, of_cublas: int, of_cublaslt: int
-) -> None:
-    of_a_thread = cuda_block_bytes(of_cublas) + cuda_block_bytes(of_cublaslt)
-    assert workspace_bytes(environment, is_hopper=is_hopper) == 2 * of_a_thread
-
-
-def test_workspaces_are_those_of_the_threads_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_gpu_leaves_a_share_for_workspaces_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)  # as on a device that tests bring
+    assert resources._workspace_percent() == 0
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
-    # A large block may come with up to 1 MiB more than was asked for.
-    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * ((32 << 20) + (1 << 20) + (1 << 20))
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert resources._workspace_bytes(torch.device("cuda", 0)) == 2 * ((128 << 10) + (1 << 20))
+    assert resources._workspace_percent() == 3
+    assert (
+        Resources.of_this_machine("cpu").workspace_percent
+        == Resources.of_this_machine("emulated").workspace_percent
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,8 +128,29 @@ def test_settings_of_larger_blocks_are_known(environment: Mapping[str, str], set
     assert uncounted_settings(environment) == settings
 
 
-def test_budgets_of_a_gpu_say_what_libraries_keep_there() -> None:
-    has = replace(HAS, device="cuda:0", device_free_bytes=1 << 30, device_total_bytes=1 << 30, workspace_bytes=64 << 20)
-    budgets = find_budgets(check_arguments(device="cuda", device_memory="512MiB"), weight_bytes=0, has=has)
-    assert (64 << 20) <= budgets.fixed_bytes < (65 << 20)
-    assert "of the device's 64.00 MiB are for what libraries keep there" in str(budgets)
+@pytest.mark.parametrize(("given", "left"), [(18 * GIB, 18 * GIB * 3 // 100), (GIB, 256 * MIB), (100 * MIB, 100 * MIB)])
+def test_budgets_of_a_gpu_say_what_is_left_for_workspaces_of_kernels(given: int, left: int) -> None:
+    has = replace(HAS, workspace_percent=3)
+    budgets = find_budgets(check_arguments(device="cuda", device_memory=given), weight_bytes=0, has=has)
+    assert budgets.machine.given(Tier.DEVICE) == given
+    assert budgets.room_bytes() == budgets.machine.budget[Tier.DEVICE] == given - left
+    assert f"of the device's {format_bytes(left)} are fixed costs: left for workspaces of kernels" in str(budgets)
+    known = budgets.machine_for(0, knows_workspaces=True)
+    assert known.budget[Tier.DEVICE] == known.given(Tier.DEVICE) == budgets.room_bytes(knows_workspaces=True) == given
+
+
+def test_a_refusal_of_a_gpu_s_budget_names_what_is_left_and_a_budget_that_fits() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    has = replace(HAS, workspace_percent=3)
+    arguments = {"batch": {"input": torch.zeros(8, 256)}, "has": has, "device": "cuda:0", "precision": "fp32"}
+    for memory in (MIB, 100 * MIB, 257 * MIB):
+        refused = forecast(model, **arguments, device_memory=memory)
+        assert not refused.fits
+        assert "+ fixed costs 256.00 MiB" in refused.refusal
+    smallest = refused.minimum["device"]
+    assert 257 * MIB < smallest < 270 * MIB
+    assert forecast(model, **arguments, device_memory=smallest).fits
+    assert not forecast(model, **arguments, device_memory=smallest - 1).fits
+    roomy = forecast(model, **arguments, device_memory=GIB)
+    assert (roomy.fits, roomy.workspace_bytes) == (True, 256 * MIB)

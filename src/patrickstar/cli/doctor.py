@@ -100,8 +100,12 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
-    kernel = choose_kernel().name
-    yield Finding("optimizer kernel", kernel, kernel)
+    try:
+        kernel = choose_kernel().name
+    except DeviceError as error:
+        yield Finding("optimizer kernel", "none", None, str(error))
+    else:
+        yield Finding("optimizer kernel", kernel, kernel)
 
 
 def _memory() -> Iterator[Finding]:
@@ -165,7 +169,7 @@ def _figures(disk: Path | None) -> MachinePreset:
         devices=gpus,
         device_bytes=has.device_total_bytes,
         context_bytes=has.device_total_bytes - has.device_free_bytes,
-        workspace_bytes=has.workspace_bytes,
+        workspace_percent=has.workspace_percent,
         host_bytes=has.host_total_bytes,
         disk_bytes=0 if disk is None else free_bytes(disk),
         fast_16bit=tuple(sorted(has.fast_types)),

@@ -86,7 +86,7 @@ class MachineSource:
             device_free_bytes=figures.device_bytes - figures.context_bytes if on_gpu else 0,
             device_total_bytes=figures.device_bytes if on_gpu else 0,
             granule_bytes=_GRANULE_BYTES if on_gpu else 0,
-            workspace_bytes=figures.workspace_bytes if on_gpu else 0,
+            workspace_percent=figures.workspace_percent if on_gpu else 0,
             disk_free_bytes=figures.disk_bytes,
             threads=max(1, figures.threads),
             retains=known.retains,
@@ -204,10 +204,12 @@ def _together(values: dict[str, Any]) -> list[str]:
         problems.append(
             f"devices={values['devices']} with device_bytes={values['device_bytes']}: give both, or 0 for both"
         )
-    taken = {name: values.get(name, 0) for name in ("context_bytes", "workspace_bytes")}
-    if sum(taken.values()) >= values["device_bytes"] > 0:
-        of = ", ".join(f"{name}={nbytes}" for name, nbytes in taken.items() if nbytes)
-        problems.append(f"{of}: nothing is left of device_bytes={values['device_bytes']}")
+    if values.get("context_bytes", 0) >= values["device_bytes"] > 0:
+        problems.append(
+            f"context_bytes={values['context_bytes']}: nothing is left of device_bytes={values['device_bytes']}"
+        )
+    if values.get("workspace_percent", 0) >= 100:
+        problems.append(f"workspace_percent={values['workspace_percent']}: nothing is left of a device's budget")
     if not values["devices"] and not values.get("threads"):
         problems.append("threads=0: without an accelerator the host computes; say on how many threads")
     return problems

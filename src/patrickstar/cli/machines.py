@@ -16,8 +16,8 @@ may hope for at best. Matmul rates are dense (without sparsity), 16-bit with fp3
 
 Which 16-bit types are fast: bf16 from compute capability 8.0 on, fp16 from 7.0 on (NVIDIA's CUDA C++ programming guide);
 the two cores are slow in both. How much of a device its driver and CUDA's context take was measured on none of them:
-1 GiB is set aside by rule. Workspaces of cuBLAS are as torch makes them, for the two threads that multiply: 32 MiB from compute
-capability 9.0 on, 8 MiB and 128 KiB before, and 1 MiB of cuBLASLt's.
+1 GiB is set aside by rule. What kernels take as workspaces was measured on none either: 3 % of a device's budget, and 256 MiB
+at least, are left for them by rule, until a first step there has shown it.
 
 Host memory bandwidth is that of the platform's memory channels, NVMe rates those of a drive common in such a machine.
 """
@@ -29,13 +29,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from patrickstar.core.cublas_workspaces import workspace_bytes
+from patrickstar.core.fixed_costs import GPU_WORKSPACE_PERCENT
 from patrickstar.units import GIB
 
 GB: Final = 10**9
 TERA: Final = 10**12
-_WORKSPACES: Final = workspace_bytes({}, is_hopper=False)
-_WORKSPACES_FROM_HOPPER: Final = workspace_bytes({}, is_hopper=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +61,8 @@ class MachinePreset:
     disk_write: float
     context_bytes: int = 0
     """Memory of one accelerator that nobody can allocate: the driver's, and of the context of one process."""
-    workspace_bytes: int = 0
-    """What cuBLAS keeps of one accelerator, in memory that torch gives it."""
+    workspace_percent: int = 0
+    """Of the budget of one accelerator, what is left for workspaces of kernels until a first step has shown what they take."""
     threads: int = 0
     """Threads that compute on the host; 0: not known, so that nothing can be planned for the host alone."""
 
@@ -87,7 +85,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=0,
             disk_write=0,
             context_bytes=GIB,
-            workspace_bytes=_WORKSPACES,
+            workspace_percent=GPU_WORKSPACE_PERCENT,
         ),
         "a100-superpod": MachinePreset(
             device="A100-SXM4-40GB",
@@ -105,7 +103,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=0,
             disk_write=0,
             context_bytes=GIB,
-            workspace_bytes=_WORKSPACES,
+            workspace_percent=GPU_WORKSPACE_PERCENT,
         ),
         "h200": MachinePreset(
             device="H200-SXM-141GB",
@@ -123,7 +121,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=7 * GB,
             disk_write=5 * GB,
             context_bytes=GIB,
-            workspace_bytes=_WORKSPACES_FROM_HOPPER,
+            workspace_percent=GPU_WORKSPACE_PERCENT,
         ),
         "gpu-24g": MachinePreset(
             device="RTX 4090 24GB",
@@ -141,7 +139,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=7 * GB,
             disk_write=5 * GB,
             context_bytes=GIB,
-            workspace_bytes=_WORKSPACES,
+            workspace_percent=GPU_WORKSPACE_PERCENT,
         ),
         "laptop-8g": MachinePreset(
             device="RTX 4060 Laptop 8GB",
@@ -159,7 +157,7 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
             disk_read=3.5 * GB,
             disk_write=3 * GB,
             context_bytes=GIB,
-            workspace_bytes=_WORKSPACES,
+            workspace_percent=GPU_WORKSPACE_PERCENT,
         ),
         "cpu": MachinePreset(
             device="",

@@ -101,6 +101,8 @@ def _lines(name: str, forecast: Forecast, allowed: Mapping[str, int], *, precisi
         minimum = forecast.minimum.get(tier, 0)
         if peak or minimum:
             parts = [f"peak {format_bytes(peak)}"] if forecast.fits else []
+            if tier == "device" and forecast.workspace_bytes:
+                parts.append(f"fixed costs (workspaces of kernels) {format_bytes(forecast.workspace_bytes)}")
             parts += [f"budget {format_bytes(budget)}"] if budget is not None else []
             parts += [f"smallest that fits {format_bytes(minimum)}"] if minimum else []
             lines.append(f"  {tier:6}  {', '.join(parts)}")

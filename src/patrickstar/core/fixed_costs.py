@@ -1,4 +1,4 @@
-"""Fixed costs: memory of a process beside chunks and activations, as a part of the budget that its user gives."""
+"""Fixed costs: memory beside chunks and activations, of a process or of a device, as a part of the budget that its user gives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ CONSTANT_BYTES: Final = 48 * MIB
 """Pages of libraries, imports, thread pools, what the allocator cannot give back: 31 to 44 MiB were measured."""
 _PERCENT: Final = 1
 """Of what chunks and activations take: page tables, the rounding of blocks to pages."""
+WORKSPACE_BYTES: Final = 256 * MIB
+"""The least that is left for workspaces of kernels, where any is."""
+GPU_WORKSPACE_PERCENT: Final = 3
+"""Of a GPU's budget, what is left for them: by rule, measured on none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,28 @@ class FixedCosts:
     def _most_below(self) -> int:
         """Room of chunks and activations at the floor, and so at most below it."""
         return _without(self.floor_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceCosts(FixedCosts):
+    """The part of a device's budget that is left for workspaces of kernels: what they take and give back, and what libraries keep.
+
+    No trace shows it. A step does, and then plans have what it took (`step/device_level.py`).
+
+    Attributes:
+        percent: of the budget, `WORKSPACE_BYTES` at least; 0: nothing is left.
+    """
+
+    percent: int = 0
+
+    @property
+    def room_bytes(self) -> int:
+        if not self.percent:
+            return self.given_bytes
+        return max(0, self.given_bytes - max(WORKSPACE_BYTES, self.given_bytes * self.percent // 100))
+
+    def beside(self, need_bytes: int) -> int:
+        return max(WORKSPACE_BYTES, -(-need_bytes * self.percent // (100 - self.percent))) if self.percent else 0
 
 
 def _without(budget_bytes: int) -> int:

@@ -42,7 +42,7 @@ class _DefinedUpdate(torch.optim.Optimizer):
         Raises:
             ConfigError: a flag that changes the update was set in a group, or a parameter is neither fp32 nor bf16, or neither on the CPU nor on
                 a CUDA device.
-            RuntimeError: a sparse gradient, as in torch. Nothing of its group has been updated then.
+            DeviceError: torch fuses no multiply-adds there. RuntimeError: a sparse gradient, as in torch. Nothing of its group has been updated then.
         """
         loss = None
         if closure is not None:
@@ -53,6 +53,7 @@ class _DefinedUpdate(torch.optim.Optimizer):
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in updated:
                 _check(parameter)
+                self._passes_on(parameter.device)
             for parameter in updated:
                 self._update(parameter, hyper)
         return loss

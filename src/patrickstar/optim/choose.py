@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Mapping
 
 import torch
 
-from patrickstar.errors import ConfigError, nearest
-from patrickstar.optim.agreement import differences
-from patrickstar.optim.fma import Emulated, fusing_operations
-from patrickstar.optim.fused import VECTOR_NUMEL, Fused
+from patrickstar.errors import ConfigError, DeviceError, nearest
+from patrickstar.optim.fused import Fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.passes import Passes, TorchPasses
 from patrickstar.optim.reference import Reference
 
-__all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "choose_kernels", "keeps_the_definition"]
+__all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "choose_kernels"]
 
 ENVIRONMENT_VARIABLE = "PATRICKSTAR_ISA"
 NATIVE = ("scalar", "avx2", "avx512", "neon")
+
+_BASELINE = "DEFAULT"  # of torch's code paths for processors
+_FUSES_IN_BASELINE = ("aarch64", "arm64")
+_SAMPLE_NUMEL = 4_099  # several programs of a kernel, and a tail
 
 _log = logging.getLogger("patrickstar")
 
 
 def choose_kernel(requested: str | None = None) -> Kernel:
-    """The fastest kernel that gives the definition's bits here: torch's fused one, else the reference.
+    """torch's fused kernel, whose bits are the definition's where the processor fuses multiply-adds.
 
     Args:
         requested: a name that `PATRICKSTAR_ISA` may have; None: what the environment says.
     Raises:
-        ConfigError: a name that is not known, or a kernel that is not there yet.
+        ConfigError: a name that is not known, or a kernel that is not there yet. DeviceError: torch does not fuse on this processor.
     """
     if requested is None:
         requested = os.environ.get(ENVIRONMENT_VARIABLE) or "torch"
@@ -46,44 +49,57 @@ def choose_kernel(requested: str | None = None) -> Kernel:
             f"{ENVIRONMENT_VARIABLE}={requested} is no optimizer kernel: one of {', '.join(known)}"
             + nearest(requested, known)
         )
-    fused = Fused()
-    if keeps_the_definition(fused):
-        return fused
-    _log.warning(
-        "torch's fused Adam rounds differently on this machine (CPU capability %s, no fused multiply-add): "
-        "the reference kernel updates instead, with the same bits as everywhere, several times slower",
-        torch.backends.cpu.get_cpu_capability(),
-    )
-    return Reference()
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == _BASELINE and platform.machine() not in _FUSES_IN_BASELINE:
+        raise DeviceError(
+            f"torch does not fuse multiply-adds on this processor ({platform.machine()}, CPU capability {capability}): updates would have other "
+            "bits than on others, so nothing is trained. It does on processors with AVX2 or AVX-512, and on 64-bit ARM; where ATEN_CPU_CAPABILITY is "
+            "set, unset it"
+        )
+    return Fused()
 
 
 def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
     """Passes by type of device, for a session that computes there: the host's, and that device's.
 
-    On an NVIDIA GPU those are Triton's, where they can be compiled and give the definition's bits; else the definition in torch's operations, with a
-    warning. Any other device, such as one that tests bring, has torch's operations.
+    On an NVIDIA GPU those are Triton's, where they can be compiled and have the bits of the host's; else torch's operations, with a warning. Any
+    other device, such as one that tests bring, has torch's operations.
+
+    Raises:
+        DeviceError: torch fuses no multiply-adds on the processor, or on the device. ConfigError: as `choose_kernel`.
     """
-    passes: dict[str, Passes] = {"cpu": TorchPasses(choose_kernel())}
-    if device.type != "cpu":
-        on_gpu = _triton_passes(device) if device.type == "cuda" and torch.version.cuda is not None else None
-        passes[device.type] = on_gpu or TorchPasses(Reference(operations=fusing_operations(device)))
-    return passes
+    host = TorchPasses(choose_kernel())
+    if device.type == "cpu":
+        return {"cpu": host}
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    passes = (_triton_passes(device, host) if is_nvidia else None) or _torchs_passes(device, host)
+    return {"cpu": host, device.type: passes}
 
 
-def _triton_passes(device: torch.device) -> Passes | None:
+def _torchs_passes(device: torch.device, host: Passes) -> Passes:
+    passes = TorchPasses(Reference())
+    if _agrees(passes, host, device):
+        return passes
+    raise DeviceError(
+        f"torch's operations on {device} round other than the host's, which fuse multiply-adds: updates there would have other bits, so nothing "
+        "is trained. Use another device, or an installation of torch that has Triton there"
+    )
+
+
+def _triton_passes(device: torch.device, host: Passes) -> Passes | None:
     """Triton's passes, where they do what they should on this GPU; None, and a warning why, where they do not."""
     try:
         # Neither triton nor the C compiler that it calls is everywhere: it comes with builds of torch for CUDA only.
         from patrickstar.optim.triton_passes import TritonPasses  # noqa: PLC0415
 
         passes = TritonPasses()
-        wrong = differences(passes, device)
-    except Exception as error:  # whatever fails in a compiler, an import or a driver: the definition needs none of them
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    else:
-        if not wrong:
+        if _agrees(passes, host, device):
             return passes
-        why = "other bits than the definition in: " + ", ".join(wrong)
+        why = "other bits than the host's updates"
+    except (
+        Exception
+    ) as error:  # whatever fails in a compiler, an import or a driver: torch's operations need none of them
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
     _log.warning(
         "Triton's kernels cannot be used on %s (%s): torch's operations update there instead, with the same bits, in many passes over memory",
         device,
@@ -93,21 +109,14 @@ def _triton_passes(device: torch.device) -> Passes | None:
 
 
 @torch.no_grad()
-def keeps_the_definition(kernel: Kernel) -> bool:
-    """Tells whether a kernel's update of a small sample has exactly the definition's bits. Takes about a millisecond."""
-    # An odd number of vectors, so that a kernel that hands its threads parts of vectors is found out.
-    numel = 67 * VECTOR_NUMEL
+def _agrees(passes: Passes, host: Passes, device: torch.device) -> bool:
+    """Tells whether a small sample is updated on the device with the bits that it has on the host. Waits for the device."""
     generator = torch.Generator(device="cpu").manual_seed(1)
-    sample = torch.randn(4, numel, generator=generator, device="cpu", dtype=torch.float32)
-    definition = Reference(operations=Emulated())
-    for decoupled, beta1 in ((True, 0.9), (False, 0.9), (True, 0.25)):
-        hyper = Hyper(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-        seen = []
-        for candidate in (kernel, definition):
-            weight, grad, exp_avg, exp_avg_sq = sample.clone()
-            exp_avg_sq.abs_()
-            candidate.update(weight, grad, exp_avg, exp_avg_sq, step=3, hyper=hyper)
-            seen.append(torch.stack([weight, exp_avg, exp_avg_sq]))
-        if not torch.equal(*seen):
-            return False
-    return True
+    here = torch.randn(4, _SAMPLE_NUMEL, generator=generator, device="cpu", dtype=torch.float32)
+    here[3].abs_()
+    there = here.to(device, copy=True)
+    # All three products that are added without being rounded.
+    hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=False)
+    for family, (weight, grad, *averages) in ((host, here), (passes, there)):
+        family.update(weight, None, grad, *averages, step=3, hyper=hyper)
+    return torch.equal(here, there.cpu())

@@ -21,8 +21,8 @@ LARGEST_STEP = 2**24
 class Fused:
     """`torch._fused_adamw_` and `torch._fused_adam_`: bit-equal to the reference at every length and address.
 
-    Only where torch's code for this machine is fused: `choose_kernel` asks. A length that is a multiple of 16 needs no
-    second part; tensors in chunks are padded to that.
+    They are the definition where torch's code for this machine is fused, and are used nowhere else: `choose_kernel` asks. A
+    length that is a multiple of 16 needs no second part; tensors in chunks are padded to that.
     """
 
     name = "torch"

@@ -1,7 +1,7 @@
 """Optimizer kernels: one Adam or AdamW update over flat runs of elements.
 
-The bits of the update are defined once, for every kernel and every oracle. With f(x) rounding a double to fp32 and
-fma(a, b, c) = a * b + c rounded once:
+The bits of the update are defined once, for every kernel: they are those of torch's `_fused_adamw_` and `_fused_adam_`
+where the processor fuses multiply-adds. With f(x) rounding a double to fp32 and fma(a, b, c) = a * b + c rounded once:
 
     AdamW   p *= f(1 - lr wd)                                           where wd is not 0
     Adam    g  = fma(f(wd), p, g)                                       where wd is not 0

@@ -67,7 +67,7 @@ class SlotView(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset_bytes, tensor.is_conj(), tensor.is_neg())
 
     def over(self, leased: torch.Tensor) -> torch.Tensor:
-        """The same view of what is leased now, a 1-D tensor."""
+        """Gives the same view of what is leased now, a 1-D tensor."""
         size = self.dtype.itemsize
         if self.dtype is leased.dtype:
             alias = torch.as_strided(leased, self.shape, self.stride, self.offset_bytes // size)

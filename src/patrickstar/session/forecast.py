@@ -61,7 +61,8 @@ class Forecast:
         parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
         plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
         layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
-            and the host computes: fixed costs, and freed blocks where there is room to keep them.
+            and the host computes: fixed costs, and freed blocks where there is room to keep them. workspace_bytes: of the device's budget, left for
+            workspaces of kernels.
     """
 
     fits: bool
@@ -75,6 +76,7 @@ class Forecast:
     traces: tuple[Trace, ...] = ()
     plans: tuple[Plan, ...] = field(default=(), repr=False)
     beside_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def plan_text(self) -> str:
@@ -148,6 +150,7 @@ def forecast(
         "layout": layout,
         "traces": traces,
         "beside_bytes": budgets.beside_bytes,
+        "workspace_bytes": budgets.machine.costs.set_aside_bytes if budgets.stream_device is not None else 0,
     }
     minimum = smallest_budgets(layout, budgets, traces, gradients=gradients, formats=precision.formats)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.core.fixed_costs import FixedCosts
+from patrickstar.core.fixed_costs import FixedCosts, WorkspaceCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG
 from patrickstar.core.trace import Trace
@@ -40,9 +40,9 @@ class Budgets:
         host_binds: whether the user gave a bound on what the process holds, so that what the allocator keeps matters.
         resident_limit_bytes: what the process is to have resident at most but for its fixed costs: its size now less the weights that it will let go,
             and what chunks and activations may take of the host.
-        retains: bytes the allocator takes for each byte of activations alive. fixed_bytes: what kernels keep between their calls, which counts
-            as activations do. extra_bytes: what else the first steps leave in the process whatever their size (pages of libraries, imports,
-            thread pools); kept free where it can be.
+        retains: bytes the allocator takes for each byte of activations alive. fixed_bytes: what counts as activations at every moment: what kernels
+            of the host keep between their calls, or the numbers of a step on a device. extra_bytes: what else the first steps leave in the process
+            whatever their size (pages of libraries, imports, thread pools); kept free where it can be.
     """
 
     machine: Machine
@@ -72,16 +72,22 @@ class Budgets:
         """True where there is a bound, or a tier below, for which something may have to move."""
         return self.host_binds or self.machine.compute is not Tier.HOST or Tier.DISK in self.machine.budget
 
-    def machine_for(self, need_bytes: int, *, taken_bytes: int = 0) -> Machine:
+    def room_bytes(self, *, knows_workspaces: bool = False) -> int:
+        """Bytes that chunks and activations may take of the compute tier. `knows_workspaces`: whether what kernels take counts among these."""
+        compute = self.machine.compute
+        return self.machine.given(compute) if knows_workspaces else self.machine.budget[compute]
+
+    def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, knows_workspaces: bool = False) -> Machine:
         """The machine to plan a stretch for that needs at least so much of the compute tier.
 
         Args:
-            taken_bytes: what the user has taken of that tier's budget.
+            taken_bytes: what the user has taken of that tier's budget. knows_workspaces: as for `room_bytes`.
         """
         compute = self.machine.compute
-        budget = self.machine.budget[compute] - taken_bytes
+        budget = self.room_bytes(knows_workspaces=knows_workspaces) - taken_bytes
         room = max(budget - self.spare_bytes, min(budget, need_bytes))
-        return Machine(compute, {**self.machine.budget, compute: room}, self.machine.costs)
+        costs = FixedCosts() if knows_workspaces else self.machine.costs
+        return Machine(compute, {**self.machine.budget, compute: room}, costs)
 
     @property
     def spare_bytes(self) -> int:
@@ -95,9 +101,10 @@ class Budgets:
 
     def __str__(self) -> str:
         given = ", ".join(f"{tier.label} {format_bytes(self.machine.given(tier))}" for tier in self.machine.budget)
-        if self.stream_device is None or self.fixed_bytes < MIB:
+        if self.stream_device is None or not self.machine.costs.set_aside_bytes:
             return given
-        return f"{given}; of the device's {format_bytes(self.fixed_bytes)} are for what libraries keep there"
+        left = format_bytes(self.machine.costs.set_aside_bytes)
+        return f"{given}; of the device's {left} are fixed costs: left for workspaces of kernels until a first step has shown what they take"
 
 
 def resolve_device(device: str | None) -> str:
@@ -165,10 +172,12 @@ def find_budgets(
         else (host, has.host_total_bytes)
     )
     wanted = memory.device_memory
-    budget[Tier.DEVICE] = default if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total)
+    given = default if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total)
+    costs = WorkspaceCosts(given, percent=has.workspace_percent)
+    budget[Tier.DEVICE] = costs.room_bytes
     device = torch.device(has.device) if has.on_gpu else _CPU
-    fixed = _SMALL_TENSORS_BYTES + has.workspace_bytes if has.on_gpu else 0
-    return Budgets(Machine(Tier.DEVICE, budget), host_binds, limit, 1.0, fixed_bytes=fixed, device=device)
+    fixed = _SMALL_TENSORS_BYTES if has.on_gpu else 0
+    return Budgets(Machine(Tier.DEVICE, budget, costs), host_binds, limit, 1.0, fixed_bytes=fixed, device=device)
 
 
 def _floor_bytes(threads: int) -> int:

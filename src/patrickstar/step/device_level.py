@@ -1,7 +1,8 @@
 """The level that activations and workspaces of a session have come to, and the room that plans leave them on a device.
 
-A forecast may be low: kernels take what no trace shows. By how much is known once a step of that kind has been. From then on its plans have that much
-more at every moment, up to the level; where that is more than the budget has, the next such step is refused before it begins.
+A forecast is low: kernels take what no trace shows. Before the first step of a kind a share of the budget is left for that (`core/fixed_costs.py`).
+What they take is known once a step of that kind has been. From then on its plans have that much more at every moment, up to the level, in place of
+the share; where that is more than the budget has, the next such step is refused before it begins.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ class DeviceLevel:
 
     Args:
         peak: what the allocator of a device has given out, where there is one that keeps it. least_bytes: the level before the first stretch.
+        set_aside_bytes: of the budget, left for what kernels take until that is known.
 
     Attributes:
         nbytes: the most non-model bytes of any moment so far, foreseen or taken.
     """
 
-    def __init__(self, peak: DevicePeak | None, *, least_bytes: int = 0) -> None:
+    def __init__(self, peak: DevicePeak | None, *, least_bytes: int = 0, set_aside_bytes: int = 0) -> None:
         self._peak = peak
+        self._set_aside_bytes = set_aside_bytes
         self._least_bytes = least_bytes
         self.nbytes = least_bytes
         self._has_told = False
@@ -68,7 +71,7 @@ class DeviceLevel:
             self._peak.stop()
 
     def learn(self, stretch: Stretch, known: KnownForward | None, *, is_over: bool, budget_bytes: int) -> None:
-        """Plans with what a stretch has taken, from now on, where that is more than was foreseen, which is said.
+        """Plans with what a stretch has taken, from now on, where that is more than was foreseen; more than was left for it is said.
 
         Args:
             known: what is known of its forward. is_over: whether more was held than the budget in bytes has.
@@ -84,8 +87,11 @@ class DeviceLevel:
         else:
             # Moments of a plan that was left do not tell by how much.
             excess = max(stretch.excess_bytes, most - stretch.foreseen.peak if stretch.reason else 0)
-            known.expected.excess_bytes += excess
-        if excess > 0:
+            known.expected.excess_bytes = max(known.expected.excess_bytes, self.excess_of(known.expected) + excess)
+        left = 0 if known is not None and known.expected.knows_workspaces else self._set_aside_bytes
+        if known is not None and trace is not None and stretch.complete and self._peak.is_seen and not known.by_chance:
+            known.expected.knows_workspaces = True
+        if excess > left:
             over = f". In this one, chunks and they took more than the device_memory of {format_bytes(budget_bytes)}"
             _log.log(
                 logging.INFO if self._has_told else logging.WARNING,
@@ -106,6 +112,10 @@ class DeviceLevel:
         return self.nbytes
 
     # traces
+
+    def excess_of(self, known: KnownForward) -> int:
+        """Bytes that plans of a forward have beside its trace: what such a step took more, as far as nothing is left for that anyway."""
+        return known.excess_bytes if known.knows_workspaces else max(0, known.excess_bytes - self._set_aside_bytes)
 
     def with_excess(self, trace: Trace, excess_bytes: int) -> Trace:
         """The trace with so many more non-model bytes at every moment, up to the level."""

@@ -23,7 +23,7 @@ class DevicePeak:
     A peak shows where it is above all that has been before on this device; below that what is allocated when somebody looks.
 
     Attributes:
-        most: the most bytes so far of this stretch, as far as that shows.
+        most: the most bytes so far of this stretch, as far as that shows. is_seen: whether that was above all that has been before.
     """
 
     _last: ClassVar[
@@ -36,6 +36,7 @@ class DevicePeak:
         self._is_alone = True
         self._base = self._now = self._peak = 0
         self.most = 0
+        self.is_seen = False
 
     def begin(self) -> None:
         """Begins a stretch, of which what is allocated now is no part."""
@@ -43,6 +44,7 @@ class DevicePeak:
         self._last[self._device] = weakref.ref(self)
         self._base, self._peak = allocated_bytes(self._device)
         self._now = self.most = 0
+        self.is_seen = False
         self._counts = self._is_alone = True
 
     def stop(self) -> None:
@@ -70,6 +72,7 @@ class DevicePeak:
         allocated, peak = allocated_bytes(self._device)
         before, self._now = self._now, max(0, allocated - self._base)
         found = peak - self._base if peak > self._peak else max(before, self._now)
+        self.is_seen = self.is_seen or peak > self._peak
         self._peak = peak
         self.most = max(self.most, found)
         return found

@@ -39,7 +39,8 @@ class KnownForward:
         measurements: how often a measured trace has taken the place of another. departures: steps in a row that did not go as the trace.
         measure_next: whether the next step is to be measured. reserved: the trace for whose gradients there is room.
         lets_go_at: the moment, between forward and backward, before which gradients of the step before are let go of; 0: there is none.
-        excess_bytes: by how much more a step of this kind took of a device than its trace has, at the worst of its moments.
+        excess_bytes: by how much more a step of this kind took of a device than its trace has, at the worst of its moments. knows_workspaces:
+            whether a whole step has shown that: what kernels take is known then, and nothing is left for it beside.
         twice: what is known of those steps that differentiate a gradient; None before the first.
     """
 
@@ -54,6 +55,7 @@ class KnownForward:
     reserved: Trace | None = None
     lets_go_at: int = 0
     excess_bytes: int = 0
+    knows_workspaces: bool = False
     twice: KnownForward | None = None
 
     _was_twice: bool = field(default=False, repr=False)
@@ -63,6 +65,15 @@ class KnownForward:
     def expected(self) -> KnownForward:
         """Knowledge of the course that the next step is expected to take."""
         return self.twice if self.twice is not None and self._was_twice and self._stays_twice else self
+
+    def bound(self) -> KnownForward:
+        """Knowledge of another kind of forward, whose shapes are no larger: it needs no more, and its kernels take no more."""
+        return KnownForward(
+            trace=self.trace,
+            by_chance=self.by_chance,
+            excess_bytes=self.excess_bytes,
+            knows_workspaces=self.knows_workspaces,
+        )
 
     def learn(self, stretch: Stretch, recorded: Trace | None) -> None:
         """Learns from a step of this kind, which went as the stretch says. `recorded`: what it did, with its backward, where that was recorded."""

@@ -34,7 +34,7 @@ class OutOfMemory:
         position = max(0, stretch.position - 1)
         moment = f"{position} {stretch.kind}" if stretch.trace is None else stretch.trace.name(position)
         leaves = self._stretches.leave_room(asked_bytes)
-        needed, budget = slots + allocated + asked_bytes, self._budgets.machine.budget[tier]
+        needed, budget = slots + allocated + asked_bytes, self._budgets.machine.given(tier)
         raise BudgetError(
             f"the device has no memory for {format_bytes(asked_bytes)} more after moment {moment}, although {tier.label}_memory is "
             f"{format_bytes(budget)}: of {format_bytes(total_bytes)} {format_bytes(free_bytes)} are free, chunk slots have "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from patrickstar.core.cublas_workspaces import workspace_bytes
+from patrickstar.core.fixed_costs import GPU_WORKSPACE_PERCENT
 from patrickstar.memory.allocator import allocator
 from patrickstar.memory.driver import granule_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
@@ -17,7 +16,6 @@ from patrickstar.torch_private import computes_bf16, computes_fp16
 __all__ = ["Resources", "uncounted_settings"]
 
 _FAST_BF16_FROM = (8, 0)  # compute capability; before, bf16 is computed in fp32
-_HOPPER = (9, 0)
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _COARSE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")
 _FAST_FP16_FROM = (7, 0)
@@ -32,7 +30,7 @@ class Resources:
         host_free_bytes, host_total_bytes: what the process may take of the host's memory, and all that it has.
         device_free_bytes, device_total_bytes: the same of a GPU; 0 where there is none. granule_bytes: memory of the GPU comes in whole ones of
             these; 0: in pages.
-        workspace_bytes: what libraries keep on the GPU all the time, in memory that torch gives them.
+        workspace_percent: of a GPU's budget, what is left for workspaces of kernels (`core.fixed_costs.WorkspaceCosts`).
         disk_free_bytes: what is free for the disk tier; None: to be asked of its directory.
         threads: that compute on the host. retains, extra_bytes: what the host's allocator takes, as `memory.allocator.Allocator` has it.
         resident_bytes: of the process before it is given a model.
@@ -45,7 +43,7 @@ class Resources:
     device_free_bytes: int = 0
     device_total_bytes: int = 0
     granule_bytes: int = 0
-    workspace_bytes: int = 0
+    workspace_percent: int = 0
     disk_free_bytes: int | None = None
     threads: int = 1
     retains: float = 1.0
@@ -66,7 +64,7 @@ class Resources:
             device_free_bytes=free,
             device_total_bytes=total,
             granule_bytes=granule_bytes(torch.device(device).index or 0) if on_gpu else 0,
-            workspace_bytes=_workspace_bytes(torch.device(device)) if on_gpu else 0,
+            workspace_percent=_workspace_percent() if on_gpu else 0,
             threads=torch.get_num_threads(),
             retains=known.retains,
             extra_bytes=known.extra_bytes,
@@ -79,12 +77,9 @@ class Resources:
         return self.device not in ("cpu", "emulated")
 
 
-def _workspace_bytes(device: torch.device) -> int:
-    """Bytes that cuBLAS keeps of a device, in memory that torch gives it."""
-    if torch.version.cuda is None:  # a device that tests bring has no such library
-        return 0
-    is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
-    return workspace_bytes(os.environ, is_hopper=is_hopper)
+def _workspace_percent() -> int:
+    # The kernels of a device that tests bring take nothing.
+    return GPU_WORKSPACE_PERCENT if torch.version.cuda is not None else 0
 
 
 def uncounted_settings(environment: Mapping[str, str]) -> list[str]:

@@ -100,7 +100,9 @@ class Stretches:
         self._metering = metering
         self._late_planes = late_planes
         self._always_meter = always_meter
-        self._level = DeviceLevel(device_peak, least_bytes=budgets.passes.update)
+        self._level = DeviceLevel(
+            device_peak, least_bytes=budgets.passes.update, set_aside_bytes=budgets.machine.costs.set_aside_bytes
+        )
         self._choice = choice
         self._weaves = weaves
         self._whole_chunks = whole_chunks
@@ -160,7 +162,8 @@ class Stretches:
         self._executor.settle()
         self.end()
         if expected.trace is None:
-            reserve = max(self._level.nbytes, self._budget_bytes() // _UNKNOWN_SHARE if self._level.is_unknown else 0)
+            unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if self._level.is_unknown else 0
+            reserve = max(self._level.nbytes, unknown)
             return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
         whole = self._update_whole_chunks(known) if kind is StretchKind.TRAINING else None
         stretch = self._forward(kind, expected, whole=whole)
@@ -202,9 +205,12 @@ class Stretches:
         if whole is not None:
             self._late_planes.open(whole.homes, whole.slots)
             trace, frees = whole.trace, [*frees, *whole.frees]
-        excess = expected.excess_bytes if trace is expected.trace else 0  # what is woven has been given that already
+        # What is woven has been given that already.
+        excess = self._level.excess_of(expected) if trace is expected.trace else 0
         try:
-            stretch = self._stretch(kind, trace, following=self._next_of(kind), frees=tuple(frees), excess_bytes=excess)
+            stretch = self._stretch(
+                kind, trace, following=self._next_of(kind), frees=tuple(frees), excess_bytes=excess, known=expected
+            )
         except BudgetError as refusal:
             if not excess or refusal.tier != self._budgets.machine.compute.label:
                 raise
@@ -222,14 +228,16 @@ class Stretches:
         if known.by_chance or expected.measure_next or expected.departures or len(pending.waiting) < len(pending.trace):
             return None
         need = max(self._need(trace).nbytes, self._need(pending.trace).nbytes)
-        machine = self._budgets.machine_for(need, taken_bytes=self._taken_bytes())
+        knows = expected.knows_workspaces
+        machine = self._budgets.machine_for(need, taken_bytes=self._taken_bytes(), knows_workspaces=knows)
         capacity = machine.budget[machine.compute]
-        trace = self._with_kept_bytes(self._level.with_excess(trace, expected.excess_bytes))
+        trace = self._with_room(trace, expected)
         key = id(trace), id(pending.trace), capacity
         if key not in self._woven:
             state = self._executor.store.state
-            fixed = self._budgets.fixed_bytes
-            woven = weave(trace, pending.trace, state=state, capacity_bytes=capacity, kept_bytes=fixed)
+            # Between the moments of the forward what libraries keep is there too.
+            kept = self._budgets.fixed_bytes + (self._budgets.machine.costs.set_aside_bytes if knows else 0)
+            woven = weave(trace, pending.trace, state=state, capacity_bytes=capacity, kept_bytes=kept)
             self._woven[key] = woven, (trace, pending.trace)
             if len(self._woven) > _KEPT_PLANS:
                 self._woven.popitem(last=False)
@@ -243,10 +251,8 @@ class Stretches:
             return None
         if expected is not known or known.by_chance or expected.measure_next or expected.departures:
             return None
-        machine, trace = (
-            self._machine_for(trace),
-            self._with_kept_bytes(self._level.with_excess(trace, expected.excess_bytes)),
-        )
+        machine = self._machine_for(trace, knows_workspaces=expected.knows_workspaces)
+        trace = self._with_room(trace, expected)
         capacity = machine.budget[machine.compute]
         key = id(trace), capacity, self._level.nbytes
         if key not in self._whole:
@@ -351,7 +357,7 @@ class Stretches:
         if not larger:
             return KnownForward()
         _, least = min(larger, key=lambda item: item[0])
-        return KnownForward(trace=least.trace, by_chance=least.by_chance)
+        return least.bound()
 
     # any stretch
 
@@ -404,10 +410,12 @@ class Stretches:
         following: StretchKind,
         frees: tuple[tuple[int, PlaneRef], ...] = (),
         excess_bytes: int = 0,
+        known: KnownForward | None = None,
     ) -> Stretch:
+        knows = known is not None and known.knows_workspaces
         self._level.rise_on_device(trace)
         foreseen = trace = self._level.with_excess(trace, excess_bytes)
-        state, trace = self._executor.store.state, self._with_kept_bytes(trace)
+        state, trace = self._executor.store.state, self._with_kept_bytes(trace, knows_workspaces=knows)
         after = self._follower.get(following)
         contents = (
             frozenset(state.newest.items()),
@@ -418,7 +426,7 @@ class Stretches:
         # Gradients are complete in the last backward before a step, as far as this step is as the last one.
         is_last = kind is StretchKind.TRAINING and self._forwards == self._forwards_a_step
         goes_down = self._used_below if is_last else frozenset[PlaneRef]()
-        asked = (kind, id(trace), id(after), self._taken_bytes(), frees, goes_down)
+        asked = (kind, id(trace), id(after), self._taken_bytes(), frees, goes_down, knows)
         key = (asked, contents)
         if key not in self._plans:
             earlier = sum(other == asked for other, _ in self._plans)  # from other states
@@ -426,7 +434,7 @@ class Stretches:
             plan = make_plan(
                 trace,
                 layout=self._layout,
-                machine=self._machine_for(trace),
+                machine=self._machine_for(trace, knows_workspaces=knows),
                 start=state,
                 policy=self._policy,
                 following=after,
@@ -477,7 +485,7 @@ class Stretches:
                 known.learn(stretch, None)
         self._metering.stop()
         if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
-            budget = self._budget_bytes()
+            budget = self._budget_bytes(knows_workspaces=True)
             is_over = self._executor.store.ledger.peak(self._budgets.machine.compute) > budget
             self._level.learn(stretch, known, is_over=is_over, budget_bytes=budget)
         if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
@@ -568,16 +576,22 @@ class Stretches:
 
     # budgets
 
-    def _budget_bytes(self) -> int:
-        machine = self._budgets.machine
-        return machine.budget[machine.compute] - self._taken_bytes()
+    def _budget_bytes(self, *, knows_workspaces: bool) -> int:
+        return self._budgets.room_bytes(knows_workspaces=knows_workspaces) - self._taken_bytes()
 
-    def _machine_for(self, trace: Trace) -> Machine:
-        return self._budgets.machine_for(self._need(trace).nbytes, taken_bytes=self._taken_bytes())
+    def _machine_for(self, trace: Trace, *, knows_workspaces: bool) -> Machine:
+        need = self._need(trace).nbytes
+        return self._budgets.machine_for(need, taken_bytes=self._taken_bytes(), knows_workspaces=knows_workspaces)
 
-    def _with_kept_bytes(self, trace: Trace) -> Trace:
+    def _with_kept_bytes(self, trace: Trace, *, knows_workspaces: bool) -> Trace:
         """The trace with what an allocator of a device keeps at every moment."""
-        return self._level.with_kept_bytes(trace, budget_bytes=self._budget_bytes(), start=self._executor.store.state)
+        budget = self._budget_bytes(knows_workspaces=knows_workspaces)
+        return self._level.with_kept_bytes(trace, budget_bytes=budget, start=self._executor.store.state)
+
+    def _with_room(self, trace: Trace, expected: KnownForward) -> Trace:
+        """The trace of a forward with what such steps took more, and with what an allocator of a device keeps."""
+        trace = self._level.with_excess(trace, self._level.excess_of(expected))
+        return self._with_kept_bytes(trace, knows_workspaces=expected.knows_workspaces)
 
     def _need(self, trace: Trace) -> Need:
         return worst_moment(trace, start=self._executor.store.state)

@@ -2,7 +2,7 @@
 
 A dispatch mode sees every tensor that an operation returns. A storage it has not seen is new: it counts from then until it dies. Views and
 in-place results are no new storage, and neither is anything over a slot. Works on fake tensors as on real ones. It does not see what a kernel
-allocates and frees inside, but knows what those of attention do, nor what an allocator keeps; that a tensor takes a block of one it counts.
+allocates and frees inside, nor what an allocator keeps; that a tensor takes a block of one it counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.torch_private import Plain, backward_id
-from patrickstar.tracing.kernel_scratch import scratch_bytes
 
 __all__ = ["LiveBytes"]
 
@@ -29,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
     Args:
         is_slot: whether a tensor lies over a slot, and so is no non-model data.
         at_change: called with the bytes now alive, after each operation that made something.
-        on_device: whether they take blocks of the allocator of a device, and kernels scratch of it.
+        on_device: whether they take blocks of the allocator of a device.
 
     Attributes:
         live: bytes alive now. peak: the most since `restart_peak`. counts: whether new tensors are counted.
@@ -83,7 +82,7 @@ class LiveBytes(TorchDispatchMode):
             makes_new = self._makes_new[func] = any(returned.alias_info is None for returned in func._schema.returns)
         if makes_new and self._note(result):
             live = self.live
-            self.peak = max(self.peak, live + (scratch_bytes(func, args) if self._on_device else 0))
+            self.peak = max(self.peak, live)
             if self._at_change is not None:
                 self._at_change(live)
         return result

@@ -9,17 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from patrickstar.optim import triton_kernels as kernels
-from patrickstar.optim.fma import Emulated
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type
 from patrickstar.optim.passes import Passes, TorchPasses
-from patrickstar.optim.reference import Reference
 from patrickstar.optim.triton_launch import launch
 from patrickstar.optim.triton_passes import TritonPasses
+from tests.optim.definition import Definition
 from tests.triton.interpreted.planes import Plane, differing, numbers, of_bits
 
 OURS = TritonPasses()
-TORCHS = TorchPasses(Reference(operations=Emulated()))
+TORCHS = TorchPasses(Definition())
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEPT = (torch.bfloat16, torch.float16)
 BLOCK = kernels.BLOCK_NUMEL

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim import triton_passes
-from patrickstar.optim.fma import Emulated, exact_fma
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type
 from patrickstar.optim.passes import TorchPasses
-from patrickstar.optim.reference import Reference
 from patrickstar.optim.triton_passes import TritonPasses
 from tests.optim import oracle
+from tests.optim.definition import Definition, exact_fma
 from tests.triton.interpreted.planes import Plane, differing, numbers, of_bits
 
-DEFINITION = TorchPasses(Reference(operations=Emulated()))
+DEFINITION = TorchPasses(Definition())
 ADAMW = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 VARIANTS = {
     "AdamW": ADAMW,
