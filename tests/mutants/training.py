@@ -178,7 +178,7 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-trial-run-draws-random-numbers",
-        file="tracing/offline.py",
+        file="tracing/side_effects.py",
         old="random.setstate(python)",
         new="random.random()",
         tests=("tests/session/test_types.py::test_no_random_number_is_drawn[0.5]",),
