@@ -20,14 +20,19 @@ from patrickstar.torch_private import (
     at_end_of_backward,
     backward_id,
     backward_makes_graph,
+    call_without_hooks_of_all_modules,
+    checks_for_nan,
     has_step_pre_hooks,
     inside_backward_node,
     inside_node_of_torch,
     is_checkpoints,
     is_profiled,
     one_thread_here,
+    saves_on_cpu,
     storage_at,
     top_saved_tensors_hooks,
+    unprofiled,
+    without_modes,
     writes_by_schema,
 )
 
@@ -265,3 +270,66 @@ def test_one_thread_may_compute_alone_while_others_do_not():
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == before
+
+
+def test_no_mode_is_on_but_the_default_device():
+    class Loud(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class LoudBelow(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    with Loud(), torch.device("meta"), Loud(), LoudBelow():
+        with without_modes():
+            assert torch.ones(2).is_meta
+        assert torch.ones not in seen
+        assert torch.ones(2).is_meta
+        assert seen.count(torch.ones) == 2, "the inner one and the outer one are on again"
+    assert not torch.ones(2).is_meta
+
+
+def test_a_profile_shows_nothing_of_what_is_unprofiled():
+    with torch.autograd.profiler.profile() as profile:
+        torch.ones(2).exp()
+        with unprofiled():
+            torch.ones(2).sin()
+        torch.ones(2).cos()
+    names = {event.key for event in profile.key_averages()}
+    assert {"aten::exp", "aten::cos"} <= names
+    assert "aten::sin" not in names
+
+
+def test_a_call_without_hooks_of_all_modules_has_the_modules_own():
+    seen: list[str] = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: seen.append("own"))
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append("of all"))
+    try:
+        call_without_hooks_of_all_modules(layer, torch.ones(2))
+        assert seen == ["own"]
+    finally:
+        handle.remove()
+
+
+def test_hooks_that_save_on_the_cpu_are_told_from_others():
+    seen = []
+    for hooks in (torch.autograd.graph.save_on_cpu(), saved_tensors_hooks(lambda t: t, lambda t: t)):
+        with hooks:
+            top = top_saved_tensors_hooks()
+            assert top is not None
+            seen.append(saves_on_cpu(top))
+    assert seen == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_search_for_nan_is_on_where_anomalies_are_detected():
+    assert not checks_for_nan()
+    with torch.autograd.detect_anomaly(check_nan=False):
+        assert not checks_for_nan()
+    with torch.autograd.detect_anomaly():
+        assert checks_for_nan()

@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.optim.optimizer as _optimizers
+from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "Plain",
@@ -23,6 +30,8 @@ __all__ = [
     "attach_out_of_memory_observer",
     "backward_id",
     "backward_makes_graph",
+    "call_without_hooks_of_all_modules",
+    "checks_for_nan",
     "computes_bf16",
     "computes_fp16",
     "has_step_pre_hooks",
@@ -34,9 +43,12 @@ __all__ = [
     "one_thread_here",
     "overrides_are_on",
     "refuse_reads",
+    "saves_on_cpu",
     "storage_at",
     "top_saved_tensors_hooks",
     "transform_level",
+    "unprofiled",
+    "without_modes",
     "writes_by_schema",
 ]
 
@@ -66,6 +78,11 @@ def is_checkpoints(hooks: SavedTensorsHooks) -> bool:
     return hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+def saves_on_cpu(hooks: SavedTensorsHooks) -> bool:
+    """Tells whether a pair of hooks is torch's own that keeps saved tensors on the CPU."""
+    return hooks[0].__module__ == "torch.autograd.graph"
+
+
 backward_id = torch._C._current_graph_task_id
 """Gives a number of the innermost backward call that runs on this thread; -1 outside of any. A function of torch's own: asked at every use."""
 
@@ -83,6 +100,48 @@ transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_le
 def is_compiling() -> bool:
     """Tells whether torch.compile traces what runs, or has run it because it could not."""
     return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """A context of which a profile shows nothing."""
+    if not is_profiled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which no mode is on but torch's default device."""
+    modes = [_pop_function_mode() for _ in range(len(_function_modes()))]
+    kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+    for mode in kept:
+        _push_function_mode(mode)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for _ in kept:
+            _pop_function_mode()
+        for mode in reversed(modes):
+            _push_function_mode(mode)
+
+
+call_without_hooks_of_all_modules = FunctionType(
+    nn.Module._call_impl.__code__,
+    vars(nn.modules.module) | {name: {} for name in vars(nn.modules.module) if name.startswith("_global_")},
+)
+"""The call of a module as torch has it, with the module's hooks, but without those that are registered for all modules."""
+
+
+def checks_for_nan() -> bool:
+    """Tells whether a backward looks for NaN in each gradient (`torch.autograd.detect_anomaly`)."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:

@@ -9,6 +9,9 @@ __all__ = ["FORECASTS"]
 VALUES = "tests/tracing/test_trial_values.py"
 KNOWN = "tests/session/test_known_forwards.py"
 LAYERDROP = "tests/session/test_layerdrop.py"
+HOOKS = "tests/session/test_hooks_of_users.py::test_a_hook_is_called_as_in_plain_pytorch"
+SHOWS = "tests/session/test_trial_runs.py::test_a_trial_run_shows_to_nobody"
+NAMED = "tests/session/test_named_budgets.py::test_the_budget_that_the_first_step_named_is_enough_for_every_step"
 TWICE = "tests/session/test_double_backward.py"
 
 FORECASTS: tuple[Mutant, ...] = (
@@ -128,5 +131,96 @@ FORECASTS: tuple[Mutant, ...] = (
         tests=(
             "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
         ),
+    ),
+    Mutant(
+        name="a-trial-run-calls-hooks",
+        file="tracing/side_effects.py",
+        old="if not _computes(hook)]",
+        new="if False]",
+        tests=(f"{HOOKS}[forward-cpu]",),
+    ),
+    Mutant(
+        name="a-trial-run-drops-the-hooks-that-compute-weights",
+        file="tracing/side_effects.py",
+        old="isinstance(hook, _OF_TORCH) or",
+        new="",
+        tests=(f"{SHOWS}[old spectral norm-roomy]",),
+    ),
+    Mutant(
+        name="a-trial-run-calls-hooks-of-all-modules",
+        file="tracing/side_effects.py",
+        old="MethodType(call_without_hooks_of_all_modules, module)",
+        new="module._call_impl",
+        tests=(f"{HOOKS}[of every module, forward-cpu]",),
+    ),
+    Mutant(
+        name="a-trial-run-calls-hooks-of-tensors",
+        file="tracing/side_effects.py",
+        old="return RemovableHandle(OrderedDict())",
+        new="pass",
+        tests=(f"{HOOKS}[of a tensor-cpu]",),
+    ),
+    Mutant(
+        name="a-trial-run-calls-the-model-where-a-function-holds-it",
+        file="tracing/side_effects.py",
+        old="                self._copy(value)",
+        new="                pass",
+        tests=(f"{SHOWS}[state in a closure-roomy]",),
+    ),
+    Mutant(
+        name="a-trial-run-is-under-modes-of-the-users",
+        file="torch_private.py",
+        old="with _disable_current_modes():",
+        new="if True:",
+        tests=(f"{SHOWS}[flops-roomy]",),
+    ),
+    Mutant(
+        name="a-trial-run-is-part-of-a-profile",
+        file="torch_private.py",
+        old="_enable_record_function(False)",
+        new="_enable_record_function(True)",
+        tests=(f"{SHOWS}[a profile-roomy]",),
+    ),
+    Mutant(
+        name="a-trial-run-calls-hooks-of-saved-tensors",
+        file="tracing/offline.py",
+        old="if with_backward and hooks is not None and not saves_on_cpu(hooks):",
+        new="if False:",
+        tests=(f"{SHOWS}[a recomputed model-roomy]",),
+    ),
+    Mutant(
+        name="torch-takes-what-a-trial-run-warns-of-for-said",
+        file="tracing/side_effects.py",
+        old="torch.set_warn_always(True)",
+        new="pass",
+        tests=("tests/session/test_trial_runs.py::test_what_torch_warns_of_once_is_left_for_the_step",),
+    ),
+    Mutant(
+        name="where-anomalies-are-detected-nothing-is-foreseen",
+        file="tracing/trial_values.py",
+        old="and checks_for_nan():",
+        new="and False:",
+        tests=(f"{SHOWS}[anomalies-roomy]",),
+    ),
+    Mutant(
+        name="the-first-refusal-forgets-what-comes-with-the-first-update",
+        file="step/stretches.py",
+        old="trained=torch.is_grad_enabled())",
+        new="trained=False)",
+        tests=(NAMED,),
+    ),
+    Mutant(
+        name="a-step-that-has-run-is-refused",
+        file="step/stretches.py",
+        old="return within(recorded, self._budget_bytes(), start=state)",
+        new="return recorded",
+        tests=(NAMED,),
+    ),
+    Mutant(
+        name="a-loss-is-foreseen-as-one-number",
+        file="tracing/missing.py",
+        old="if func.overloadpacket in _REDUCED and not result.ndim:",
+        new="if False:",
+        tests=("tests/session/test_forecasts.py::test_a_loss_is_foreseen_with_the_memory_that_it_keeps[mse_loss]",),
     ),
 )

@@ -107,8 +107,8 @@ HOMES: tuple[Mutant, ...] = (
     Mutant(
         name="the-smallest-budget-is-that-of-a-first-step",
         file="session/smallest.py",
-        old="for _ in range(2):  # in the second",
-        new="for _ in range(1):  # in the second",
+        old="start=contents, trained=True)",
+        new="start=contents)",
         tests=(
             "tests/session/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
         ),

@@ -47,7 +47,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Mutant(
         name="a-forecast-depends-on-those-before",
         file="tracing/missing.py",
-        old="if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:",
+        old="if func is _aten.mkldnn_rnn_layer_backward.default:",
         new="if False:",
         tests=("tests/session/test_forecasts.py::test_a_forecast_is_the_same_whatever_was_traced_before[lstm]",),
     ),

@@ -34,7 +34,9 @@ TRAINING: tuple[Mutant, ...] = (
         file="step/training.py",
         old="            self._spent = (self._updated & self._binding.by_name.keys()) - own\n",
         new="",
-        tests=("tests/session/test_gradients.py::test_a_step_that_would_use_gradients_again_is_refused_with_in_backward",),
+        tests=(
+            "tests/session/test_gradients.py::test_a_step_that_would_use_gradients_again_is_refused_with_in_backward",
+        ),
     ),
     Mutant(
         name="a-gradient-that-no-backward-has-used-is-forgotten-at-the-step",
@@ -185,7 +187,7 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="a-trial-run-draws-random-numbers",
-        file="tracing/offline.py",
+        file="tracing/side_effects.py",
         old="random.setstate(python)",
         new="random.random()",
         tests=("tests/session/test_types.py::test_no_random_number_is_drawn[0.5]",),

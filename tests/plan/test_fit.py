@@ -12,7 +12,7 @@ from patrickstar.core.formats import FP32
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import BudgetError
 from patrickstar.plan.eviction import POLICIES
-from patrickstar.plan.fit import Need, minimum_bytes, pinned_at, refuse_homes, refuse_moment, worst_moment
+from patrickstar.plan.fit import Need, minimum_bytes, pinned_at, refuse_homes, refuse_moment, within, worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.units import GIB, MIB, parse_size
 from tests.plan.builders import (
@@ -77,6 +77,31 @@ def test_what_is_at_home_on_the_compute_tier_counts_from_its_creation_to_its_end
     trace = trace_of("c0.grad*", "c0.grad", "c1.grad*")
     assert worst_moment(trace, start=start) == Need("2 forward p2", 2, SLOT_BYTES, 0)
     assert worst_moment(trace, start=start, frees=[(1, unit("c0.grad"))]).slots == 1
+
+
+def test_after_training_all_that_is_at_home_has_contents_but_gradients() -> None:
+    layout = layout_of(1, 1)
+    planes = ["weight", "grad", "exp_avg", "exp_avg_sq"]
+    start = resting(layout, home=Tier.HOST, planes=planes, free=layout.units(planes))
+    trace = trace_of("c0.weight", "c0.weight c1.grad*")
+    assert worst_moment(trace, start=start).slots == 2
+    assert worst_moment(trace, start=start, trained=True) == Need("1 forward p1", 7, SLOT_BYTES, 0)
+
+
+@few
+@given(instance=instances(), spared=st.integers(0, 3 * SLOT_BYTES))
+def test_what_has_run_fits_its_budget_with_no_less_beside_its_chunks_than_there_is_room_for(
+    instance: Instance, spared: int
+) -> None:
+    need = worst_moment(instance.trace, start=instance.start, trained=True)
+    slots = max(
+        worst_moment(within(instance.trace, 0, start=instance.start), start=instance.start, trained=True).nbytes, 1
+    )
+    budget = max(slots, need.nbytes - spared)
+    found = within(instance.trace, budget, start=instance.start)
+    assert worst_moment(found, start=instance.start, trained=True).nbytes == min(need.nbytes, budget)
+    assert all(moment.live_bytes <= moment.nonmodel_bytes for moment in found.moments)
+    assert within(instance.trace, need.nbytes, start=instance.start) == instance.trace
 
 
 def test_touched_and_held_units_count_once() -> None:

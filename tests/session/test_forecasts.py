@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 import patrickstar
 from patrickstar.core.formats import FP32
@@ -118,6 +119,32 @@ def forecasts(name: str) -> list[Trace | None]:
     ) as session:
         _ = CASES[name].loss_of(model, batch) if name in CASES else loss_of(model)
         return [known.offline for known in session._parts.stretches._known.values()]
+
+
+class Reconstructs(nn.Module):
+    """A loss that is one number while the rest of the forward runs."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss, self.first, self.rest = loss, nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.loss(self.first(x).sigmoid(), x)
+        return held + self.rest(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss, F.huber_loss],
+    ids=lambda loss: loss.__name__,
+)
+def test_a_loss_is_foreseen_with_the_memory_that_it_keeps(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, x = Reconstructs(loss), torch.rand(8, 16)
+    with patrickstar.manage(model, adamw(model), device="emulated", device_memory="1MiB", precision="fp32") as session:
+        model(x).backward()
+        session.optimizer.step()
+        (known,) = session._parts.stretches._known.values()
+        assert known.offline == known.measured
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ A refusal says what does not fit where, in numbers that add up, and what to chan
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
@@ -52,18 +52,34 @@ def minimum_bytes(*traces: Trace, layout: Layout, formats: Formats) -> int:
     return max((need.nbytes for need in needs), default=0)
 
 
-def worst_moment(trace: Trace, *, start: Residency, frees: Iterable[tuple[int, PlaneRef]] = ()) -> Need:
+def worst_moment(
+    trace: Trace, *, start: Residency, frees: Iterable[tuple[int, PlaneRef]] = (), trained: bool = False
+) -> Need:
     """The moment that needs the largest budget; the earliest of equals.
 
     Args:
         start: where units are before the trace; what is at home on the compute tier stays there.
         frees: as for `make_plan`.
+        trained: whether a step is meant that comes after others: then all that is at home there has contents, but gradients have none.
     """
     at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
-    resident = {ref for ref in at_home if not start.is_free(ref)}
+    resident = {ref for ref in at_home if (ref.plane != GRAD if trained else not start.is_free(ref))}
     return _worst(
         trace, slots=start.slots, slot_bytes=start.slot_bytes, at_home=at_home, resident=resident, frees=frees
     )
+
+
+def within(trace: Trace, budget_bytes: int, *, start: Residency) -> Trace:
+    """The trace of a step that has run in a budget, with no more non-model bytes at any moment than that leaves to later such steps."""
+    at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
+    resident = {ref for ref in at_home if ref.plane != GRAD}
+    counts = _slots_needed(trace, slots=start.slots, at_home=at_home, resident=resident, frees=())
+    moments = []
+    for moment, slots in zip(trace.moments, counts, strict=True):
+        room = max(0, budget_bytes - slots * start.slot_bytes)
+        nonmodel, live = min(moment.nonmodel_bytes, room), min(moment.live_bytes, room)
+        moments.append(replace(moment, nonmodel_bytes=nonmodel, live_bytes=live))
+    return Trace(tuple(moments))
 
 
 def expect_room(need: Need, machine: Machine) -> None:

@@ -121,29 +121,9 @@ def _unit_bytes(layout: Layout, formats: Formats) -> Iterator[int]:
 
 
 def _most_needed(contents: Residency, traces: tuple[Trace, ...]) -> int:
-    """The most of the tier that computes that two steps need at once, where what is at home there never leaves it."""
-    compute = contents.compute
-    needs = [sum(contents.unit_bytes(ref) for ref, tier in contents.home.items() if tier is compute)]
-    # Weights are there from the beginning, whatever a moment touches.
-    for ref, tier in contents.home.items():
-        if ref.plane == WEIGHT and tier is compute:
-            residency.apply(contents, residency.Create(ref, compute, contents.slots[ref]))
-    for _ in range(2):  # in the second step moments are there from the beginning too
-        for trace in traces:
-            needs.append(worst_moment(trace, start=contents).nbytes)
-            contents = _touched(contents, trace)
-        let_gradients_go(contents, keeps=False)
-    return max(needs)
-
-
-def _touched(state: Residency, trace: Trace) -> Residency:
-    """The state in which everything that the trace touches has contents on the compute tier, where it is at home there."""
-    state = state.copy()
-    for moment in trace.moments:
-        for touch in moment.touches:
-            if state.is_free(touch.ref) and state.home.get(touch.ref) is state.compute:
-                residency.apply(state, residency.Create(touch.ref, state.compute, state.slots[touch.ref]))
-    return state
+    """The most of the tier that computes that a step needs at once after others, where what is at home there never leaves it."""
+    at_home = sum(contents.unit_bytes(ref) for ref, tier in contents.home.items() if tier is contents.compute)
+    return max(at_home, *(worst_moment(trace, start=contents, trained=True).nbytes for trace in traces))
 
 
 def let_gradients_go(state: Residency, *, keeps: bool) -> None:

@@ -20,7 +20,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.fit import Need, expect_room, worst_moment
+from patrickstar.plan.fit import Need, expect_room, within, worst_moment
 from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
@@ -325,7 +325,8 @@ class Stretches:
             else:
                 known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
                 known.by_chance = foreseen.by_chance
-                need = worst_moment(known.trace, start=self._late_planes.with_room_for(known.trace))
+                start = self._late_planes.with_room_for(known.trace)
+                need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
                 expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
         # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
         self._reserve(known.expected)
@@ -524,7 +525,23 @@ class Stretches:
             known.expected.measure_next = False
             return
         self._level.rise(recorded.peak)
-        known.learn(stretch, recorded)
+        known.learn(stretch, self._as_it_ran(recorded, is_first=known.expected.measured is None))
+
+    def _as_it_ran(self, recorded: Trace, *, is_first: bool) -> Trace:
+        """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
+        state = self._executor.store.state
+        need = worst_moment(recorded, start=state, trained=True)
+        if self._budgets.stream_device is not None or need.nbytes <= self._budget_bytes():
+            return recorded
+        try:
+            expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
+        except BudgetError as problem:
+            if is_first:
+                _log.warning(
+                    "a step has run that no forecast showed, and steps of its kind go on, in more than their budget: %s",
+                    problem,
+                )
+        return within(recorded, self._budget_bytes(), start=state)
 
     def leave_room(self, nbytes: int) -> int:
         """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that activations then have."""

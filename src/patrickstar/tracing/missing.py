@@ -1,4 +1,4 @@
-"""Operations that fake tensors cannot do in every type that real ones can, or answer with another type: their results, by shape."""
+"""Operations that fake tensors cannot do in every type that real ones can, or answer with another type or in less memory: their results, by shape."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from patrickstar.torch_private import Plain, Undispatched
 
 __all__ = ["MissingOperations"]
 
+_aten = torch.ops.aten
+_REDUCED = frozenset((_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss))
+
 
 class MissingOperations(TorchDispatchMode):
     """Answers for operations that fake tensors cannot do, in a trial run."""
@@ -19,18 +22,21 @@ class MissingOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with Plain():
             # The grouped product of experts: torch 2.13 has it for CPUs in fp32, and its shape rule in bf16 alone.
-            if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
                 return _grouped_product(*args, **(kwargs or {}))
             # The state of a device's generator, which checkpointing sets again: no input of the model, and real.
-            if func is torch.ops.aten.clone.default and type(args[0]) is Tensor and args[0].dtype is torch.uint8:
+            if func is _aten.clone.default and type(args[0]) is Tensor and args[0].dtype is torch.uint8:
                 with Undispatched():
                     return func(*args, **(kwargs or {}))
             result = func(*args, **(kwargs or {}))
+            # One number, in the memory of as many as there were before they were reduced.
+            if func.overloadpacket in _REDUCED and not result.ndim:
+                return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
             # 16-bit inputs of a batch norm that stays fp32: what it saves for backward is fp32 too.
-            if func is torch.ops.aten.native_batch_norm.default and args[1] is not None:
+            if func is _aten.native_batch_norm.default and args[1] is not None:
                 return (result[0], *(saved.new_empty(saved.shape, dtype=args[1].dtype) for saved in result[1:]))
             # An LSTM's two biases have one gradient. So they have in a trial run, but where torch's cache of fake results makes two of it.
-            if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            if func is _aten.mkldnn_rnn_layer_backward.default:
                 return (*result[:4], result[3], *result[5:])
             return result
 

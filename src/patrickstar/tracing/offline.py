@@ -1,18 +1,16 @@
 """The trace of a step that has not been run: on a twin of the model whose tensors are fake.
 
 Fake tensors of the device that computes behave as real ones do, saved tensors and recomputation included, without memory or arithmetic. Nothing
-of the user's is touched: not the model, its gradients or buffers, nor any random state. For a device that is not here they are of the CPU: torch
-differentiates no fake tensors of a device that it does not have.
+of the user's is touched: not the model, its gradients or buffers, and what runs here shows to nobody (Note [Side effects]). For a device that is not
+here they are of the CPU: torch differentiates no fake tensors of a device that it does not have.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import random
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -33,10 +31,19 @@ from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
-from patrickstar.torch_private import Plain, Undispatched, at_end_of_backward, backward_id, inside_backward_node
+from patrickstar.torch_private import (
+    Plain,
+    Undispatched,
+    at_end_of_backward,
+    backward_id,
+    inside_backward_node,
+    saves_on_cpu,
+    top_saved_tensors_hooks,
+)
 from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
+from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.trial_values import Endless, KnownValues
 
 __all__ = ["CannotTrace", "Foreseen", "OfflineTracer"]
@@ -294,9 +301,11 @@ class OfflineTracer:
         """One run of the twin, in which every draw is the given quantile of its distribution."""
         fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
-            stack.enter_context(_quiet_torch())
-            stack.enter_context(_random_states_kept(self._device))
+            stack.enter_context(no_side_effects(self._device))
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            hooks = top_saved_tensors_hooks()
+            if with_backward and hooks is not None and not saves_on_cpu(hooks):
+                raise CannotTrace("hooks of saved tensors are on, which would be called")
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self._make_touches()
@@ -318,6 +327,7 @@ class OfflineTracer:
                 owner.binding.changes.rewriting = owner
                 owner.binding.bind()
                 inputs, keywords = fakes.of((args, dict(kwargs)))
+                stack.enter_context(HooklessTensors())
                 stack.enter_context(values)
                 stack.enter_context(MissingOperations())
                 stack.enter_context(owner.meter)
@@ -404,7 +414,11 @@ def _twin_of(
     elsewhere = [buffer for buffer in model.buffers() if buffer.device.type not in ("cpu", "meta")]
     as_real = _on_cpu if fakes.device.type == "cpu" else fakes.like
     memo.update((id(buffer), as_real(buffer)) for buffer in elsewhere)
-    return copy.deepcopy(model, memo), twins
+    functions = CopiedFunctions(model, memo)
+    twin = copy.deepcopy(model, memo)
+    functions.fill()
+    drop_hooks(memo.values())
+    return twin, twins
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -445,32 +459,3 @@ def _backward(output: Any, *, scales: bool) -> None:
         scratch.append(torch.empty(_LOSS_BYTES, dtype=torch.uint8, device=wanted[0].device))
         torch.autograd.backward(wanted, [torch.empty_like(tensor) for tensor in wanted])
         del scratch
-
-
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """A context without torch's own logger: what fake tensors cannot do is said once, by us, not with a traceback for each."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """A context after which Python's, NumPy's and torch's random states, a device's too, are as they were."""
-    python, torch_state = random.getstate(), torch.get_rng_state()
-    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(torch_state)
-        if on_device is not None:
-            torch.get_device_module(device).set_rng_state(on_device, device)
-        if numpy:
-            numpy.random.set_state(numpy_state)

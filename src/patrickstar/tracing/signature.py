@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from patrickstar.torch_private import checks_for_nan
+
 __all__ = ["Signature", "asks_for_gradients", "can_be_traced", "signature"]
 
 
@@ -43,6 +45,7 @@ def signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_default_dtype(),
+        checks_for_nan(),
     )
     sizes: list[int] = []
     inputs = _key(args, sizes), _key(dict(kwargs), sizes)

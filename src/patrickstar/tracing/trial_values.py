@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.torch_private import Plain, Undispatched
+from patrickstar.torch_private import Plain, Undispatched, backward_id, checks_for_nan
 
 __all__ = ["Endless", "KnownValues"]
 
@@ -100,6 +100,8 @@ class KnownValues(TorchDispatchMode):
                 content = self._content(args[0])
                 if content is not None:
                     return self._read(args[0], content)
+                if args[0].dtype is torch.bool and backward_id() != -1 and checks_for_nan():
+                    return False  # there is none
             result = func(*args, **kwargs)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._draw(func, args, kwargs, result)

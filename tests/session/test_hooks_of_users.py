@@ -1,0 +1,137 @@
+"""Hooks of the user's, of every kind: called as often as in plain PyTorch, with the same values; a trial run calls none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.modules.module as modules
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import patrickstar
+from tests.session.builders import EMULATED, ROOMY, adamw, expect_bits, mlp, options, train_step, values
+
+Seen = list[Any]
+
+
+def shown(value: Any) -> Any:
+    """What a hook has been given, in a form that can be compared and kept."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.detach().clone().flatten().tolist()
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, dict):
+        return {key: shown(item) for key, item in value.items()}
+    return tuple(map(shown, value)) if isinstance(value, list | tuple) else value
+
+
+class Hooked(nn.Module):
+    """Layers whose second one is called with a keyword; hooks of tensors come from a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = mlp(layers=1), mlp(1, layers=2)
+        self.scaled = Scaled()
+        self.in_forward: list[Callable[[Tensor], Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for register in self.in_forward:
+            register(x)
+        out: Tensor = self.rest(self.scaled(x, by=0.5))
+        return out
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x: Tensor, *, by: float) -> Tensor:
+        return x * self.weight * by
+
+
+def write_down(seen: Seen, given: Any) -> None:
+    seen.append("a call")  # before anything can go wrong
+    seen.append(shown(given))
+
+
+def note(seen: Seen) -> Callable[..., None]:
+    """A hook that writes down what it is given."""
+    return lambda *given: write_down(seen, given)
+
+
+def doubling(seen: Seen) -> Callable[..., Any]:
+    """A hook that writes down, and gives twice the tensor that it was given last."""
+
+    def hook(*given: Any) -> Any:
+        write_down(seen, given)
+        last = given[-1]
+        return tuple(None if part is None else part * 2 for part in last) if isinstance(last, tuple) else last * 2
+
+    return hook
+
+
+KINDS: Mapping[str, Callable[[Hooked, Seen], Any]] = {
+    "forward": lambda m, seen: m.first[0].register_forward_hook(note(seen)),
+    "forward, of the model": lambda m, seen: m.register_forward_hook(note(seen)),
+    "forward, with keywords": lambda m, seen: m.scaled.register_forward_hook(note(seen), with_kwargs=True),
+    "forward, always called": lambda m, seen: m.rest.register_forward_hook(note(seen), always_call=True, prepend=True),
+    "forward, another output": lambda m, seen: m.rest[0].register_forward_hook(doubling(seen)),
+    "before forward": lambda m, seen: m.first[0].register_forward_pre_hook(note(seen)),
+    "before forward, of the model": lambda m, seen: m.register_forward_pre_hook(note(seen), prepend=True),
+    "before forward, with keywords": lambda m, seen: m.scaled.register_forward_pre_hook(note(seen), with_kwargs=True),
+    "before forward, another input": lambda m, seen: m.rest[0].register_forward_pre_hook(doubling(seen)),
+    "backward": lambda m, seen: m.rest[0].register_full_backward_hook(note(seen)),
+    "backward, of the model": lambda m, seen: m.register_full_backward_hook(note(seen)),
+    "backward, another gradient": lambda m, seen: m.rest[0].register_full_backward_hook(
+        lambda *given: doubling(seen)(*given[:2])
+    ),
+    "before backward": lambda m, seen: m.rest[2].register_full_backward_pre_hook(note(seen)),
+    "of every module, forward": lambda m, seen: modules.register_module_forward_hook(note(seen)),
+    "of every module, before forward": lambda m, seen: modules.register_module_forward_pre_hook(note(seen)),
+    "of every module, backward": lambda m, seen: modules.register_module_full_backward_hook(note(seen)),
+    "of every module, before backward": lambda m, seen: modules.register_module_full_backward_pre_hook(note(seen)),
+    "of a parameter": lambda m, seen: m.rest[0].weight.register_hook(note(seen)),
+    "of a parameter, another gradient": lambda m, seen: m.scaled.weight.register_hook(doubling(seen)),
+    "of a parameter, once its gradient is there": lambda m, seen: m.rest[0].weight.register_post_accumulate_grad_hook(
+        lambda p: write_down(seen, p.grad)
+    ),
+    "of a tensor": lambda m, seen: m.in_forward.append(lambda x: x.register_hook(note(seen))),
+    "of a tensor, another gradient": lambda m, seen: m.in_forward.append(lambda x: x.register_hook(doubling(seen))),
+    "of several tensors": lambda m, seen: m.in_forward.append(
+        lambda x: torch.autograd.graph.register_multi_grad_hook([x, x + 1], note(seen), mode="any")
+    ),
+}
+
+
+@contextmanager
+def hooked(model: Hooked, register: Callable[[Hooked, Seen], Any]) -> Iterator[Seen]:
+    seen: Seen = []
+    with ExitStack() as stack:
+        handle = register(model, seen)
+        if isinstance(handle, RemovableHandle):  # those of every module would see the next model too
+            stack.callback(handle.remove)
+        yield seen
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("machine", [{}, ROOMY, EMULATED], ids=["cpu", "roomy", "tight"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_is_called_as_in_plain_pytorch(kind: str, machine: dict[str, Any]) -> None:
+    plain = Hooked()
+    optimizer = adamw(plain)
+    with hooked(plain, KINDS[kind]) as want:
+        losses = [train_step(plain, optimizer, number) for number in range(3)]
+    model = Hooked()
+    with patrickstar.manage(model, adamw(model), precision="fp32", options=options(), **machine) as session:
+        with hooked(model, KINDS[kind]) as got:
+            found = [train_step(model, session.optimizer, number) for number in range(3)]
+        assert len(got) == len(want) > 0
+        assert got == want
+        expect_bits({str(n): loss for n, loss in enumerate(losses)}, {str(n): loss for n, loss in enumerate(found)})
+        expect_bits(values(plain), {name: tensor.clone() for name, tensor in session.state_dict().items()})
