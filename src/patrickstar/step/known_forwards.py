@@ -14,13 +14,14 @@ Note [Courses]
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.pilot import Stretch
+from patrickstar.tracing.signature import Signature
 
-__all__ = ["BEING_MEASURED", "KnownForward"]
+__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one"]
 
 BEING_MEASURED = "the forward did not go as its trace; it is being measured"
 _MEASUREMENTS = 3
@@ -133,3 +134,14 @@ def _forward_is(trace: Trace | None, stretch: Stretch, recorded: Trace | None) -
 def _forward_of(trace: Trace) -> list[Hashable]:
     """Touches of the forward in a trace, moment by moment."""
     return [moment.touches for moment in trace.moments if moment.phase is Phase.FORWARD]
+
+
+def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -> KnownForward:
+    """Knowledge of a new kind of forward: the least trace of kinds whose shapes are at least as large."""
+    larger = [
+        (entry.trace.peak, entry) for other, entry in known.items() if entry.trace is not None and other.dominates(key)
+    ]
+    if not larger:
+        return KnownForward()
+    _, least = min(larger, key=lambda item: item[0])
+    return least.bound()

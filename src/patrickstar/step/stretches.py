@@ -35,12 +35,13 @@ from patrickstar.step.device_level import DeviceLevel, refused_as_learned
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.executor import Executor
 from patrickstar.step.freed_blocks import FreedBlocks
-from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
+from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward, like_a_larger_one
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.metering import Metering
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
+from patrickstar.units import format_bytes
 
 __all__ = ["Stretches"]
 
@@ -315,7 +316,7 @@ class Stretches:
         key = signature(model, args, kwargs)
         known = self._known.get(key)
         if known is None:
-            known = self._like_a_larger_one(key)
+            known = like_a_larger_one(key, self._known)
         if key not in self._known and known.trace is None:
             try:
                 foreseen = self._tracer.foresee(model, named, args, kwargs)
@@ -347,18 +348,6 @@ class Stretches:
         elif known.reserved is not known.trace:
             self._late_planes.reserve(known.trace)
             known.reserved = known.trace
-
-    def _like_a_larger_one(self, key: Signature) -> KnownForward:
-        """Knowledge of a new kind of forward: the least trace of kinds whose shapes are at least as large."""
-        larger = [
-            (entry.trace.peak, entry)
-            for other, entry in self._known.items()
-            if entry.trace is not None and other.dominates(key)
-        ]
-        if not larger:
-            return KnownForward()
-        _, least = min(larger, key=lambda item: item[0])
-        return least.bound()
 
     # any stretch
 
@@ -529,19 +518,14 @@ class Stretches:
 
     def _as_it_ran(self, recorded: Trace, *, is_first: bool) -> Trace:
         """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
-        state = self._executor.store.state
+        state, budget = self._executor.store.state, self._budget_bytes(knows_workspaces=True)
         need = worst_moment(recorded, start=state, trained=True)
-        if self._budgets.stream_device is not None or need.nbytes <= self._budget_bytes():
+        if self._budgets.stream_device is not None or need.nbytes <= budget:
             return recorded
-        try:
-            expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
-        except BudgetError as problem:
-            if is_first:
-                _log.warning(
-                    "a step has run that no forecast showed, and steps of its kind go on, in more than their budget: %s",
-                    problem,
-                )
-        return within(recorded, self._budget_bytes(), start=state)
+        if is_first:
+            needed, has, moment = format_bytes(need.nbytes), format_bytes(budget), need.moment
+            _log.warning("a step has run that no forecast showed, in %s at %s; its budget is %s", needed, moment, has)
+        return within(recorded, budget, start=state)
 
     def leave_room(self, nbytes: int) -> int:
         """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that activations then have."""
