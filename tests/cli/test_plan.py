@@ -54,8 +54,8 @@ def test_the_smallest_budget_that_fits_fits_and_less_does_not(runs, capsys):
     arguments = ["--model", runs.model, "--device", "emulated", "--seq-len", 16, "--json", "--device-memory"]
     _, out = plan(capsys, *arguments, "4KiB")
     smallest = json.loads(out)["minimum"]["device"]
-    assert plan(capsys, *arguments, smallest)[0] == 0
-    assert plan(capsys, *arguments, int(0.9 * smallest))[0] == 3
+    assert plan(capsys, *arguments, f"{smallest}B")[0] == 0
+    assert plan(capsys, *arguments, f"{int(0.9 * smallest)}B")[0] == 3
 
 
 def test_a_name_is_planned_without_its_weights(capsys):

@@ -13,7 +13,7 @@ import click
 
 from patrickstar.cli.stop import StopSignals
 from patrickstar.errors import ConfigError, nearest
-from patrickstar.units import parse_size
+from patrickstar.units import MIB, parse_size
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -58,13 +58,16 @@ class Device(click.ParamType):
 
 
 class Size(click.ParamType):
-    """Bytes: `6442450944`, `6GiB`, `1.5GB`, or `70%` of the tier. Kept as written: only its tier knows its total."""
+    """Bytes: `6442450944`, `6GiB`, `1.5GB`, or `70%` of the tier. Kept as written: only its tier knows its total.
+
+    Below 1 MiB the unit is written out: `8` was to be `8GiB`.
+    """
 
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            parse_size(str(value), name=param.opts[0] if param else "size", total_bytes=1 << 60)
+            parse_size(str(value), name=param.opts[0] if param else "size", total_bytes=1 << 60, least_bare=MIB)
         except ConfigError as error:
             raise click.UsageError(str(error), ctx) from error
         return str(value)
