@@ -30,6 +30,7 @@ from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.memory.allocator import release_free_memory
+from patrickstar.memory.process import reset_peak
 
 # Note [First calls]: two threads that call one of MKL's vector functions (tanh, erf) at once for the first time in a process may run two versions
 # of it, and half of that one result has other last bits: in plain PyTorch, in about one process of forty with two threads. So every process takes
@@ -165,7 +166,7 @@ class ManagedSide:
             limits = {"host_memory": self._budget, "disk": home / "disk"}
         self._growth = ResidentGrowth(model)
         self._session = patrickstar.manage(model, adamw(model, course), device="cpu", precision=run.precision, **limits)
-        self._growth.managed()
+        reset_peak()  # the weights that were there before are the session's now
         self._optimizer = self._session.optimizer
         self._scheduler = LambdaLR(self._optimizer, course.factor)
         self._bytes_per_parameter = 0.0

@@ -23,7 +23,6 @@ SUMMARY = Summary(
     validation_loss=5.75,
     peak={"host": 7},
     rss_peak_growth=8,
-    rss_growth_in_manage=1,
     moved={"H>K": 6},
     moved_per_step={"H>K": 2},
     predicted=PREDICTED,

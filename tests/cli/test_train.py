@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,12 @@ import torch
 from patrickstar.checkpoint import storage
 from patrickstar.cli import compare
 from patrickstar.cli.event_log import EventLog
+from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.memory.allocator import tcmalloc_library
 from patrickstar.memory.store import ChunkStore
+from patrickstar.units import MIB
+from tests.docs.pages import ROOT
 
 START = {"event", "config", "parameters", "model_data_bytes", "predicted", "plan"}
 STEP = {"event", "step", "loss", "loss_hex", "seconds", "tokens_per_second", "grad_norm", "peak", "rss"}
@@ -294,3 +298,28 @@ def test_a_process_of_its_own_trains_on_disk_under_tcmalloc_and_leaves_nothing_t
     assert runs.rows()[-1]["moved"]["H>K"] > 0
     assert list((runs.home / "disk").iterdir()) == []
     assert ("starting over under tcmalloc" in done.stderr) == (tcmalloc_library() is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [False, True], ids=["fresh", "from a directory"])
+def test_from_its_start_a_run_stays_within_a_budget_smaller_than_its_weights(runs, weights):
+    budget = 320 * MIB
+    big = runs.home / "big"
+    big.mkdir()
+    settings = {**json.loads(runs.model.read_text()), "n_embd": 1024, "n_layer": 8, "n_head": 16}
+    (big / "config.json").write_text(json.dumps(settings))
+    model = ModelSource.find(str(big / "config.json"))
+    with torch.device("meta"):
+        weight_bytes = sum(p.nbytes for p in model.build().parameters())
+    assert weight_bytes > budget + 64 * MIB
+    if weights:
+        model.build().save_pretrained(big)
+    common = ["train", "--data", "random", "--steps", 2, "--batch-size", 1, "--seq-len", 16, "--device", "cpu"]
+    common += ["--precision", "fp32", "--host-memory", "320MiB", "--disk", runs.home / "disk", "--model"]
+    commands = [[*common, runs.model], [*common, big if weights else big / "config.json"]]
+    command = [sys.executable, "-m", "tests.cli.resident_child", json.dumps([[str(w) for w in c] for c in commands])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    grew = json.loads(done.stdout.splitlines()[-1])
+    assert grew["status"] == 0, done.stderr
+    assert max(grew["building"], grew["training"]) <= budget

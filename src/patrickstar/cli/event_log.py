@@ -63,8 +63,6 @@ class Summary:
     validation_loss: float | None
     peak: Mapping[str, int]
     rss_peak_growth: int
-    rss_growth_in_manage: int
-    """The part of it that came before the first step, in which the session takes the weights over."""
     moved: Mapping[str, int]
     moved_per_step: Mapping[str, int]
     predicted: Predicted

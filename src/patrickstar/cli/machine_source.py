@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -110,7 +111,7 @@ class MachineSource:
             return f"cuda:{number}"
         return wanted
 
-    def expect_within(self, budgets: dict[str, int], resources: Resources) -> None:
+    def expect_within(self, budgets: Mapping[str, int], resources: Resources) -> None:
         """Raises ConfigError where a budget is more than the machine has. `budgets`: by tier."""
         has = {
             "device": resources.device_total_bytes or resources.host_total_bytes,

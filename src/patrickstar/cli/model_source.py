@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,12 +95,42 @@ class ModelSource:
         Raises:
             ModelError: files that do not hold this model's weights.
         """
+        return self._fresh() if self.weights is None else self._load(self.config()).train()
+
+    def build_deferred(self) -> nn.Module:
+        """The same without memory for its parameters: `manage` fills them, with `weights=` where there are files.
+
+        Raises:
+            ModelError, CheckpointError: files that do not hold this model's weights.
+        """
+        from patrickstar.deferred.deferred_init import deferred_init
+
+        with deferred_init():
+            model = self._fresh()
+        if self.weights is not None:
+            self._expect_all(model, self.weights)
+        return model
+
+    def _fresh(self) -> Any:
         import torch
 
-        config = self.config()
-        if self.weights is not None:
-            return self._load(config).train()
-        return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        return _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()
+
+    def _expect_all(self, model: nn.Module, weights: Path) -> None:
+        """Raises ModelError where the files lack tensors of the model, which `manage` would draw afresh."""
+        from patrickstar.checkpoint.matching import Wanted, match
+        from patrickstar.checkpoint.naming import naming_of
+        from patrickstar.checkpoint.weight_files import WeightFiles
+        from patrickstar.session.loading import tensors_of
+
+        wanted = [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors_of(model).items()]
+        self._expect_none(match(WeightFiles(weights), wanted, naming_of(model)).missing)
+
+    def _expect_none(self, missing: Sequence[str]) -> None:
+        if missing:
+            raise ModelError(
+                f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"
+            )
 
     def _load(self, config: Any) -> Any:
         import torch
@@ -116,11 +146,7 @@ class ModelSource:
             )
         except Exception as error:  # damaged files: safetensors, transformers and the file system each have their own
             raise ModelError(f"{self.weights}: the weights cannot be read: {error}") from error
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise ModelError(
-                f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"
-            )
+        self._expect_none(sorted(report["missing_keys"]))
         return model
 
     def build_on_meta(self) -> nn.Module:
@@ -128,7 +154,7 @@ class ModelSource:
         import torch
 
         with torch.device("meta"):
-            return _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()
+            return self._fresh()
 
 
 def check_length(config: Any, seq_len: int) -> None:

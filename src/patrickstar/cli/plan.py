@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,10 +11,10 @@ import click
 from patrickstar.cli.flags import Positive, batch_options, debug_option, memory_flags, memory_options, model_option
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
-from patrickstar.cli.predict import budgets, predict, predicted
+from patrickstar.cli.predict import predict, predicted
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.options import Options
-from patrickstar.units import format_bytes
+from patrickstar.units import format_budget, format_bytes
 
 if TYPE_CHECKING:
     from patrickstar.session.forecast import Forecast
@@ -52,9 +51,6 @@ def plan(**given: Any) -> int:
     check_length(source.config(), given["seq_len"])
     has = find_resources(arguments) if machine is None else machine.resources(arguments)
     model = source.build_on_meta()
-    allowed = budgets(model, arguments, has)
-    if machine is not None:
-        machine.expect_within(allowed, has)
     forecast = predict(
         model,
         batch_size=given["batch_size"],
@@ -63,23 +59,25 @@ def plan(**given: Any) -> int:
         arguments=arguments,
         has=has,
     )
+    if machine is not None:
+        machine.expect_within(forecast.budget, has)
     precision = arguments.precision or default_precision(arguments, has)
     if given["as_json"]:
-        row = _row(forecast, budgets=allowed, precision=precision, device=has.device)
+        row = _row(forecast, precision=precision, device=has.device)
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
         said = [] if machine is None else machine.lines(arguments, has)
-        for line in [*said, *_lines(source.name, forecast, allowed, precision=precision)]:
+        for line in [*said, *_lines(source.name, forecast, precision=precision)]:
             click.echo(line)
     return 0 if forecast.fits else DOES_NOT_FIT
 
 
-def _row(forecast: Forecast, *, budgets: Mapping[str, int], precision: str, device: str) -> dict[str, Any]:
+def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
     return {
         "predicted": predicted(forecast).row(),
         "fits": forecast.fits,
         "minimum": dict(forecast.minimum),
-        "budget": dict(budgets),
+        "budget": dict(forecast.budget),
         "device": device,
         "precision": precision,
         "parameters": forecast.parameters,
@@ -89,7 +87,7 @@ def _row(forecast: Forecast, *, budgets: Mapping[str, int], precision: str, devi
     }
 
 
-def _lines(name: str, forecast: Forecast, allowed: Mapping[str, int], *, precision: str) -> list[str]:
+def _lines(name: str, forecast: Forecast, *, precision: str) -> list[str]:
     data = forecast.model_data_bytes
     share = f"{data / forecast.parameters:.4g} bytes a parameter" if forecast.parameters else ""
     lines = [
@@ -97,12 +95,12 @@ def _lines(name: str, forecast: Forecast, allowed: Mapping[str, int], *, precisi
         "fits" if forecast.fits else f"does not fit: {forecast.refusal}",
     ]
     for tier in ("device", "host", "disk"):
-        peak, budget = forecast.peak.get(tier, 0), allowed.get(tier)
+        peak, budget = forecast.peak.get(tier, 0), forecast.budget.get(tier)
         minimum = forecast.minimum.get(tier, 0)
         if peak or minimum:
             parts = [f"peak {format_bytes(peak)}"] if forecast.fits else []
             parts += [f"budget {format_bytes(budget)}"] if budget is not None else []
-            parts += [f"smallest that fits {format_bytes(minimum)}"] if minimum else []
+            parts += [f"smallest that fits {format_budget(minimum)}"] if minimum else []
             lines.append(f"  {tier:6}  {', '.join(parts)}")
     moved = [f"{link} {format_bytes(nbytes)}" for link, nbytes in forecast.moved.items() if nbytes]
     if forecast.fits:

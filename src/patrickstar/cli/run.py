@@ -28,7 +28,7 @@ from patrickstar.cli.losses import validation_loss
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.cli.plain_scale import Scaling
-from patrickstar.cli.predict import budgets, manage_arguments, predict, predicted, refuse, start_row
+from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.cli.stop import StopSignals
@@ -96,15 +96,16 @@ def run(request: Request, signals: StopSignals) -> int:
         if request.resume and not resuming:
             display.note("no checkpoint to resume from yet: starting afresh")
         with EventLog(request.log_json, append=resuming) as log:
+            run = _foresee(request, display)  # what does not fit reads no text
             data = prepare_data(
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
-            managed = _train(request, data, display, signals, log, resuming=resuming)
+            managed = _train(run, data, display, signals, log, resuming=resuming)
         if signals.requested is not None:
             return signals.requested
         if request.compare_plain:
             gc.collect()  # the session and all it holds: a module and its hooks refer to each other
-            verdict = _compare(request, data, display, managed)
+            verdict = _compare(run.request, data, display, managed)
             display.note(str(verdict))
             return 0 if verdict.equal else 1
         return 0
@@ -120,30 +121,49 @@ class _Managed:
     scaling: Scaling | None
 
 
-def _train(
-    request: Request, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
-) -> _Managed:
-    model = _build(request)
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    """A run that fits. `request`: with the arguments of `manage` as they will be."""
+
+    request: Request
+    model: nn.Module
+    forecast: Forecast
+
+
+def _foresee(request: Request, display: Display) -> _Foreseen:
+    """Builds the model and looks at what a step takes.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    model = _build_deferred(request, display)
+    arguments = replace(request.arguments, weights=request.source.weights)
     if request.configuration is not None:
-        arguments = memory_for(model, request.arguments, request.configuration.settings)
-        request = replace(request, arguments=arguments)
-    device = _device(request.arguments)
-    batches = _batches(request, data, device)
-    validation = [
-        on_device(batch, device) for batch in data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
-    ]
-    if request.arguments.disk is not None:
-        expect_usable(request.arguments.disk)  # or the forecast would find too little memory
-    allowed = budgets(model, request.arguments)
+        arguments = memory_for(model, arguments, request.configuration.settings)
+    if arguments.disk is not None:
+        expect_usable(arguments.disk)  # or the forecast would find too little memory
     forecast = predict(
         model,
         batch_size=request.batch_size,
         seq_len=request.seq_len,
         clip=request.clip is not None,
-        arguments=request.arguments,
+        arguments=arguments,
     )
+    if forecast.refused is not None:
+        raise forecast.refused
+    return _Foreseen(replace(request, arguments=arguments), model, forecast)
+
+
+def _train(
+    run: _Foreseen, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
+) -> _Managed:
+    request, model, forecast = run.request, run.model, run.forecast
+    device = _device(request.arguments)
+    batches = _batches(request, data, device)
+    validation = [
+        on_device(batch, device) for batch in data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
+    ]
     log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
-    refuse(forecast)
     display.note(
         f"computes on {_name_of(device)}"
         if request.arguments.device != "emulated"
@@ -160,7 +180,6 @@ def _train(
     session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments))
     with ExitStack() as end:
         end.callback(session.close, keep_weights=False)  # nobody wants them as tensors any more, and they may not fit
-        growth.managed()
         assert session.optimizer is not None
         training = TrainingRun(
             model=model,
@@ -181,14 +200,14 @@ def _train(
             progress.first_validation_loss = _validate(model, validation, display)
         random_state = RandomState.now()
         view = TrainingView(
-            done=progress.step, steps=request.steps, budgets=allowed, validation=progress.first_validation_loss
+            done=progress.step, steps=request.steps, budgets=forecast.budget, validation=progress.first_validation_loss
         )
         training.run(view)
         if signals.requested is None:
             progress.validation_loss = _validate(model, validation, display)
         summary = _summary(training, forecast)
         log.write(summary.row())
-        display.summary(summary, budgets=allowed)
+        display.summary(summary, budgets=forecast.budget)
         if request.log_json is not None:
             display.note(f"log: {request.log_json}")
         final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
@@ -261,11 +280,28 @@ def _batches(request: Request, data: Data, device: torch.device) -> BatchesOn:
 
 
 def _build(request: Request) -> nn.Module:
-    """The model as the seed makes it."""
-    torch.manual_seed(request.seed)
-    random.seed(request.seed)
-    np.random.seed(request.seed % (1 << 32))  # noqa: NPY002 - models draw from the global one
+    """The model as the seed makes it, in memory."""
+    _seed(request.seed)
     return request.source.build()
+
+
+def _build_deferred(request: Request, display: Display) -> nn.Module:
+    """The same model without memory for its parameters, where its initialisation can be recorded."""
+    _seed(request.seed)
+    try:
+        model = request.source.build_deferred()
+    except patrickstar.LayoutError as error:
+        display.note(f"warning: the whole model is built in memory first: {error}")
+        return _build(request)
+    if request.source.weights is not None:
+        _seed(request.seed)  # reading weights draws nothing
+    return model
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - models draw from the global one
 
 
 def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> float:
@@ -316,7 +352,6 @@ def _summary(training: TrainingRun, forecast: Forecast) -> Summary:
         validation_loss=progress.validation_loss,
         peak=stats.peak,
         rss_peak_growth=training.growth.peak(),
-        rss_growth_in_manage=training.growth.in_manage,
         moved=stats.moved,
         moved_per_step=progress.moved_per_step,
         predicted=predicted(forecast),
