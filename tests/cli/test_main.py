@@ -93,6 +93,7 @@ def test_wrong_arguments_exit_2_in_one_paragraph_that_says_which(capsys, argumen
         (DeviceError("disk full"), 1, "patrickstar: DeviceError: disk full"),
         (CheckpointError("damaged\n\n  at byte 3"), 1, "patrickstar: CheckpointError: damaged\n  at byte 3"),
         (OSError(28, "No space left on device", "a.log"), 1, "No space left on device: 'a.log'"),
+        (ImportError("no name 'GPT2LMHeadModel'"), 1, "`patrickstar doctor` says what is wrong with the packages"),
         (RuntimeError("odd"), 1, "patrickstar: RuntimeError: odd\n(we did not expect this one"),
     ],
 )

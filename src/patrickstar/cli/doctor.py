@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import platform
@@ -11,7 +12,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import click
@@ -24,6 +27,8 @@ from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
 PAGE: Final = 4096
+# Of a package, the module that the verbs use; importing transformers itself imports next to nothing.
+_IMPORTED: Final = MappingProxyType({"rich": "rich.progress", "transformers": "transformers.models.gpt2.modeling_gpt2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class Finding:
     text: str
     value: Any
     advice: str = ""
+    fault: bool = False
+    """Whether a verb, or what was asked about, cannot work like this."""
 
 
 @click.command()
@@ -58,14 +65,15 @@ def doctor(disk: Path | None, measure: Path | None, as_json: bool) -> int:
     if as_json:
         row = {found.name: found.value for found in findings}
         advice = {found.name: found.advice for found in findings if found.advice}
-        click.echo(json.dumps({**row, "advice": advice}))
-        return 0
+        faults = [found.name for found in findings if found.fault]
+        click.echo(json.dumps({**row, "advice": advice, "faults": faults}))
+        return 1 if faults else 0
     width = max(len(found.name) for found in findings)
     for found in findings:
         click.echo(f"{found.name:{width}}  {found.text}")
         if found.advice:
             click.echo(f"{'':{width}}  -> {found.advice}")
-    return 0
+    return 1 if any(found.fault for found in findings) else 0
 
 
 def examine(disk: Path | None) -> Iterator[Finding]:
@@ -79,13 +87,35 @@ def examine(disk: Path | None) -> Iterator[Finding]:
 
 def _versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version(), platform.python_version())
-    for name in ("torch", "transformers", "tokenizers"):
-        try:
-            found: str | None = version(name)
-        except PackageNotFoundError:
-            found = None
-        needed = "" if found else "pip install 'patrickstar[train]': the command line trains with it"
-        yield Finding(name, found or "not installed", found, needed)
+    yield from map(_package, ("torch", "safetensors", "rich", "tokenizers"))
+    if find_spec("torchvision") is not None:
+        yield _package("torchvision")
+    yield _package("transformers")
+
+
+def _package(name: str) -> Finding:
+    """A package that the verbs need, imported as they do, or that transformers imports where it finds it."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        found = "of unknown version"
+    try:
+        importlib.import_module(_IMPORTED.get(name, name))
+    except Exception as error:  # a package that is not whole may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            advice = "pip install 'patrickstar[train]': the command line trains with it"
+            return Finding(name, "not installed", None, advice, fault=True)
+        advice = f"pip install --force-reinstall {name}, in a version that belongs to what is installed beside it"
+        if name == "torchvision":
+            advice = (
+                f"it does not belong to torch {version('torch')}, and transformers imports it where it finds it: install the version that does, "
+                "or pip uninstall torchvision"
+            )
+        text = (
+            f"{found}, cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        return Finding(name, text, None, advice, fault=True)
+    return Finding(name, found, found)
 
 
 def _processor() -> Iterator[Finding]:
@@ -178,13 +208,13 @@ def _disk(directory: Path) -> Iterator[Finding]:
     """Tells whether the directory can be a disk tier, and whether its file system moves bytes past the page cache."""
     where = directory if directory.is_dir() else directory.parent
     if not where.is_dir():
-        yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}")
+        yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}", fault=True)
         return
     try:
         expect_usable(directory)
         free = free_bytes(directory)
     except DeviceError as error:
-        yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error))
+        yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error), fault=True)
         return
     direct, reason = _direct_io(where)
     text = f"{directory}: {format_bytes(free)} free, direct I/O {'works' if direct else f'does not work ({reason})'}"
