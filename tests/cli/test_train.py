@@ -203,6 +203,18 @@ def test_plain_pytorch_gives_the_same_bits_in_16_bits(runs, capsys, monkeypatch,
     assert ("a loss scale of 65536 after 0 skipped steps" in shown) is (precision == "fp16")
 
 
+@pytest.mark.parametrize(("fast", "want"), [(True, "bf16"), (False, "fp32")])
+def test_the_precision_is_chosen_here_and_said_in_a_line(runs, capsys, monkeypatch, fast, want):
+    monkeypatch.setattr("patrickstar.step.resources.computes_bf16", lambda: fast)
+    assert runs.train(steps=1) == 0
+    out = capsys.readouterr().out
+    assert runs.rows()[0]["config"]["precision"] == want
+    assert out.count("what computes is fast in bf16: weights are bf16, with fp32 masters") == fast
+    assert "precision was not given" not in out
+    assert runs.train("--precision", "fp32", steps=1, log="said") == 0
+    assert "fast in" not in capsys.readouterr().out
+
+
 def gradients_that_are_not_rounded(precision):
     return {"gradient": torch.float32}
 

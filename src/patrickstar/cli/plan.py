@@ -11,7 +11,7 @@ import click
 from patrickstar.cli.flags import Positive, batch_options, debug_option, memory_flags, memory_options, model_option
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
-from patrickstar.cli.predict import predict, predicted
+from patrickstar.cli.predict import predict, predicted, with_precision
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.options import Options
 from patrickstar.units import format_budget, format_bytes
@@ -41,7 +41,6 @@ _UNKNOWN_YET: Final = MappingProxyType(
 def plan(**given: Any) -> int:
     """Say whether a model fits, its peaks by tier, and the bytes that a step moves."""
     from patrickstar.step.budgets import find_resources
-    from patrickstar.step.precision import default_precision
 
     arguments = check_arguments(
         **memory_flags(given), max_grad_norm=given["clip"], options=Options(accumulate=given["accumulate"])
@@ -50,6 +49,7 @@ def plan(**given: Any) -> int:
     source = ModelSource.find(given["model"])
     check_length(source.config(), given["seq_len"])
     has = find_resources(arguments) if machine is None else machine.resources(arguments)
+    arguments, chosen = with_precision(arguments, has)
     model = source.build_on_meta()
     forecast = predict(
         model,
@@ -61,12 +61,12 @@ def plan(**given: Any) -> int:
     )
     if machine is not None:
         machine.expect_within(forecast.budget, has)
-    precision = arguments.precision or default_precision(arguments, has)
+    precision = str(arguments.precision)
     if given["as_json"]:
         row = _row(forecast, precision=precision, device=has.device)
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
-        said = [] if machine is None else machine.lines(arguments, has)
+        said = [*filter(None, [chosen]), *([] if machine is None else machine.lines(arguments, has))]
         for line in [*said, *_lines(source.name, forecast, precision=precision)]:
             click.echo(line)
     return 0 if forecast.fits else DOES_NOT_FIT

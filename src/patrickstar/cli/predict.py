@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.cli.event_log import Predicted
@@ -31,6 +32,20 @@ def predict(
 
     batch = as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64))
     return forecast(model, batch, clip=clip, has=has, **manage_arguments(arguments))
+
+
+def with_precision(arguments: MemoryOptions, has: Resources) -> tuple[MemoryOptions, str]:
+    """The arguments with the precision that what computes is fast in, where none is given; and what to say of that.
+
+    bf16 first, then fp16 on a GPU where the step allows it, else fp32.
+    """
+    if arguments.precision is not None:
+        return arguments, ""
+    chosen = "bf16" if "bf16" in has.fast_types else "fp32"
+    if chosen == "fp32" and has.on_gpu and "fp16" in has.fast_types and arguments.step != "in_backward":
+        chosen = "fp16"
+    why = f"what computes is fast in {chosen}: weights are {chosen}, with fp32 masters; --precision fp32 keeps all in fp32"
+    return replace(arguments, precision=chosen), "" if chosen == "fp32" else why
 
 
 def manage_arguments(arguments: MemoryOptions) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from patrickstar.cli.losses import validation_loss
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.cli.plain_scale import Scaling
-from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row
+from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row, with_precision
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.cli.stop import StopSignals
@@ -40,7 +40,7 @@ from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.step.budgets import find_resources
-from patrickstar.step.precision import default_precision, find_precision
+from patrickstar.step.precision import find_precision
 
 if TYPE_CHECKING:
     from patrickstar.session.forecast import Forecast
@@ -140,6 +140,9 @@ def _foresee(request: Request, display: Display) -> _Foreseen:
     arguments = replace(request.arguments, weights=request.source.weights)
     if request.configuration is not None:
         arguments = memory_for(model, arguments, request.configuration.settings)
+    arguments, chosen = with_precision(arguments, find_resources(arguments))
+    if chosen:
+        display.note(chosen)
     if arguments.disk is not None:
         expect_usable(arguments.disk)  # or the forecast would find too little memory
     forecast = predict(
@@ -240,14 +243,13 @@ def _compare(request: Request, data: Data, display: Display, managed: _Managed) 
 
 def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision | None:
     """The 16-bit precision of the run; None: fp32."""
-    has = find_resources(arguments)
-    precision, options = arguments.precision or default_precision(arguments, has), arguments.options
+    precision, options = arguments.precision, arguments.options
     if precision == "fp32":
         return None
     kept = torch.float16 if precision == "fp16" else torch.bfloat16
     return PlainPrecision(
         kept=kept,
-        compute=find_precision(arguments, model, has).compute,
+        compute=find_precision(arguments, model, find_resources(arguments)).compute,
         gradient=kept if accumulate == 1 else torch.float32,
         keep_fp32=options.keep_fp32,
         loss_scale=(options.loss_scale or patrickstar.LossScale()) if precision == "fp16" else None,
@@ -333,7 +335,7 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
         "seed": request.seed,
         "resume": request.resume,
         "device": arguments.device,
-        "precision": arguments.precision or default_precision(arguments, find_resources(arguments)),
+        "precision": arguments.precision,
         "device_memory": arguments.device_memory,
         "host_memory": arguments.host_memory,
         "disk": None if arguments.disk is None else str(arguments.disk),
