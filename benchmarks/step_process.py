@@ -17,8 +17,7 @@ from torch import nn
 from variants import Variant
 
 import patrickstar
-from patrickstar.cli.batches import Batch
-from patrickstar.cli.data import RandomBatches
+from patrickstar.cli.batches import Batch, RandomBatches
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import predict
 from patrickstar.cli.resident import ResidentGrowth

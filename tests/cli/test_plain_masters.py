@@ -9,11 +9,13 @@ from torch import nn
 
 import patrickstar
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, PlainRun, RandomState, compare_plain, digests
+from patrickstar.cli.compare import PlainRun, RandomState, compare_plain, digests
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision, narrow
 from patrickstar.cli.plain_scale import PlainScale, Scaling
+from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY
 from patrickstar.cli.schedule import WarmupSchedule
+from patrickstar.config.engine.settings import OptimizerSettings
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2
@@ -111,7 +113,16 @@ def managed_run(kind, *, clip, accumulate):
 
 
 def plain_run(precision, *, clip=None, accumulate=1):
-    return PlainRun(build(), batches(), lr=LR, schedule=SCHEDULE, clip=clip, accumulate=accumulate, precision=precision)
+    optimizer = OptimizerSettings(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
+    return PlainRun(
+        build(),
+        batches(),
+        optimizer=optimizer,
+        schedule=SCHEDULE,
+        clip=clip,
+        accumulate=accumulate,
+        precision=precision,
+    )
 
 
 def verdict(managed, run):

@@ -25,9 +25,6 @@ from patrickstar.cli.plain_scale import PlainScale, Scaling
 from patrickstar.config.engine.schedules import Rates
 from patrickstar.config.engine.settings import OptimizerSettings
 
-BETAS: Final = (0.9, 0.999)
-EPS: Final = 1e-8
-WEIGHT_DECAY: Final = 0.01
 # Elements whose squares are summed together, in fp64, as rows of a tree: part of the definition of the norm.
 NORM_BLOCK: Final = 65_536
 NORM_ROW: Final = 16
@@ -101,19 +98,16 @@ class PlainRun:
         model: nn.Module,
         batches: BatchSource,
         *,
-        lr: float,
+        optimizer: OptimizerSettings,
         schedule: Rates,
         clip: float | None,
         accumulate: int,
         precision: PlainPrecision | None = None,
-        optimizer: OptimizerSettings | None = None,
     ) -> None:
-        """Prepares steps of `optimizer`; None: of AdamW as `train` has it, at `lr`. `precision`: of 16 bits; None: fp32."""
+        """Prepares steps of `optimizer`. `precision`: of 16 bits; None: fp32."""
         self.model = model
         self.batches = batches
-        self.optimizer = optimizer or OptimizerSettings(
-            lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True
-        )
+        self.optimizer = optimizer
         self.schedule = schedule
         self.clip = clip
         self.accumulate = accumulate

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import mmap
 import os
 import platform
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,8 +20,8 @@ from typing import Any, Final
 
 import click
 
-from patrickstar.cli.flags import debug_option
-from patrickstar.cli.machine_source import RATES, write_machine
+from patrickstar.cli.flags import debug_option, path
+from patrickstar.cli.machine_source import write_machine
 from patrickstar.cli.machines import MachinePreset
 from patrickstar.errors import DeviceError
 from patrickstar.memory.filesystem import expect_usable, free_bytes
@@ -47,10 +48,9 @@ class Finding:
 @click.option(
     "--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier, to be tried out."
 )
-@click.option(
+@path(
     "--measure",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
+    "FILE",
     help="Write this machine's figures into a file that `plan --machine FILE` reads elsewhere. Speeds are not measured yet.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -78,14 +78,17 @@ def doctor(disk: Path | None, measure: Path | None, as_json: bool) -> int:
 
 def examine(disk: Path | None) -> Iterator[Finding]:
     """Everything worth knowing, in the order in which it matters."""
-    parts: list[Callable[[], Iterator[Finding]]] = [_versions, _processor, _memory, _allocator, _cuda]
-    for part in parts:
+    packages = list(_packages())
+    yield from packages
+    if any(found.name == "torch" and found.fault for found in packages):
+        return  # all else is asked of it
+    for part in (_processor, _memory, _allocator, _cuda):
         yield from part()
     if disk is not None:
         yield from _disk(disk)
 
 
-def _versions() -> Iterator[Finding]:
+def _packages() -> Iterator[Finding]:
     yield Finding("python", platform.python_version(), platform.python_version())
     yield from map(_package, ("torch", "safetensors", "rich", "tokenizers"))
     if find_spec("torchvision") is not None:
@@ -200,7 +203,6 @@ def _figures(disk: Path | None) -> MachinePreset:
         disk_bytes=0 if disk is None else free_bytes(disk),
         fast_16bit=tuple(sorted(has.fast_types)),
         threads=has.threads,
-        **dict.fromkeys(RATES, 0.0),
     )
 
 
@@ -224,23 +226,14 @@ def _disk(directory: Path) -> Iterator[Finding]:
 
 def _direct_io(directory: Path) -> tuple[bool, str]:
     """Tries one page, and leaves nothing behind."""
-    import mmap
-
-    page = mmap.mmap(-1, PAGE)
-    try:
-        descriptor, name = tempfile.mkstemp(dir=directory, prefix=".patrickstar-doctor-")
-    except OSError as error:
-        return False, error.strerror or "cannot write"
-    try:
-        os.close(descriptor)
-        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+    with mmap.mmap(-1, PAGE) as page:
         try:
-            os.pwrite(descriptor, page, 0)
-            return os.preadv(descriptor, [page], 0) == PAGE, "short read"
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return False, "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
-    finally:
-        Path(name).unlink()
-        page.close()
+            with tempfile.NamedTemporaryFile(dir=directory, prefix=".patrickstar-doctor-") as file:
+                descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+                try:
+                    os.pwrite(descriptor, page, 0)
+                    return os.preadv(descriptor, [page], 0) == PAGE, "short read"
+                finally:
+                    os.close(descriptor)
+        except OSError as error:
+            return False, "not supported" if error.errno == errno.EINVAL else error.strerror or "error"

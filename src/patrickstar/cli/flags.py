@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -94,7 +94,7 @@ def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in names}
 
 
-def _together(decorators: Sequence[Callable[[Verb], Verb]]) -> Callable[[Verb], Verb]:
+def _together(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
     def decorate(verb: Verb) -> Verb:
         for decorator in reversed(decorators):
             verb = decorator(verb)
@@ -112,61 +112,45 @@ debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show where an error came from."
 )
 
+
+def whole_number(flag: str, default: int | None = None, *, help: str, least: int = 1) -> Callable[[Verb], Verb]:  # noqa: A002 - click's
+    """An option for a whole number of 64 bits, from `least` on."""
+    kind = click.IntRange(min=least, max=(1 << 63) - 1)
+    return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=help)
+
+
+def path(flag: str, metavar: str, *, help: str) -> Callable[[Verb], Verb]:  # noqa: A002 - click's
+    """An option for the path of a file, or of a directory where it stands for one (`DIR`)."""
+    kind = click.Path(path_type=Path, dir_okay=metavar == "DIR", file_okay=metavar != "DIR")
+    return click.option(flag, type=kind, metavar=metavar, help=help)
+
+
+clip_option = click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
+
 memory_options = _together(
-    [
-        click.option(
-            "--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."
-        ),
-        click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="What the model computes in."),
-        click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
-        click.option("--host-memory", type=Size(), metavar="B", help="What this process may hold in host memory."),
-        click.option("--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier."),
-        click.option("--disk-memory", type=Size(), metavar="B", help="Budget of the disk tier."),
-        click.option(
-            "--step",
-            type=Spelling("deferred", "in_backward"),
-            default="deferred",
-            show_default=True,
-            help="When weights are updated: after backward, or as gradients arrive.",
-        ),
-    ]
+    click.option(
+        "--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."
+    ),
+    click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="The type that the model computes in."),
+    click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
+    click.option("--host-memory", type=Size(), metavar="B", help="Host memory that this process may hold."),
+    click.option("--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier."),
+    click.option("--disk-memory", type=Size(), metavar="B", help="Budget of the disk tier."),
+    click.option(
+        "--step",
+        type=Spelling("deferred", "in_backward"),
+        default="deferred",
+        show_default=True,
+        help="When weights are updated: after backward, or as gradients arrive.",
+    ),
 )
 
-model_option = click.option(
-    "--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."
+batch_options = _together(
+    click.option("--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."),
+    whole_number("--batch-size", 4, help="Sequences at a time."),
+    whole_number("--seq-len", 64, least=2, help="Tokens of a sequence."),
+    whole_number("--accumulate", 1, help="Batches of a step."),
 )
-
-
-def batch_options(*, batch_size: int, seq_len: int) -> Callable[[Verb], Verb]:
-    """Options for how much goes through the model at a time."""
-    return _together(
-        [
-            click.option(
-                "--batch-size",
-                type=click.IntRange(min=1),
-                metavar="N",
-                default=batch_size,
-                show_default=True,
-                help="Sequences at a time.",
-            ),
-            click.option(
-                "--seq-len",
-                type=click.IntRange(min=2),
-                metavar="N",
-                default=seq_len,
-                show_default=True,
-                help="Tokens of a sequence.",
-            ),
-            click.option(
-                "--accumulate",
-                type=click.IntRange(min=1),
-                metavar="N",
-                default=1,
-                show_default=True,
-                help="Batches of a step.",
-            ),
-        ]
-    )
 
 
 class VariadicCommand(click.Command):

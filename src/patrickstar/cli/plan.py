@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from patrickstar.cli.flags import Positive, batch_options, debug_option, memory_flags, memory_options, model_option
+from patrickstar.cli.flags import batch_options, clip_option, debug_option, memory_flags, memory_options
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import predict, predicted, with_precision
@@ -27,14 +27,13 @@ _UNKNOWN_YET: Final = MappingProxyType(
 
 
 @click.command()
-@model_option
 @click.option(
     "--machine",
     metavar="NAME|FILE",
     help="Plan for a machine that is not here: `patrickstar machines` lists the names, `patrickstar doctor --measure` writes the files.",
 )
-@batch_options(batch_size=4, seq_len=64)
-@click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
+@batch_options
+@clip_option
 @memory_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
@@ -66,7 +65,7 @@ def plan(**given: Any) -> int:
         row = _row(forecast, precision=precision, device=has.device)
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
-        said = [*filter(None, [chosen]), *([] if machine is None else machine.lines(arguments, has))]
+        said = [*([] if machine is None else machine.lines(arguments, has)), *filter(None, [chosen])]
         for line in [*said, *_lines(source.name, forecast, precision=precision)]:
             click.echo(line)
     return 0 if forecast.fits else DOES_NOT_FIT

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,25 +15,21 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar.cli.batches import Batch, BatchesOn, on_device
-from patrickstar.cli.checkpoints import CheckpointFolder
-from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, Comparison, PlainRun, RandomState, compare_plain, digests
-from patrickstar.cli.configuration import Configuration
+from patrickstar.cli.batches import Batch
+from patrickstar.cli.compare import Comparison, PlainRun, RandomState, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
-from patrickstar.cli.display import Display, NoteHandler, TrainingView
+from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog, Summary
-from patrickstar.cli.loop import Course, Progress, TrainingRun
+from patrickstar.cli.loop import Progress, TrainingRun
 from patrickstar.cli.losses import validation_loss
-from patrickstar.cli.model_source import ModelSource, check_length
+from patrickstar.cli.model_source import check_length
 from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.cli.plain_scale import Scaling
 from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row, with_precision
+from patrickstar.cli.request import Request
 from patrickstar.cli.resident import ResidentGrowth
-from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.engine.schedules import Rates
-from patrickstar.config.engine.settings import OptimizerSettings
 from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
@@ -44,40 +39,6 @@ from patrickstar.step.precision import find_precision
 
 if TYPE_CHECKING:
     from patrickstar.session.forecast import Forecast
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A request of the command line, checked."""
-
-    source: ModelSource
-    data: Sequence[str]
-    batch_size: int
-    seq_len: int
-    accumulate: int
-    steps: int
-    lr: float
-    schedule: WarmupSchedule
-    clip: float | None
-    seed: int
-    arguments: MemoryOptions
-    folder: CheckpointFolder | None
-    save_every: int | None
-    resume: bool
-    compare_plain: bool
-    log_json: Path | None
-    configuration: Configuration | None = None
-
-    @property
-    def rates(self) -> Rates:
-        """The rates of the config's scheduler, where it has one, else of the flags."""
-        of_config = None if self.configuration is None else self.configuration.schedule
-        return self.schedule if of_config is None else of_config
-
-    @property
-    def optimizer(self) -> OptimizerSettings | None:
-        """The optimizer's settings in the config; None: AdamW as `train` has it, at `lr`."""
-        return None if self.configuration is None else self.configuration.optimizer
 
 
 def run(request: Request, signals: StopSignals) -> int:
@@ -96,19 +57,28 @@ def run(request: Request, signals: StopSignals) -> int:
         if request.resume and not resuming:
             display.note("no checkpoint to resume from yet: starting afresh")
         with EventLog(request.log_json, append=resuming) as log:
-            run = _foresee(request, display)  # what does not fit reads no text
+            foreseen = _foresee(request, display)  # what does not fit reads no text
             data = prepare_data(
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
-            managed = _train(run, data, display, signals, log, resuming=resuming)
+            managed = _train(foreseen, data, display, signals, log, resuming=resuming)
         if signals.requested is not None:
             return signals.requested
         if request.compare_plain:
             gc.collect()  # the session and all it holds: a module and its hooks refer to each other
-            verdict = _compare(run.request, data, display, managed)
+            verdict = _compare(foreseen.request, data, display, managed)
             display.note(str(verdict))
             return 0 if verdict.equal else 1
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    """A run that fits. `request`: with the arguments of `manage` as they will be."""
+
+    request: Request
+    model: nn.Module
+    forecast: Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +89,6 @@ class _Managed:
     final: Mapping[str, str]
     random_state: RandomState
     scaling: Scaling | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Foreseen:
-    """A run that fits. `request`: with the arguments of `manage` as they will be."""
-
-    request: Request
-    model: nn.Module
-    forecast: Forecast
 
 
 def _foresee(request: Request, display: Display) -> _Foreseen:
@@ -145,38 +106,26 @@ def _foresee(request: Request, display: Display) -> _Foreseen:
         display.note(chosen)
     if arguments.disk is not None:
         expect_usable(arguments.disk)  # or the forecast would find too little memory
-    forecast = predict(
-        model,
-        batch_size=request.batch_size,
-        seq_len=request.seq_len,
-        clip=request.clip is not None,
-        arguments=arguments,
-    )
+    forecast = predict(model, **request.shape, clip=request.clip is not None, arguments=arguments)
     if forecast.refused is not None:
         raise forecast.refused
     return _Foreseen(replace(request, arguments=arguments), model, forecast)
 
 
 def _train(
-    run: _Foreseen, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
+    foreseen: _Foreseen, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
 ) -> _Managed:
-    request, model, forecast = run.request, run.model, run.forecast
+    request, model, forecast = foreseen.request, foreseen.model, foreseen.forecast
     device = _device(request.arguments)
-    batches = _batches(request, data, device)
-    validation = [
-        on_device(batch, device) for batch in data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
-    ]
+    batches = data.batches(**request.shape, seed=request.seed, device=device)
+    validation = data.validation(**request.shape, device=device)
     log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
     display.note(
         f"computes on {_name_of(device)}"
         if request.arguments.device != "emulated"
         else "computes on an emulated device"
     )
-    optimizer = build_optimizer(
-        model.parameters(),
-        request.optimizer
-        or OptimizerSettings(lr=request.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True),
-    )
+    optimizer = build_optimizer(model.parameters(), request.optimizer)
     # What the text has left with the allocator would otherwise count as there before, and hide growth.
     release_free_memory()
     growth = ResidentGrowth(model)
@@ -185,11 +134,11 @@ def _train(
         end.callback(session.close, keep_weights=False)  # nobody wants them as tensors any more, and they may not fit
         assert session.optimizer is not None
         training = TrainingRun(
+            request=request,
             model=model,
             session=session,
             scheduler=Scheduler(session.optimizer, request.rates),
             batches=batches,
-            course=Course(request.steps, request.accumulate, request.clip, request.save_every, request.folder),
             progress=Progress(),
             growth=growth,
             log=log,
@@ -202,10 +151,7 @@ def _train(
         if progress.first_validation_loss is None:
             progress.first_validation_loss = _validate(model, validation, display)
         random_state = RandomState.now()
-        view = TrainingView(
-            done=progress.step, steps=request.steps, budgets=forecast.budget, validation=progress.first_validation_loss
-        )
-        training.run(view)
+        training.run(budgets=forecast.budget)
         if signals.requested is None:
             progress.validation_loss = _validate(model, validation, display)
         summary = _summary(training, forecast)
@@ -219,18 +165,18 @@ def _train(
 
 def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Comparison:
     device = _device(request.arguments)
-    model = _build(request).to(device)
+    _seed(request.seed)
+    model = request.source.build().to(device)
     run = PlainRun(
         model,
-        _batches(request, data, device),
-        lr=request.lr,
+        data.batches(**request.shape, seed=request.seed, device=device),
+        optimizer=request.optimizer,
         schedule=request.rates,
         clip=request.clip,
         accumulate=request.accumulate,
         precision=_plain_precision(model, request.arguments, accumulate=request.accumulate),
-        optimizer=request.optimizer,
     )
-    with display.stage("plain PyTorch", len(managed.losses)) as advance:
+    with display.progress("plain PyTorch", len(managed.losses)) as advance:
         return compare_plain(
             run,
             losses=managed.losses,
@@ -276,25 +222,15 @@ def _name_of(device: torch.device) -> str:
     return f"the GPU {device} ({torch.cuda.get_device_name(device)})"
 
 
-def _batches(request: Request, data: Data, device: torch.device) -> BatchesOn:
-    source = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
-    return BatchesOn(source, device)
-
-
-def _build(request: Request) -> nn.Module:
-    """The model as the seed makes it, in memory."""
-    _seed(request.seed)
-    return request.source.build()
-
-
 def _build_deferred(request: Request, display: Display) -> nn.Module:
-    """The same model without memory for its parameters, where its initialisation can be recorded."""
+    """The model as the seed makes it, without memory for its parameters where its initialisation can be recorded."""
     _seed(request.seed)
     try:
         model = request.source.build_deferred()
     except patrickstar.LayoutError as error:
         display.note(f"warning: the whole model is built in memory first: {error}")
-        return _build(request)
+        _seed(request.seed)
+        return request.source.build()
     if request.source.weights is not None:
         _seed(request.seed)  # reading weights draws nothing
     return model
@@ -307,7 +243,7 @@ def _seed(seed: int) -> None:
 
 
 def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> float:
-    with display.stage("validation", len(batches)) as advance:
+    with display.progress("validation", len(batches)) as advance:
         loss = validation_loss(model, batches, advance=advance)
     display.note(f"validation loss {loss:.4f}")
     return loss
@@ -315,32 +251,23 @@ def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> f
 
 def _config(request: Request, data: Data) -> dict[str, Any]:
     """Entries of the log about what was asked for."""
-    arguments = request.arguments
-    configuration = request.configuration
+    flags = ("steps", "batch_size", "seq_len", "accumulate", "clip", "seed", "resume")
+    given = ("device", "precision", "device_memory", "host_memory", "disk_memory", "step")
+    disk, configuration = request.arguments.disk, request.configuration
+    of_flags = request.rates is request.warmup
     return {
         "model": request.source.name,
         "model_config": dict(request.source.settings),
         "data": list(request.data),
         **data.row(),
-        "steps": request.steps,
-        "batch_size": request.batch_size,
-        "seq_len": request.seq_len,
-        "accumulate": request.accumulate,
+        **{name: getattr(request, name) for name in flags},
         "config": None if configuration is None else str(configuration.path),
-        "optimizer": None if request.optimizer is None else asdict(request.optimizer),
-        "lr": request.lr if request.optimizer is None else request.optimizer.lr,
-        "schedule": request.schedule.kind if request.rates is request.schedule else type(request.rates).__name__,
-        "warmup": request.schedule.warmup if request.rates is request.schedule else None,
-        "clip": request.clip,
-        "seed": request.seed,
-        "resume": request.resume,
-        "device": arguments.device,
-        "precision": arguments.precision,
-        "device_memory": arguments.device_memory,
-        "host_memory": arguments.host_memory,
-        "disk": None if arguments.disk is None else str(arguments.disk),
-        "disk_memory": arguments.disk_memory,
-        "step": arguments.step,
+        "optimizer": asdict(request.optimizer),
+        "lr": request.optimizer.lr,
+        "schedule": request.warmup.kind if of_flags else type(request.rates).__name__,
+        "warmup": request.warmup.warmup if of_flags else None,
+        **{name: getattr(request.arguments, name) for name in given},
+        "disk": None if disk is None else str(disk),
     }
 
 

@@ -130,7 +130,8 @@ def _advised(
             enough[tier] = refusal.smallest_bytes
         if enough[tier] <= before:
             break
-        tried = make(replace(memory, **{f"{name}_memory": nbytes for name, nbytes in enough.items()}))
+        given: dict[str, Any] = {f"{name}_memory": nbytes for name, nbytes in enough.items()}
+        tried = make(replace(memory, **given))
         if tried.refused is None:
             refused = advise(refused, enough, more=_full_disk(memory, found.budget))
             return replace(found, refused=refused, minimum={**found.minimum, **enough})

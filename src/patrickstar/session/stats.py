@@ -53,7 +53,7 @@ class Stats:
             "fetched": ("H>D", "K>H", ""),
             "offloaded": ("D>H", "H>K", ""),
         }  # to a tier from below, from it to below
-        rows = {"peak": [self.peak[tier] for tier in tiers]}
+        rows: dict[str, list[int | None]] = {"peak": [self.peak[tier] for tier in tiers]}
         rows |= {name: [self.moved.get(link) for link in found] for name, found in links.items()}
         planes = ", ".join(f"{plane} {format_bytes(nbytes)}" for plane, nbytes in self.model_data.items())
         seconds = ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items())
