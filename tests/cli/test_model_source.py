@@ -76,7 +76,7 @@ def changed(**settings):
     ("content", "says"),
     [
         ("{", "not JSON"),
-        ("[]", "is a JSON object"),
+        ("[]", "expected a JSON object"),
         ("{}", "no model_type"),
         (changed(model_type="gpt3"), "transformers refuses the configuration"),
         (changed(model_type="vit"), "none of the causal language models"),

@@ -20,7 +20,7 @@ from torch import nn
 
 from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.losses import accumulate_gradients
-from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision
+from patrickstar.cli.plain_masters import PLAIN_FP32, PlainMasters, PlainPrecision
 from patrickstar.cli.plain_scale import PlainScale, Scaling
 from patrickstar.config.engine.schedules import Rates
 from patrickstar.config.engine.settings import OptimizerSettings
@@ -102,9 +102,8 @@ class PlainRun:
         schedule: Rates,
         clip: float | None,
         accumulate: int,
-        precision: PlainPrecision | None = None,
+        precision: PlainPrecision = PLAIN_FP32,
     ) -> None:
-        """Prepares steps of `optimizer`. `precision`: of 16 bits; None: fp32."""
         self.model = model
         self.batches = batches
         self.optimizer = optimizer
@@ -112,31 +111,23 @@ class PlainRun:
         self.clip = clip
         self.accumulate = accumulate
 
-        self._masters = PlainMasters(model, precision) if precision is not None else None
-        loss_scale = precision.loss_scale if precision is not None else None
-        self._scale = PlainScale(loss_scale) if loss_scale is not None else None
+        self._masters = PlainMasters(model, precision)
+        self._scale = PlainScale(precision.loss_scale) if precision.loss_scale is not None else None
         self._moments: dict[str, Moments] = {}
         self._done = 0
 
     def step(self) -> float:
         """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
         masters, scale = self._masters, self._scale
-        if masters is None:
-            loss = accumulate_gradients(self.model, self.batches, self.accumulate)
-            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        else:
-            scaled = {} if scale is None else {"scale": scale.scaled}
-            loss = accumulate_gradients(
-                self.model, self.batches, self.accumulate, after_backward=masters.gather, **scaled
-            )
-            gradients = masters.take_gradients()
+        scaled = {} if scale is None else {"scale": scale.scaled}
+        loss = accumulate_gradients(self.model, self.batches, self.accumulate, after_backward=masters.gather, **scaled)
+        gradients = masters.take_gradients()
         with torch.no_grad():
             if scale is None or not scale.unscale_(gradients.values()):
                 self._update(gradients)
         return loss
 
     def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        masters = self._masters
         if self.clip is not None:
             clip_(list(gradients.values()), self.clip)
         hyper = replace(
@@ -144,13 +135,12 @@ class PlainRun:
             lr=self.schedule.lr(self._done, self.optimizer.lr),
             betas=self.schedule.betas(self._done) or self.optimizer.betas,
         )
-        for name, parameter in self.model.named_parameters():
-            if name in gradients:
-                updated = parameter if masters is None else masters[name]
-                update_(updated, gradients[name], self._moments_of(name, updated), hyper)
-                parameter.grad = None
-        if masters is not None:
-            masters.write_back()
+        for name, gradient in gradients.items():
+            master = self._masters[name]
+            if name not in self._moments:
+                self._moments[name] = Moments(torch.zeros_like(master), torch.zeros_like(master))
+            update_(master, gradient, self._moments[name], hyper)
+        self._masters.write_back()
         self._done += 1
 
     @property
@@ -160,12 +150,7 @@ class PlainRun:
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """The final state: of the model, with fp32 masters for parameters of 16 bits."""
-        return self.model.state_dict() if self._masters is None else self._masters.state_dict()
-
-    def _moments_of(self, name: str, parameter: torch.Tensor) -> Moments:
-        if name not in self._moments:
-            self._moments[name] = Moments(torch.zeros_like(parameter), torch.zeros_like(parameter))
-        return self._moments[name]
+        return self._masters.state_dict()
 
 
 def update_(p: torch.Tensor, g: torch.Tensor, moments: Moments, hyper: OptimizerSettings) -> None:

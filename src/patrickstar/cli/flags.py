@@ -45,16 +45,14 @@ class Spelling(click.ParamType):
         return "|".join(self.words)
 
 
-class Device(click.ParamType):
+class Device(Spelling):
     """`cpu`, `emulated`, `cuda` or `cuda:N`."""
 
-    name = "device"
-    _words: Final = ("cpu", "cuda", "emulated")
+    def __init__(self) -> None:
+        super().__init__("cpu", "emulated", "cuda", "cuda:N")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not re.fullmatch(r"cpu|emulated|cuda(:\d+)?", str(value)):
-            self.fail(f"{value!r} is none of cpu, emulated, cuda, cuda:N{nearest(str(value), self._words)}", param, ctx)
-        return str(value)
+        return str(value) if re.fullmatch(r"cuda:\d+", str(value)) else super().convert(value, param, ctx)
 
 
 class Size(click.ParamType):
@@ -113,9 +111,16 @@ debug_option = click.option(
 )
 
 
-def whole_number(flag: str, default: int | None = None, *, help: str, least: int = 1) -> Callable[[Verb], Verb]:  # noqa: A002 - click's
-    """An option for a whole number of 64 bits, from `least` on."""
-    kind = click.IntRange(min=least, max=(1 << 63) - 1)
+def whole_number(
+    flag: str,
+    default: int | None = None,
+    *,
+    help: str,  # noqa: A002 - click's
+    least: int = 1,
+    most: int | None = None,
+) -> Callable[[Verb], Verb]:
+    """An option for a whole number between these."""
+    kind = click.IntRange(min=least, max=most)
     return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=help)
 
 

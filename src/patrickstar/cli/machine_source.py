@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from patrickstar.cli.json_object import read_object
 from patrickstar.cli.machines import MACHINES, RATES, MachinePreset
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.errors import ConfigError, Error, nearest
@@ -142,14 +143,7 @@ def write_machine(figures: MachinePreset, path: Path) -> None:
 
 
 def _read(path: Path) -> MachinePreset:
-    try:
-        row = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--machine {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise MachineError(f"--machine {path}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise MachineError(f"--machine {path}: a machine's file is a JSON object")
+    row = read_object(path, flag="--machine", damaged=MachineError)
     known = [field.name for field in fields(MachinePreset)]
     problems = [f"{name}: there is no such figure{nearest(name, known)}" for name in row if name not in known]
     problems += [problem for name in known if name in row for problem in _problems(name, row[name])]

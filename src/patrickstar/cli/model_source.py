@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from patrickstar.cli.json_object import read_object
 from patrickstar.cli.models import shape_named
 from patrickstar.errors import ConfigError, Error
 
@@ -39,7 +39,7 @@ class ModelSource:
         if path.is_dir():
             return cls._of_directory(path)
         if path.is_file():
-            return cls(name, _read_settings(path))
+            return cls(name, read_object(path, flag="--model", damaged=ConfigError))
         if path.suffix == ".json" or len(path.parts) > 1:
             raise ConfigError(f"--model {name}: no such file or directory")
         return cls(name, shape_named(name).settings())
@@ -49,7 +49,7 @@ class ModelSource:
         config = path / "config.json"
         if not config.is_file():
             raise ConfigError(f"--model {path}: the directory has no config.json")
-        settings = _read_settings(config)
+        settings = read_object(config, flag="--model", damaged=ConfigError)
         if not list(path.glob("*.safetensors")):
             raise ConfigError(
                 f"--model {path}: the directory has no *.safetensors weights (other formats are not read); "
@@ -98,7 +98,7 @@ class ModelSource:
         return self._fresh() if self.weights is None else self._load(self.config()).train()
 
     def build_deferred(self) -> nn.Module:
-        """The same without memory for its parameters: `manage` fills them, with `weights=` where there are files.
+        """A model without memory for its parameters, which `manage` fills, with `weights=` where there are files.
 
         Raises:
             ModelError, CheckpointError: files that do not hold this model's weights.
@@ -166,18 +166,6 @@ def check_length(config: Any, seq_len: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and seq_len > positions:
         raise ConfigError(f"--seq-len {seq_len}: this model has {positions} positions")
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--model {path}: not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--model {path}: a model's configuration is a JSON object")
-    return settings
 
 
 def _transformers() -> Any:

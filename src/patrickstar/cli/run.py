@@ -23,7 +23,7 @@ from patrickstar.cli.event_log import EventLog, Summary
 from patrickstar.cli.loop import Progress, TrainingRun
 from patrickstar.cli.losses import validation_loss
 from patrickstar.cli.model_source import check_length
-from patrickstar.cli.plain_masters import PlainPrecision
+from patrickstar.cli.plain_masters import PLAIN_FP32, PlainPrecision
 from patrickstar.cli.plain_scale import Scaling
 from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row, with_precision
 from patrickstar.cli.request import Request
@@ -187,11 +187,10 @@ def _compare(request: Request, data: Data, display: Display, managed: _Managed) 
         )
 
 
-def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision | None:
-    """The 16-bit precision of the run; None: fp32."""
+def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision:
     precision, options = arguments.precision, arguments.options
     if precision == "fp32":
-        return None
+        return PLAIN_FP32
     kept = torch.float16 if precision == "fp16" else torch.bfloat16
     return PlainPrecision(
         kept=kept,

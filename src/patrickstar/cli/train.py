@@ -53,7 +53,7 @@ from patrickstar.errors import ConfigError
     help="Learning rate after the warm-up.",
 )
 @clip_option
-@whole_number("--seed", 0, least=0, help="Of weights, dropout and data order.")
+@whole_number("--seed", 0, least=0, most=(1 << 63) - 1, help="Of weights, dropout and data order.")
 @memory_options
 @path("--checkpoint-dir", "DIR", help="Save here at the end, on Ctrl-C and on SIGTERM.")
 @whole_number("--save-every", help="And every so many steps.")
