@@ -10,6 +10,7 @@ from torch import nn
 import patrickstar.cli.compare as module
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.compare import (
+    ManagedRun,
     Moments,
     PlainRun,
     RandomState,
@@ -80,13 +81,8 @@ def ordinary_run(*, clip, accumulate):
 def verdict(*, spoil=lambda losses, final: None, clip=None, accumulate=1):
     state, losses, final = ordinary_run(clip=clip, accumulate=accumulate)
     spoil(losses, final)
-    return compare_plain(
-        plain_run(clip=clip, accumulate=accumulate),
-        losses=losses,
-        final=final,
-        random_state=state,
-        advance=lambda _: None,
-    )
+    run = plain_run(clip=clip, accumulate=accumulate)
+    return compare_plain(run, ManagedRun(losses, final, state), advance=lambda _: None)
 
 
 @pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.5, 1), (None, 3), (0.5, 3)])
@@ -126,7 +122,7 @@ def test_any_difference_is_found_and_named(spoil, says):
 def test_another_update_is_found(name):
     state, losses, final = ordinary_run(clip=None, accumulate=1)
     other = plain_run(optimizer=replace(SETTINGS, **{name: getattr(SETTINGS, name) * 1.5}))
-    found = compare_plain(other, losses=losses, final=final, random_state=state, advance=lambda _: None)
+    found = compare_plain(other, ManagedRun(losses, final, state), advance=lambda _: None)
     assert found.tensors
 
 

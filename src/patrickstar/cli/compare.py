@@ -51,6 +51,16 @@ class RandomState:
 
 
 @dataclass(frozen=True, slots=True)
+class ManagedRun:
+    """A managed run to compare with: its losses step by step, digests of its final state, and the random numbers that it began with."""
+
+    losses: Sequence[float]
+    final: Mapping[str, str]
+    random_state: RandomState
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Differences between a managed run and the plain one."""
 
@@ -207,29 +217,16 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes()).hexdigest()
 
 
-def compare_plain(
-    run: PlainRun,
-    *,
-    losses: Sequence[float],
-    final: Mapping[str, str],
-    random_state: RandomState,
-    scaling: Scaling | None = None,
-    advance: Callable[[int], None],
-) -> Comparison:
-    """Runs as many steps as there are `losses`, from the same random numbers, and says what differs.
-
-    Args:
-        losses: of the managed run, step by step.
-        final: digests of its final state. scaling: how its losses were scaled.
-    """
-    random_state.restore()
+def compare_plain(run: PlainRun, managed: ManagedRun, *, advance: Callable[[int], None]) -> Comparison:
+    """Runs as many steps as the managed run has losses, from the same random numbers, and says what differs."""
+    managed.random_state.restore()
     different: list[int] = []
-    for number, managed in enumerate(losses, start=1):
+    for number, loss in enumerate(managed.losses, start=1):
         # Bits, not values: NaN equals NaN here, and -0.0 does not equal 0.0.
-        if run.step().hex() != managed.hex():
+        if run.step().hex() != loss.hex():
             different.append(number)
         advance(1)
-    plain = digests(run.state_dict())
+    plain, final = digests(run.state_dict()), managed.final
     names = plain.keys() | final.keys()
     tensors = sorted(name for name in names if plain.get(name) != final.get(name))
-    return Comparison(tuple(different), tuple(tensors), len(names), (scaling, run.scaling))
+    return Comparison(tuple(different), tuple(tensors), len(names), (managed.scaling, run.scaling))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,16 @@ class ModelSource:
         Raises:
             ModelError: files that do not hold this model's weights.
         """
-        return self._fresh() if self.weights is None else self._load(self.config()).train()
+        import torch
+
+        if self.weights is None:
+            return self._fresh()
+        given = {"config": self.config(), "dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+        try:
+            model: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(self.weights, **given).train()
+        except Exception as error:  # damaged files: safetensors, transformers and the file system each have their own
+            raise ModelError(f"{self.weights}: the weights cannot be read: {error}") from error
+        return self._complete(model)
 
     def build_deferred(self) -> nn.Module:
         """A model without memory for its parameters, which `manage` fills, with `weights=` where there are files.
@@ -107,46 +117,29 @@ class ModelSource:
 
         with deferred_init():
             model = self._fresh()
-        if self.weights is not None:
-            self._expect_all(model, self.weights)
-        return model
+        return self._complete(model)
 
-    def _fresh(self) -> Any:
+    def _fresh(self) -> nn.Module:
         import torch
 
-        return _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
+        return model.train()
 
-    def _expect_all(self, model: nn.Module, weights: Path) -> None:
-        """Raises ModelError where the files lack tensors of the model, which `manage` would draw afresh."""
+    def _complete(self, model: nn.Module) -> nn.Module:
+        """The model, if its files have all of its tensors: others would be drawn afresh. Else raises ModelError."""
         from patrickstar.checkpoint.matching import Wanted, match
         from patrickstar.checkpoint.naming import naming_of
         from patrickstar.checkpoint.weight_files import WeightFiles
         from patrickstar.session.loading import tensors_of
 
-        wanted = [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors_of(model).items()]
-        self._expect_none(match(WeightFiles(weights), wanted, naming_of(model)).missing)
-
-    def _expect_none(self, missing: Sequence[str]) -> None:
-        if missing:
-            raise ModelError(
-                f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"
-            )
-
-    def _load(self, config: Any) -> Any:
-        import torch
-
-        try:
-            model, report = _transformers().AutoModelForCausalLM.from_pretrained(
-                self.weights,
-                config=config,
-                dtype=torch.float32,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # damaged files: safetensors, transformers and the file system each have their own
-            raise ModelError(f"{self.weights}: the weights cannot be read: {error}") from error
-        self._expect_none(sorted(report["missing_keys"]))
+        if self.weights is not None:
+            wanted = [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors_of(model).items()]
+            with closing(WeightFiles(self.weights)) as files:
+                missing = match(files, wanted, naming_of(model)).missing
+            if missing:
+                raise ModelError(
+                    f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"
+                )
         return model
 
     def build_on_meta(self) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar.cli.batches import Batch
-from patrickstar.cli.compare import Comparison, PlainRun, RandomState, compare_plain, digests
+from patrickstar.cli.compare import Comparison, ManagedRun, PlainRun, RandomState, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog, Summary
@@ -81,16 +81,6 @@ class _Foreseen:
     forecast: Forecast
 
 
-@dataclass(frozen=True, slots=True)
-class _Managed:
-    """A managed run that a plain one is compared with."""
-
-    losses: Sequence[float]
-    final: Mapping[str, str]
-    random_state: RandomState
-    scaling: Scaling | None
-
-
 def _foresee(request: Request, display: Display) -> _Foreseen:
     """Builds the model and looks at what a step takes.
 
@@ -114,7 +104,7 @@ def _foresee(request: Request, display: Display) -> _Foreseen:
 
 def _train(
     foreseen: _Foreseen, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
-) -> _Managed:
+) -> ManagedRun:
     request, model, forecast = foreseen.request, foreseen.model, foreseen.forecast
     device = _device(request.arguments)
     batches = data.batches(**request.shape, seed=request.seed, device=device)
@@ -160,10 +150,10 @@ def _train(
         if request.log_json is not None:
             display.note(f"log: {request.log_json}")
         final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
-        return _Managed(progress.losses, final, random_state, _scaling(training))
+        return ManagedRun(progress.losses, final, random_state, _scaling(training))
 
 
-def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Comparison:
+def _compare(request: Request, data: Data, display: Display, managed: ManagedRun) -> Comparison:
     device = _device(request.arguments)
     _seed(request.seed)
     model = request.source.build().to(device)
@@ -177,14 +167,7 @@ def _compare(request: Request, data: Data, display: Display, managed: _Managed) 
         precision=_plain_precision(model, request.arguments, accumulate=request.accumulate),
     )
     with display.progress("plain PyTorch", len(managed.losses)) as advance:
-        return compare_plain(
-            run,
-            losses=managed.losses,
-            final=managed.final,
-            random_state=managed.random_state,
-            scaling=managed.scaling,
-            advance=advance,
-        )
+        return compare_plain(run, managed, advance=advance)
 
 
 def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision:
