@@ -17,13 +17,13 @@ from torch import nn
 from variants import Variant
 
 import patrickstar
-from patrickstar.cli.batches import Batch
-from patrickstar.cli.data import RandomBatches
+from patrickstar.cli.batches import Batch, RandomBatches
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import predict
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.config.arguments import check_arguments
 from patrickstar.memory.allocator import release_free_memory
+from patrickstar.memory.process import reset_peak
 
 __all__ = ["BYTES_PER_PARAMETER", "checkpointed", "model_of", "work"]
 
@@ -74,7 +74,7 @@ def work(pipe: Connection, arguments: argparse.Namespace, variant: Variant) -> N
                 step = managed(model, session)
             else:
                 session, step = None, plain(model, variant)
-            growth.managed()
+            reset_peak()  # the weights that were there before are the session's now
             pipe.send(None)
             while pipe.recv() is not None:
                 pipe.send({**timed(step, batches.next(), session, growth), "bound": bound})

@@ -22,14 +22,16 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar
-from patrickstar.cli.batches import Batch, Batches, validation_batches
-from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, digests
-from patrickstar.cli.data import TextData
+from patrickstar.cli.batches import Batch, BatchSource, validation_batches
+from patrickstar.cli.compare import digests
+from patrickstar.cli.data import TextData, prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.memory.allocator import release_free_memory
+from patrickstar.memory.process import reset_peak
 
 # Note [First calls]: two threads that call one of MKL's vector functions (tanh, erf) at once for the first time in a process may run two versions
 # of it, and half of that one result has other last bits: in plain PyTorch, in about one process of forty with two threads. So every process takes
@@ -165,7 +167,7 @@ class ManagedSide:
             limits = {"host_memory": self._budget, "disk": home / "disk"}
         self._growth = ResidentGrowth(model)
         self._session = patrickstar.manage(model, adamw(model, course), device="cpu", precision=run.precision, **limits)
-        self._growth.managed()
+        reset_peak()  # the weights that were there before are the session's now
         self._optimizer = self._session.optimizer
         self._scheduler = LambdaLR(self._optimizer, course.factor)
         self._bytes_per_parameter = 0.0
@@ -222,7 +224,9 @@ def train(run: Run, course: Course, home: Path, *, seconds: float) -> bool:
     """Goes on with a run until its end (True) or until the time is up."""
     until = time.monotonic() + seconds
     source = ModelSource("real run", course.settings)
-    data = TextData.prepare(course.data, vocab_size=source.config().vocab_size, own_tokenizer=None, display=Display())
+    vocab_size = source.config().vocab_size
+    data = prepare_data(course.data, vocab_size=vocab_size, own_tokenizer=None, display=Display())
+    assert isinstance(data, TextData)
     shape = {"batch_size": course.batch_size, "seq_len": course.seq_len}
     batches = data.batches(**shape, seed=course.seed)
     held_out = validation_batches(data.held_out, **shape, most=HELD_OUT_BATCHES)
@@ -244,7 +248,7 @@ def train(run: Run, course: Course, home: Path, *, seconds: float) -> bool:
 
 
 def follow(
-    side: Side, model: Any, *, course: Course, batches: Batches, held_out: Sequence[Batch], file: Path, until: float
+    side: Side, model: Any, *, course: Course, batches: BatchSource, held_out: Sequence[Batch], file: Path, until: float
 ) -> bool:
     """The steps that are left, with a row for each and a look now and then; False where the time was up before the end."""
     step, log = begin(side, batches, file)
@@ -271,7 +275,7 @@ def follow(
     return step == course.steps
 
 
-def begin(side: Side, batches: Batches, file: Path) -> tuple[int, Log]:
+def begin(side: Side, batches: BatchSource, file: Path) -> tuple[int, Log]:
     """The step to go on from, and the log up to there."""
     place = side.load()
     if place is None:

@@ -66,6 +66,18 @@ def test_a_rate_is_a_size_a_second(text, nbytes):
     assert parse_rate(text, name="emulated_link") == nbytes
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(8, '8 bytes; 8GiB? Give the unit, as in "8GiB"'), (" 8 ", "8 bytes; 8GiB?"), ("1536", "1536 bytes; 1536MiB?")],
+)
+def test_a_number_that_has_lost_its_unit_is_asked_about(value, says):
+    with pytest.raises(ConfigError) as refusal:
+        parse_size(value, name="host_memory", least_bare=4096)
+    assert says in str(refusal.value)
+    for meant in (4096, "4096", "8B", "1KiB", "70%"):
+        parse_size(meant, name="host_memory", total_bytes=100, least_bare=4096)
+
+
 def test_a_share_needs_a_total():
     with pytest.raises(ConfigError, match="the total of this tier is not known here"):
         parse_size("70%", name="disk_memory")

@@ -25,12 +25,15 @@ _UNITS: Final[Mapping[str, int]] = MappingProxyType(
         "TiB": TIB,
     }
 )
+_BINARY: Final = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*")
 _ALLOWED: Final = 'an int in bytes, or a string such as "512MiB", "1.5GB" or "70%"'
 
 
-def parse_size(value: int | str, *, name: str, total_bytes: int | None = None) -> int:
+def parse_size(value: int | str, *, name: str, total_bytes: int | None = None, least_bare: int = 1) -> int:
     """Bytes from `6 * 2**30`, `"6GiB"`, `"1.5GB"`, or `"70%"` of `total_bytes`; a fraction of a byte is dropped.
+
+    `least_bare`: the smallest number that may stand without a unit. Who writes a smaller one has forgotten the unit.
 
     Raises:
         ConfigError: anything else; the message names the argument.
@@ -40,6 +43,9 @@ def parse_size(value: int | str, *, name: str, total_bytes: int | None = None) -
     size = value if isinstance(value, int) else _parse(value, name=name, total_bytes=total_bytes)
     if size <= 0:
         raise ConfigError(f"{name}={value!r}: a budget is more than 0 bytes")
+    if size < least_bare and re.fullmatch(r"[0-9.\s]*", str(value)):
+        meant = f"{str(value).strip()}{'GiB' if size < KIB else 'MiB'}"
+        raise ConfigError(f'{name}={value!r}: {size} bytes; {meant}? Give the unit, as in "{meant}"')
     return size
 
 
@@ -73,9 +79,21 @@ def _parse(text: str, *, name: str, total_bytes: int | None) -> int:
     raise ConfigError(f"{name}={text!r}: unknown unit {unit!r}{nearest(unit, _UNITS)}; expected {_ALLOWED}")
 
 
+def format_budget(size: int) -> str:
+    """`13.25 GiB`, rounded up: read back, it is not less than `size`."""
+    unit, name = next(((unit, name) for unit, name in _BINARY if size >= unit), (1, "B"))
+    return f"{size} B" if unit == 1 else f"{hundredths(size, unit) / 100:.2f} {name}"
+
+
+def hundredths(size: int, unit: int) -> int:
+    """Hundredths of a unit that are not less than `size` bytes, also when a fraction of a byte is dropped."""
+    found = -(-size * 100 // unit)
+    return found if found * unit // 100 >= size else found + 1
+
+
 def format_bytes(size: int) -> str:
     """`13.25 GiB`, `512 B`: two decimals and a binary unit."""
-    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in _BINARY:
         if abs(size) >= unit - unit // 204_800:  # what would print as 1024.00 of the next smaller unit
             return f"{size / unit:.2f} {name}"
     return f"{size} B"

@@ -1,5 +1,6 @@
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,7 @@ from torch import nn
 import patrickstar.cli.compare as module
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.compare import (
-    BETAS,
-    EPS,
-    WEIGHT_DECAY,
+    ManagedRun,
     Moments,
     PlainRun,
     RandomState,
@@ -21,6 +20,7 @@ from patrickstar.cli.compare import (
     update_,
 )
 from patrickstar.cli.losses import accumulate_gradients
+from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY
 from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 
@@ -53,9 +53,11 @@ def build():
     return Toy()
 
 
-def plain_run(*, clip=None, accumulate=1):
+def plain_run(*, clip=None, accumulate=1, optimizer=SETTINGS):
     batches = Batches(TOKENS, batch_size=2, seq_len=8, seed=0)
-    return PlainRun(build(), batches, lr=LR, schedule=WarmupSchedule("cosine", 2, 6), clip=clip, accumulate=accumulate)
+    return PlainRun(
+        build(), batches, optimizer=optimizer, schedule=WarmupSchedule("cosine", 2, 6), clip=clip, accumulate=accumulate
+    )
 
 
 def ordinary_run(*, clip, accumulate):
@@ -79,13 +81,8 @@ def ordinary_run(*, clip, accumulate):
 def verdict(*, spoil=lambda losses, final: None, clip=None, accumulate=1):
     state, losses, final = ordinary_run(clip=clip, accumulate=accumulate)
     spoil(losses, final)
-    return compare_plain(
-        plain_run(clip=clip, accumulate=accumulate),
-        losses=losses,
-        final=final,
-        random_state=state,
-        advance=lambda _: None,
-    )
+    run = plain_run(clip=clip, accumulate=accumulate)
+    return compare_plain(run, ManagedRun(losses, final, state), advance=lambda _: None)
 
 
 @pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.5, 1), (None, 3), (0.5, 3)])
@@ -121,11 +118,11 @@ def test_any_difference_is_found_and_named(spoil, says):
     assert str(found) == f"plain PyTorch gives other bits: {says}"
 
 
-@pytest.mark.parametrize("name", ["EPS", "WEIGHT_DECAY"])
-def test_another_update_is_found(monkeypatch, name):
-    monkeypatch.setattr(module, name, getattr(module, name) * 1.5)
+@pytest.mark.parametrize("name", ["eps", "weight_decay"])
+def test_another_update_is_found(name):
     state, losses, final = ordinary_run(clip=None, accumulate=1)
-    found = compare_plain(plain_run(), losses=losses, final=final, random_state=state, advance=lambda _: None)
+    other = plain_run(optimizer=replace(SETTINGS, **{name: getattr(SETTINGS, name) * 1.5}))
+    found = compare_plain(other, ManagedRun(losses, final, state), advance=lambda _: None)
     assert found.tensors
 
 

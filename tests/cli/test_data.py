@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from patrickstar.cli.batches import Batches
-from patrickstar.cli.data import RandomBatches, RandomData, prepare_data
+from patrickstar.cli.batches import Batches, RandomBatches
+from patrickstar.cli.data import RandomData, prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.errors import CheckpointError, ConfigError
 from tests.cli.test_batches import TOKENS

@@ -1,5 +1,8 @@
 import errno
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +16,8 @@ from patrickstar.testing.faults import Fails, FaultyIO
 
 @pytest.fixture
 def report(capsys):
-    def call(*arguments):
-        assert main(["doctor", *arguments]) == 0
+    def call(*arguments, status=0):
+        assert main(["doctor", *arguments]) == status
         return capsys.readouterr().out
 
     return call
@@ -43,16 +46,44 @@ def test_a_directory_is_tried_out_and_left_as_it_was(report, tmp_path):
 
 
 def test_a_directory_that_is_not_there_comes_with_the_command_that_makes_it(report, tmp_path):
-    text = report("--disk", str(tmp_path / "a" / "b"))
+    text = report("--disk", str(tmp_path / "a" / "b"), status=1)
     assert f"-> mkdir -p {tmp_path / 'a' / 'b'}" in text
 
 
 def test_a_directory_that_cannot_be_written_is_said_to_be_no_disk_tier(report, tmp_path, monkeypatch):
     monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", errno.EACCES)))
-    text = report("--disk", str(tmp_path))
+    text = report("--disk", str(tmp_path), status=1)
     assert f"{tmp_path}: cannot be a disk tier" in text
     assert "Permission denied; change its owner or its mode" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_no_disk_tier(report, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    text = report("--disk", str(file), status=1)
+    assert f"{file}: cannot be a disk tier" in text
+    assert json.loads(report("--json", "--disk", str(file), status=1))["faults"] == ["disk"]
+
+
+BROKEN = {
+    "torchvision": ("operator torchvision::nms does not exist", "it does not belong to torch 2."),
+    "tokenizers": ("undefined symbol", "pip install --force-reinstall tokenizers"),
+}
+
+
+@pytest.mark.parametrize("package", BROKEN)
+def test_a_package_that_cannot_be_imported_is_named_with_what_mends_it(tmp_path, package):
+    says, mends = BROKEN[package]
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise RuntimeError({says!r})")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *filter(None, sys.path)))}
+    command = [sys.executable, "-m", "patrickstar", "doctor"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert shown.returncode == 1, shown.stderr
+    assert f"cannot be imported: RuntimeError: {says}" in shown.stdout
+    assert mends in shown.stdout
+    assert "Traceback" not in shown.stderr
 
 
 def test_without_tcmalloc_the_command_that_installs_it_is_named(report, monkeypatch):

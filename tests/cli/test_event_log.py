@@ -23,7 +23,6 @@ SUMMARY = Summary(
     validation_loss=5.75,
     peak={"host": 7},
     rss_peak_growth=8,
-    rss_growth_in_manage=1,
     moved={"H>K": 6},
     moved_per_step={"H>K": 2},
     predicted=PREDICTED,
@@ -41,7 +40,7 @@ def rows(path):
 def test_a_step_has_its_fields_and_every_bit_of_its_loss():
     row = STEP.row()
     names = ["event", "step", "loss", "loss_hex", "seconds", "tokens_per_second", "grad_norm", "peak", "rss"]
-    assert list(row) == names
+    assert sorted(row) == sorted(names)
     assert float.fromhex(row["loss_hex"]) == row["loss"] == 5.5
     assert row["event"] == "step"
 

@@ -48,12 +48,12 @@ def test_other_devices_are_refused(word):
         Device().convert(word, None, None)
 
 
-@pytest.mark.parametrize("text", ["4096", "512MiB", "1.5GB", "70%"])
+@pytest.mark.parametrize("text", ["1048576", "4096B", "512MiB", "1.5GB", "70%"])
 def test_sizes_stay_as_written(text):
     assert Size().convert(text, None, None) == text
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1", "101%", "3 apples"])
+@pytest.mark.parametrize("text", ["", "much", "-1", "101%", "3 apples", "8", "4096"])
 def test_other_sizes_are_refused(text):
     with pytest.raises(click.UsageError):
         Size().convert(text, None, None)

@@ -25,9 +25,8 @@ def test_platforms_have_what_the_paper_says_of_them():
 def test_a_node_has_figures_for_what_it_has_and_none_for_what_it_has_not(name):
     machine = MACHINES[name]
     assert machine.host_bytes > machine.device_bytes / 2
-    assert machine.host_bandwidth > machine.link >= 0
-    has_device = [bool(v) for v in (machine.devices, machine.device_bytes, machine.device_bandwidth, machine.link)]
+    has_device = [bool(v) for v in (machine.devices, machine.device_bytes, machine.fast_16bit, machine.link)]
     assert len(set(has_device)) == 1
-    assert (machine.disk_bytes > 0) == (machine.disk_read > 0) == (machine.disk_write > 0)
+    assert (machine.disk_bytes > 0) == (machine.disk_read > 0)
     with pytest.raises(FrozenInstanceError):
         machine.link = 0

@@ -58,6 +58,9 @@ def test_without_a_verb_the_help_is_shown_and_the_arguments_are_wrong(capsys):
         (["train"], "--model"),
         (["train", "--model", "gpt2", "--host-memory", "6GiBB"], "unknown unit 'GiBB'"),
         (["train", "--model", "gpt2", "--host-memory", "0"], "a budget is more than 0 bytes"),
+        (["train", "--model", "gpt2", "--host-memory", "8"], "--host-memory='8': 8 bytes; 8GiB?"),
+        (["train", "--model", "gpt2", "--disk", "x", "--disk-memory", "4000"], "4000 bytes; 4000MiB?"),
+        (["plan", "--model", "gpt2", "--device", "emulated", "--device-memory", "1048575"], "1048575MiB?"),
         (["train", "--model", "gpt2", "--steps", "0"], "--steps"),
         (["train", "--model", "gpt2", "--lr", "nan"], "'nan' is not a finite number above 0"),
         (["train", "--model", "gpt2", "--clip", "0"], "'0' is not a finite number above 0"),
@@ -90,6 +93,7 @@ def test_wrong_arguments_exit_2_in_one_paragraph_that_says_which(capsys, argumen
         (DeviceError("disk full"), 1, "patrickstar: DeviceError: disk full"),
         (CheckpointError("damaged\n\n  at byte 3"), 1, "patrickstar: CheckpointError: damaged\n  at byte 3"),
         (OSError(28, "No space left on device", "a.log"), 1, "No space left on device: 'a.log'"),
+        (ImportError("no name 'GPT2LMHeadModel'"), 1, "`patrickstar doctor` says what is wrong with the packages"),
         (RuntimeError("odd"), 1, "patrickstar: RuntimeError: odd\n(we did not expect this one"),
     ],
 )

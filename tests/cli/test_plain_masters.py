@@ -5,14 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from patrickstar.config.settings import OptimizerSettings
 from torch import nn
 
 import patrickstar
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, PlainRun, RandomState, compare_plain, digests
+from patrickstar.cli.compare import ManagedRun, PlainRun, RandomState, compare_plain, digests
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision, narrow
 from patrickstar.cli.plain_scale import PlainScale, Scaling
+from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY
 from patrickstar.cli.schedule import WarmupSchedule
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
@@ -102,20 +104,24 @@ def managed_run(kind, *, clip, accumulate):
         scaling = None
         if session.scaler.is_enabled():
             scaling = Scaling(session.scaler.get_scale(), STEPS - session.stats().steps)
-        return {
-            "random_state": state,
-            "losses": losses,
-            "final": digests(session.state_dict()),
-            "scaling": scaling,
-        }
+        return ManagedRun(losses, digests(session.state_dict()), state, scaling)
 
 
 def plain_run(precision, *, clip=None, accumulate=1):
-    return PlainRun(build(), batches(), lr=LR, schedule=SCHEDULE, clip=clip, accumulate=accumulate, precision=precision)
+    optimizer = OptimizerSettings(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
+    return PlainRun(
+        build(),
+        batches(),
+        optimizer=optimizer,
+        schedule=SCHEDULE,
+        clip=clip,
+        accumulate=accumulate,
+        precision=precision,
+    )
 
 
 def verdict(managed, run):
-    return compare_plain(run, **managed, advance=lambda _: None)
+    return compare_plain(run, managed, advance=lambda _: None)
 
 
 @pytest.mark.sampled
@@ -126,7 +132,7 @@ def test_the_same_steps_have_the_same_bits(kind, clip, accumulate):
     run = plain_run(precision_of(kind, accumulate), clip=clip, accumulate=accumulate)
     found = verdict(managed, run)
     assert found.equal, str(found)
-    assert len(set(managed["losses"])) == STEPS
+    assert len(set(managed.losses)) == STEPS
     if "fp16" in kind:
         assert 0 < run.scaling.skipped < STEPS, "an overflow, and steps after it"
         assert f"a loss scale of {run.scaling.scale:.10g} after {run.scaling.skipped} skipped steps" in str(found)
@@ -176,7 +182,7 @@ def test_a_step_that_is_not_skipped_is_told(monkeypatch):
 
 def test_another_scale_alone_is_told():
     managed = managed_run("fp16", clip=None, accumulate=1)
-    managed["scaling"] = replace(managed["scaling"], scale=managed["scaling"].scale / 2)
+    managed = replace(managed, scaling=replace(managed.scaling, scale=managed.scaling.scale / 2))
     found = verdict(managed, plain_run(precision_of("fp16", 1)))
     assert (found.losses, found.tensors) == ((), ())
     assert not found.equal

@@ -1,5 +1,6 @@
 import errno
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -54,8 +55,41 @@ def test_the_smallest_budget_that_fits_fits_and_less_does_not(runs, capsys):
     arguments = ["--model", runs.model, "--device", "emulated", "--seq-len", 16, "--json", "--device-memory"]
     _, out = plan(capsys, *arguments, "4KiB")
     smallest = json.loads(out)["minimum"]["device"]
-    assert plan(capsys, *arguments, smallest)[0] == 0
-    assert plan(capsys, *arguments, int(0.9 * smallest))[0] == 3
+    assert plan(capsys, *arguments, f"{smallest}B")[0] == 0
+    assert plan(capsys, *arguments, f"{int(0.9 * smallest)}B")[0] == 3
+
+
+SMALL_BERT = {**BERT, "vocab_size": 1000, "hidden_size": 96, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("settings", [None, LLAMA, SMALL_BERT], ids=["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    "short",
+    [
+        {"device": "cpu", "host-memory": "8KiB", "disk": "disk"},
+        {"device": "cpu", "host-memory": "8KiB"},
+        {"device": "emulated", "device-memory": "8KiB"},
+        {"device": "emulated", "device-memory": "100KiB", "host-memory": "8KiB", "disk": "disk"},
+    ],
+    ids=["host", "host alone", "device", "both"],
+)
+def test_the_budget_that_a_refusal_names_is_the_smallest_and_fits(runs, capsys, monkeypatch, settings, short):
+    monkeypatch.chdir(runs.home)
+    if settings:
+        runs.model.write_text(json.dumps(settings))
+    arguments = ["--model", runs.model, "--seq-len", 16, "--precision", "fp32"]
+
+    def ask(flags):
+        return plan(capsys, *arguments, *(word for name, value in flags.items() for word in (f"--{name}", value)))
+
+    status, out = ask(short)
+    assert status == 3
+    advised = re.search(r"fits with: (.*?)(?:  \||\n)", out)[1]
+    enough = dict(re.findall(r"(\w+)_memory >= (\S+ \S+)", advised))
+    for tier, budget in enough.items():
+        assert re.search(rf"  {tier} .* smallest that fits {re.escape(budget)}\n", out), out
+    status, out = ask({**short, **{f"{tier}-memory": budget for tier, budget in enough.items()}})
+    assert status == 0, out
 
 
 def test_a_name_is_planned_without_its_weights(capsys):

@@ -50,7 +50,7 @@ def test_a_run_fits_in_the_smallest_budget_and_less_is_refused_with_the_numbers(
     assert main([str(word) for word in asked]) == 3
     smallest = json.loads(capsys.readouterr().out)["minimum"][tier]
 
-    assert runs.train(*flags, smallest, *more, steps=2) == 0
+    assert runs.train(*flags, f"{smallest}B", *more, steps=2) == 0
     summary = runs.rows()[-1]
     assert summary["steps"] == 2
     assert summary["peak"][tier] <= smallest
@@ -58,7 +58,7 @@ def test_a_run_fits_in_the_smallest_budget_and_less_is_refused_with_the_numbers(
 
     capsys.readouterr()
     less = smallest * 9 // 10
-    assert runs.train(*flags, less, *more, steps=2, log="less") == 3
+    assert runs.train(*flags, f"{less}B", *more, steps=2, log="less") == 3
     assert runs.rows("less", "step") == []
     said = re.fullmatch(
         rf"patrickstar: BudgetError: {tier} memory is (.+) short at moment \d+ (?:forward|backward|step) \S+\n"

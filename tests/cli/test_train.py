@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,12 @@ import torch
 from patrickstar.checkpoint import storage
 from patrickstar.cli import compare
 from patrickstar.cli.event_log import EventLog
+from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.memory.allocator import tcmalloc_library
 from patrickstar.memory.store import ChunkStore
+from patrickstar.units import MIB
+from tests.docs.pages import ROOT
 
 START = {"event", "config", "parameters", "model_data_bytes", "predicted", "plan"}
 STEP = {"event", "step", "loss", "loss_hex", "seconds", "tokens_per_second", "grad_norm", "peak", "rss"}
@@ -201,6 +205,18 @@ def test_plain_pytorch_gives_the_same_bits_in_16_bits(runs, capsys, monkeypatch,
     assert ("a loss scale of 65536 after 0 skipped steps" in shown) is (precision == "fp16")
 
 
+@pytest.mark.parametrize(("fast", "want"), [(True, "bf16"), (False, "fp32")])
+def test_the_precision_is_chosen_here_and_said_in_a_line(runs, capsys, monkeypatch, fast, want):
+    monkeypatch.setattr("patrickstar.step.resources.computes_bf16", lambda: fast)
+    assert runs.train(steps=1) == 0
+    out = capsys.readouterr().out
+    assert runs.rows()[0]["config"]["precision"] == want
+    assert out.count("what computes is fast in bf16: weights are bf16, with fp32 masters") == fast
+    assert "precision was not given" not in out
+    assert runs.train("--precision", "fp32", steps=1, log="said") == 0
+    assert "fast in" not in capsys.readouterr().out
+
+
 def gradients_that_are_not_rounded(precision):
     return {"gradient": torch.float32}
 
@@ -221,7 +237,10 @@ def test_another_arithmetic_in_16_bits_fails_the_run(runs, capsys, monkeypatch, 
 
 
 def test_a_difference_from_plain_pytorch_fails_the_run(runs, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "EPS", 2e-8)
+    update = compare.update_
+    monkeypatch.setattr(
+        compare, "update_", lambda p, g, moments, hyper: update(p, g, moments, replace(hyper, eps=2e-8))
+    )
     assert runs.train("--compare-plain") == 1
     assert "plain PyTorch gives other bits" in capsys.readouterr().out
 
@@ -296,3 +315,28 @@ def test_a_process_of_its_own_trains_on_disk_under_tcmalloc_and_leaves_nothing_t
     assert runs.rows()[-1]["moved"]["H>K"] > 0
     assert list((runs.home / "disk").iterdir()) == []
     assert ("starting over under tcmalloc" in done.stderr) == (tcmalloc_library() is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [False, True], ids=["fresh", "from a directory"])
+def test_from_its_start_a_run_stays_within_a_budget_smaller_than_its_weights(runs, weights):
+    budget = 320 * MIB
+    big = runs.home / "big"
+    big.mkdir()
+    settings = {**json.loads(runs.model.read_text()), "n_embd": 1024, "n_layer": 8, "n_head": 16}
+    (big / "config.json").write_text(json.dumps(settings))
+    model = ModelSource.find(str(big / "config.json"))
+    with torch.device("meta"):
+        weight_bytes = sum(p.nbytes for p in model.build().parameters())
+    assert weight_bytes > budget + 64 * MIB
+    if weights:
+        model.build().save_pretrained(big)
+    common = ["train", "--data", "random", "--steps", 2, "--batch-size", 1, "--seq-len", 16, "--device", "cpu"]
+    common += ["--precision", "fp32", "--host-memory", "320MiB", "--disk", runs.home / "disk", "--model"]
+    commands = [[*common, runs.model], [*common, big if weights else big / "config.json"]]
+    command = [sys.executable, "-m", "tests.cli.resident_child", json.dumps([[str(w) for w in c] for c in commands])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    grew = json.loads(done.stdout.splitlines()[-1])
+    assert grew["status"] == 0, done.stderr
+    assert max(grew["building"], grew["training"]) <= budget

@@ -42,6 +42,23 @@ def test_snippets_run_as_written(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_first_program_of_the_readme_warns_of_nothing_and_prints_a_table(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\n{snippets((ROOT / 'README.md').read_text())[0].code}\n```\n\n```text\n{TABLE}\n```\n")
+    done = run("tests.docs.run_page", str(page), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+TABLE = """\
+device ... host ... disk
+peak ... 0 B ... MiB ... MiB
+fetched ... 0 B ... MiB ... -
+offloaded ... 0 B ... MiB ... -
+model data ... MiB, ... bytes per parameter: weight ... MiB, exp_avg ... MiB, exp_avg_sq ... MiB
+steps ... 3, 3 as planned
+last step ... forward ... s, backward ... s, step ... s"""
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/troubleshooting.md"])
 def test_the_pages_that_teach_have_snippets(page: str) -> None:
     assert ROOT / page in WITH_SNIPPETS

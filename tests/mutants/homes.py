@@ -135,11 +135,11 @@ HOMES: tuple[Mutant, ...] = (
         tests=(f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",),
     ),
     Mutant(
-        name="a-line-of-a-refusal-names-a-larger-budget-than-the-others",
+        name="a-refusal-names-a-budget-that-nobody-has-tried",
         file="session/forecast.py",
-        old="not 0 < host_bytes < refusal.smallest_bytes:",
-        new="not 0 < host_bytes:",
-        tests=(f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",),
+        old="        if tried.refused is None:",
+        new="        if tried is not None:",
+        tests=("tests/cli/test_plan.py::test_the_budget_that_a_refusal_names_is_the_smallest_and_fits",),
     ),
     Mutant(
         name="weights-on-meta-count-as-memory-to-take-over",

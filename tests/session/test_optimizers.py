@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -386,3 +387,23 @@ def test_after_close_the_original_goes_on_where_the_session_stopped(make_pair: M
     assert same_bits(want, got)
     for (name, p), q in zip(pair.plain.named_parameters(), pair.model.parameters(), strict=True):
         assert same_bits(p.detach(), q.detach()), name
+
+
+def test_state_that_does_not_fit_at_close_is_missed_only_where_the_optimizer_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp(layers=12)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    original = adamw(model)
+    with patrickstar.manage(
+        model, original, device="cpu", precision="fp32", host_memory=2 * weights, disk=tmp_path, options=options()
+    ) as session:
+        train(model, session.optimizer, 2)
+        caplog.clear()
+    assert not original.state
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    for _ in range(2):
+        train(model, original, 1)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "has no state: it did not fit" in warning
+    assert "save_checkpoint" in warning

@@ -20,14 +20,11 @@ from torch import nn
 
 from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.losses import accumulate_gradients
-from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision
+from patrickstar.cli.plain_masters import PLAIN_FP32, PlainMasters, PlainPrecision
 from patrickstar.cli.plain_scale import PlainScale, Scaling
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.schedules import Rates
 
-BETAS: Final = (0.9, 0.999)
-EPS: Final = 1e-8
-WEIGHT_DECAY: Final = 0.01
 # Elements whose squares are summed together, in fp64, as rows of a tree: part of the definition of the norm.
 NORM_BLOCK: Final = 65_536
 NORM_ROW: Final = 16
@@ -51,6 +48,16 @@ class RandomState:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002 - the global one is meant
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedRun:
+    """A managed run to compare with: its losses step by step, digests of its final state, and the random numbers that it began with."""
+
+    losses: Sequence[float]
+    final: Mapping[str, str]
+    random_state: RandomState
+    scaling: Scaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,48 +108,36 @@ class PlainRun:
         model: nn.Module,
         batches: BatchSource,
         *,
-        lr: float,
+        optimizer: OptimizerSettings,
         schedule: Rates,
         clip: float | None,
         accumulate: int,
-        precision: PlainPrecision | None = None,
-        optimizer: OptimizerSettings | None = None,
+        precision: PlainPrecision = PLAIN_FP32,
     ) -> None:
-        """Prepares steps of `optimizer`; None: of AdamW as `train` has it, at `lr`. `precision`: of 16 bits; None: fp32."""
         self.model = model
         self.batches = batches
-        self.optimizer = optimizer or OptimizerSettings(
-            lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True
-        )
+        self.optimizer = optimizer
         self.schedule = schedule
         self.clip = clip
         self.accumulate = accumulate
 
-        self._masters = PlainMasters(model, precision) if precision is not None else None
-        loss_scale = precision.loss_scale if precision is not None else None
-        self._scale = PlainScale(loss_scale) if loss_scale is not None else None
+        self._masters = PlainMasters(model, precision)
+        self._scale = PlainScale(precision.loss_scale) if precision.loss_scale is not None else None
         self._moments: dict[str, Moments] = {}
         self._done = 0
 
     def step(self) -> float:
         """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
         masters, scale = self._masters, self._scale
-        if masters is None:
-            loss = accumulate_gradients(self.model, self.batches, self.accumulate)
-            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        else:
-            scaled = {} if scale is None else {"scale": scale.scaled}
-            loss = accumulate_gradients(
-                self.model, self.batches, self.accumulate, after_backward=masters.gather, **scaled
-            )
-            gradients = masters.take_gradients()
+        scaled = {} if scale is None else {"scale": scale.scaled}
+        loss = accumulate_gradients(self.model, self.batches, self.accumulate, after_backward=masters.gather, **scaled)
+        gradients = masters.take_gradients()
         with torch.no_grad():
             if scale is None or not scale.unscale_(gradients.values()):
                 self._update(gradients)
         return loss
 
     def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        masters = self._masters
         if self.clip is not None:
             clip_(list(gradients.values()), self.clip)
         hyper = replace(
@@ -150,13 +145,12 @@ class PlainRun:
             lr=self.schedule.lr(self._done, self.optimizer.lr),
             betas=self.schedule.betas(self._done) or self.optimizer.betas,
         )
-        for name, parameter in self.model.named_parameters():
-            if name in gradients:
-                updated = parameter if masters is None else masters[name]
-                update_(updated, gradients[name], self._moments_of(name, updated), hyper)
-                parameter.grad = None
-        if masters is not None:
-            masters.write_back()
+        for name, gradient in gradients.items():
+            master = self._masters[name]
+            if name not in self._moments:
+                self._moments[name] = Moments(torch.zeros_like(master), torch.zeros_like(master))
+            update_(master, gradient, self._moments[name], hyper)
+        self._masters.write_back()
         self._done += 1
 
     @property
@@ -166,12 +160,7 @@ class PlainRun:
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """The final state: of the model, with fp32 masters for parameters of 16 bits."""
-        return self.model.state_dict() if self._masters is None else self._masters.state_dict()
-
-    def _moments_of(self, name: str, parameter: torch.Tensor) -> Moments:
-        if name not in self._moments:
-            self._moments[name] = Moments(torch.zeros_like(parameter), torch.zeros_like(parameter))
-        return self._moments[name]
+        return self._masters.state_dict()
 
 
 def update_(p: torch.Tensor, g: torch.Tensor, moments: Moments, hyper: OptimizerSettings) -> None:
@@ -228,29 +217,16 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes()).hexdigest()
 
 
-def compare_plain(
-    run: PlainRun,
-    *,
-    losses: Sequence[float],
-    final: Mapping[str, str],
-    random_state: RandomState,
-    scaling: Scaling | None = None,
-    advance: Callable[[int], None],
-) -> Comparison:
-    """Runs as many steps as there are `losses`, from the same random numbers, and says what differs.
-
-    Args:
-        losses: of the managed run, step by step.
-        final: digests of its final state. scaling: how its losses were scaled.
-    """
-    random_state.restore()
+def compare_plain(run: PlainRun, managed: ManagedRun, *, advance: Callable[[int], None]) -> Comparison:
+    """Runs as many steps as the managed run has losses, from the same random numbers, and says what differs."""
+    managed.random_state.restore()
     different: list[int] = []
-    for number, managed in enumerate(losses, start=1):
+    for number, loss in enumerate(managed.losses, start=1):
         # Bits, not values: NaN equals NaN here, and -0.0 does not equal 0.0.
-        if run.step().hex() != managed.hex():
+        if run.step().hex() != loss.hex():
             different.append(number)
         advance(1)
-    plain = digests(run.state_dict())
+    plain, final = digests(run.state_dict()), managed.final
     names = plain.keys() | final.keys()
     tensors = sorted(name for name in names if plain.get(name) != final.get(name))
-    return Comparison(tuple(different), tuple(tensors), len(names), (scaling, run.scaling))
+    return Comparison(tuple(different), tuple(tensors), len(names), (managed.scaling, run.scaling))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -60,7 +61,9 @@ def read_corpus(given: Sequence[str]) -> Corpus:
             texts.update(found)
             skipped += unread
         elif path.is_file():
-            texts[path.resolve()] = _read_file(path)
+            texts[path.resolve()] = text = _read_file(path)
+            if not text.strip():
+                raise DataError(f"--data {path}: the file is empty")
         else:
             raise ConfigError(f"--data {path}: no such file or directory")
     return _split(", ".join(given), list(texts.values()), skipped=skipped)
@@ -91,11 +94,9 @@ def _read_directory(root: Path) -> tuple[dict[Path, str], int]:
 
 
 def _text_or_none(path: Path) -> str | None:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if "\0" in text else text
+    with suppress(DataError):
+        return _read_file(path)
+    return None
 
 
 def _read_file(path: Path) -> str:
@@ -109,8 +110,6 @@ def _read_file(path: Path) -> str:
         raise DataError(f"--data {path}: {error.strerror}") from error
     if "\0" in text:
         raise DataError(f"--data {path}: not text: character {text.index(chr(0))} is a zero byte")
-    if not text.strip():
-        raise DataError(f"--data {path}: the file is empty")
     return text
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
+import mmap
 import os
 import platform
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import click
 
-from patrickstar.cli.flags import debug_option
-from patrickstar.cli.machine_source import RATES, write_machine
+from patrickstar.cli.flags import debug_option, path
+from patrickstar.cli.machine_source import write_machine
 from patrickstar.cli.machines import MachinePreset
 from patrickstar.errors import DeviceError
 from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
 PAGE: Final = 4096
+# Of a package, the module that the verbs use; importing transformers itself imports next to nothing.
+_IMPORTED: Final = MappingProxyType({"rich": "rich.progress", "transformers": "transformers.models.gpt2.modeling_gpt2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +40,17 @@ class Finding:
     text: str
     value: Any
     advice: str = ""
+    fault: bool = False
+    """Whether a verb, or what was asked about, cannot work like this."""
 
 
 @click.command()
 @click.option(
     "--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier, to be tried out."
 )
-@click.option(
+@path(
     "--measure",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
+    "FILE",
     help="Write this machine's figures into a file that `plan --machine FILE` reads elsewhere. Speeds are not measured yet.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -58,34 +65,60 @@ def doctor(disk: Path | None, measure: Path | None, as_json: bool) -> int:
     if as_json:
         row = {found.name: found.value for found in findings}
         advice = {found.name: found.advice for found in findings if found.advice}
-        click.echo(json.dumps({**row, "advice": advice}))
-        return 0
+        faults = [found.name for found in findings if found.fault]
+        click.echo(json.dumps({**row, "advice": advice, "faults": faults}))
+        return 1 if faults else 0
     width = max(len(found.name) for found in findings)
     for found in findings:
         click.echo(f"{found.name:{width}}  {found.text}")
         if found.advice:
             click.echo(f"{'':{width}}  -> {found.advice}")
-    return 0
+    return 1 if any(found.fault for found in findings) else 0
 
 
 def examine(disk: Path | None) -> Iterator[Finding]:
     """Everything worth knowing, in the order in which it matters."""
-    parts: list[Callable[[], Iterator[Finding]]] = [_versions, _processor, _memory, _allocator, _cuda]
-    for part in parts:
+    packages = list(_packages())
+    yield from packages
+    if any(found.name == "torch" and found.fault for found in packages):
+        return  # all else is asked of it
+    for part in (_processor, _memory, _allocator, _cuda):
         yield from part()
     if disk is not None:
         yield from _disk(disk)
 
 
-def _versions() -> Iterator[Finding]:
+def _packages() -> Iterator[Finding]:
     yield Finding("python", platform.python_version(), platform.python_version())
-    for name in ("torch", "transformers", "tokenizers"):
-        try:
-            found: str | None = version(name)
-        except PackageNotFoundError:
-            found = None
-        needed = "" if found else "pip install 'patrickstar[train]': the command line trains with it"
-        yield Finding(name, found or "not installed", found, needed)
+    yield from map(_package, ("torch", "safetensors", "rich", "tokenizers"))
+    if find_spec("torchvision") is not None:
+        yield _package("torchvision")
+    yield _package("transformers")
+
+
+def _package(name: str) -> Finding:
+    """A package that the verbs need, imported as they do, or that transformers imports where it finds it."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        found = "of unknown version"
+    try:
+        importlib.import_module(_IMPORTED.get(name, name))
+    except Exception as error:  # a package that is not whole may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            advice = "pip install 'patrickstar[train]': the command line trains with it"
+            return Finding(name, "not installed", None, advice, fault=True)
+        advice = f"pip install --force-reinstall {name}, in a version that belongs to what is installed beside it"
+        if name == "torchvision":
+            advice = (
+                f"it does not belong to torch {version('torch')}, and transformers imports it where it finds it: install the version that does, "
+                "or pip uninstall torchvision"
+            )
+        text = (
+            f"{found}, cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        return Finding(name, text, None, advice, fault=True)
+    return Finding(name, found, found)
 
 
 def _processor() -> Iterator[Finding]:
@@ -174,7 +207,6 @@ def _figures(disk: Path | None) -> MachinePreset:
         disk_bytes=0 if disk is None else free_bytes(disk),
         fast_16bit=tuple(sorted(has.fast_types)),
         threads=has.threads,
-        **dict.fromkeys(RATES, 0.0),
     )
 
 
@@ -182,13 +214,13 @@ def _disk(directory: Path) -> Iterator[Finding]:
     """Tells whether the directory can be a disk tier, and whether its file system moves bytes past the page cache."""
     where = directory if directory.is_dir() else directory.parent
     if not where.is_dir():
-        yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}")
+        yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}", fault=True)
         return
     try:
         expect_usable(directory)
         free = free_bytes(directory)
     except DeviceError as error:
-        yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error))
+        yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error), fault=True)
         return
     direct, reason = _direct_io(where)
     text = f"{directory}: {format_bytes(free)} free, direct I/O {'works' if direct else f'does not work ({reason})'}"
@@ -198,23 +230,14 @@ def _disk(directory: Path) -> Iterator[Finding]:
 
 def _direct_io(directory: Path) -> tuple[bool, str]:
     """Tries one page, and leaves nothing behind."""
-    import mmap
-
-    page = mmap.mmap(-1, PAGE)
-    try:
-        descriptor, name = tempfile.mkstemp(dir=directory, prefix=".patrickstar-doctor-")
-    except OSError as error:
-        return False, error.strerror or "cannot write"
-    try:
-        os.close(descriptor)
-        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+    with mmap.mmap(-1, PAGE) as page:
         try:
-            os.pwrite(descriptor, page, 0)
-            return os.preadv(descriptor, [page], 0) == PAGE, "short read"
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return False, "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
-    finally:
-        Path(name).unlink()
-        page.close()
+            with tempfile.NamedTemporaryFile(dir=directory, prefix=".patrickstar-doctor-") as file:
+                descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+                try:
+                    os.pwrite(descriptor, page, 0)
+                    return os.preadv(descriptor, [page], 0) == PAGE, "short read"
+                finally:
+                    os.close(descriptor)
+        except OSError as error:
+            return False, "not supported" if error.errno == errno.EINVAL else error.strerror or "error"

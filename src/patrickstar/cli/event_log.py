@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 Row = Mapping[str, Any]
@@ -27,17 +26,7 @@ class StepRecord:
 
     def row(self) -> dict[str, Any]:
         """The step as logged. `loss_hex` has every bit of the loss, and `nan` and `inf`, for which JSON has no number."""
-        return {
-            "event": "step",
-            "step": self.step,
-            "loss": finite(self.loss),
-            "loss_hex": self.loss.hex(),
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "grad_norm": finite(self.grad_norm),
-            "peak": dict(self.peak),
-            "rss": self.rss,
-        }
+        return {"event": "step", **_plain(self), "loss_hex": self.loss.hex()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +38,7 @@ class Predicted:
     step_seconds: float | None = None
 
     def row(self) -> dict[str, Any]:
-        return {"peak": dict(self.peak), "moved": dict(self.moved), "step_seconds": self.step_seconds}
+        return dict(_plain(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +52,6 @@ class Summary:
     validation_loss: float | None
     peak: Mapping[str, int]
     rss_peak_growth: int
-    rss_growth_in_manage: int
-    """The part of it that came before the first step, in which the session takes the weights over."""
     moved: Mapping[str, int]
     moved_per_step: Mapping[str, int]
     predicted: Predicted
@@ -74,17 +61,7 @@ class Summary:
     tokens_per_second: float
 
     def row(self) -> dict[str, Any]:
-        row: dict[str, Any] = {"event": "summary"}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            match value:
-                case Predicted():
-                    row[field.name] = value.row()
-                case Mapping():
-                    row[field.name] = dict(value)
-                case _:
-                    row[field.name] = finite(value)
-        return row
+        return {"event": "summary", **_plain(self)}
 
 
 class EventLog:
@@ -98,15 +75,13 @@ class EventLog:
         self._begins_anew = not append
         if path is not None:
             self._file = path.open("a", encoding="utf-8")
-            if append and _cut_short(path):
+            if append and path.read_bytes()[-1:] not in (b"", b"\n"):  # the run was killed while writing its last line
                 self._file.write("\n")
 
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -120,15 +95,10 @@ class EventLog:
             self._file.flush()
 
 
-def _cut_short(path: Path) -> bool:
-    """Tells whether the last line was never finished: its run was killed while writing."""
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return False
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
-
-
-def finite(value: float | None) -> float | None:
-    """The value where JSON has a number for it."""
-    return value if value is not None and math.isfinite(value) else None
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: null where it has no number for it."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -13,7 +13,7 @@ import click
 
 from patrickstar.cli.stop import StopSignals
 from patrickstar.errors import ConfigError, nearest
-from patrickstar.units import parse_size
+from patrickstar.units import MIB, parse_size
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -45,26 +45,27 @@ class Spelling(click.ParamType):
         return "|".join(self.words)
 
 
-class Device(click.ParamType):
+class Device(Spelling):
     """`cpu`, `emulated`, `cuda` or `cuda:N`."""
 
-    name = "device"
-    _words: Final = ("cpu", "cuda", "emulated")
+    def __init__(self) -> None:
+        super().__init__("cpu", "emulated", "cuda", "cuda:N")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not re.fullmatch(r"cpu|emulated|cuda(:\d+)?", str(value)):
-            self.fail(f"{value!r} is none of cpu, emulated, cuda, cuda:N{nearest(str(value), self._words)}", param, ctx)
-        return str(value)
+        return str(value) if re.fullmatch(r"cuda:\d+", str(value)) else super().convert(value, param, ctx)
 
 
 class Size(click.ParamType):
-    """Bytes: `6442450944`, `6GiB`, `1.5GB`, or `70%` of the tier. Kept as written: only its tier knows its total."""
+    """Bytes: `6442450944`, `6GiB`, `1.5GB`, or `70%` of the tier. Kept as written: only its tier knows its total.
+
+    Below 1 MiB the unit is written out: `8` was to be `8GiB`.
+    """
 
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            parse_size(str(value), name=param.opts[0] if param else "size", total_bytes=1 << 60)
+            parse_size(str(value), name=param.opts[0] if param else "size", total_bytes=1 << 60, least_bare=MIB)
         except ConfigError as error:
             raise click.UsageError(str(error), ctx) from error
         return str(value)
@@ -91,7 +92,7 @@ def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in names}
 
 
-def _together(decorators: Sequence[Callable[[Verb], Verb]]) -> Callable[[Verb], Verb]:
+def _together(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
     def decorate(verb: Verb) -> Verb:
         for decorator in reversed(decorators):
             verb = decorator(verb)
@@ -109,61 +110,52 @@ debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show where an error came from."
 )
 
+
+def whole_number(
+    flag: str,
+    default: int | None = None,
+    *,
+    help: str,  # noqa: A002 - click's
+    least: int = 1,
+    most: int | None = None,
+) -> Callable[[Verb], Verb]:
+    """An option for a whole number between these."""
+    kind = click.IntRange(min=least, max=most)
+    return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=help)
+
+
+def path(flag: str, metavar: str, *, help: str) -> Callable[[Verb], Verb]:  # noqa: A002 - click's
+    """An option for the path of a file, or of a directory where it stands for one (`DIR`)."""
+    kind = click.Path(path_type=Path, dir_okay=metavar == "DIR", file_okay=metavar != "DIR")
+    return click.option(flag, type=kind, metavar=metavar, help=help)
+
+
+clip_option = click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
+
 memory_options = _together(
-    [
-        click.option(
-            "--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."
-        ),
-        click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="What the model computes in."),
-        click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
-        click.option("--host-memory", type=Size(), metavar="B", help="What this process may hold in host memory."),
-        click.option("--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier."),
-        click.option("--disk-memory", type=Size(), metavar="B", help="Budget of the disk tier."),
-        click.option(
-            "--step",
-            type=Spelling("deferred", "in_backward"),
-            default="deferred",
-            show_default=True,
-            help="When weights are updated: after backward, or as gradients arrive.",
-        ),
-    ]
+    click.option(
+        "--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."
+    ),
+    click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="The type that the model computes in."),
+    click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
+    click.option("--host-memory", type=Size(), metavar="B", help="Host memory that this process may hold."),
+    click.option("--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier."),
+    click.option("--disk-memory", type=Size(), metavar="B", help="Budget of the disk tier."),
+    click.option(
+        "--step",
+        type=Spelling("deferred", "in_backward"),
+        default="deferred",
+        show_default=True,
+        help="When weights are updated: after backward, or as gradients arrive.",
+    ),
 )
 
-model_option = click.option(
-    "--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."
+batch_options = _together(
+    click.option("--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."),
+    whole_number("--batch-size", 4, help="Sequences at a time."),
+    whole_number("--seq-len", 64, least=2, help="Tokens of a sequence."),
+    whole_number("--accumulate", 1, help="Batches of a step."),
 )
-
-
-def batch_options(*, batch_size: int, seq_len: int) -> Callable[[Verb], Verb]:
-    """Options for how much goes through the model at a time."""
-    return _together(
-        [
-            click.option(
-                "--batch-size",
-                type=click.IntRange(min=1),
-                metavar="N",
-                default=batch_size,
-                show_default=True,
-                help="Sequences at a time.",
-            ),
-            click.option(
-                "--seq-len",
-                type=click.IntRange(min=2),
-                metavar="N",
-                default=seq_len,
-                show_default=True,
-                help="Tokens of a sequence.",
-            ),
-            click.option(
-                "--accumulate",
-                type=click.IntRange(min=1),
-                metavar="N",
-                default=1,
-                show_default=True,
-                help="Batches of a step.",
-            ),
-        ]
-    )
 
 
 class VariadicCommand(click.Command):

@@ -1,4 +1,4 @@
-"""The verbs `models` and `machines`: what can be named, as tables."""
+"""The verbs `models` and `machines`: the names that can be given, as tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def models() -> None:
     rows: list[Row] = [("name", "family", "layers", "hidden", "heads", "vocabulary", "positions", "parameters")]
     for name, shape in MODELS.items():
         numbers = (shape.layers, shape.hidden, shape.heads, shape.vocab, shape.positions)
-        rows.append((name, shape.family, *map(str, numbers), _count(shape.numel())))
-    _table(rows, left=2)
+        numel = shape.numel()
+        count = f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.1f}M"
+        rows.append((name, shape.family, *map(str, numbers), count))
+    _table(rows)
 
 
 @click.command()
@@ -26,30 +28,17 @@ def machines() -> None:
     """Machines with known figures, each one node."""
     rows: list[Row] = [("name", "accelerators", "each", "host", "16-bit matmul", "link each way", "disk read")]
     for name, machine in MACHINES.items():
-        rows.append(
-            (
-                name,
-                f"{machine.devices} x {machine.device}" if machine.devices else "none",
-                format_bytes(machine.device_bytes) if machine.devices else "-",
-                format_bytes(machine.host_bytes),
-                f"{machine.matmul_16bit / 1e12:.4g} TFLOP/s",
-                f"{machine.link / 1e9:.4g} GB/s" if machine.link else "-",
-                f"{machine.disk_read / 1e9:.4g} GB/s" if machine.disk_read else "-",
-            )
-        )
-    _table(rows, left=2)
+        devices = f"{machine.devices} x {machine.device}" if machine.devices else "none"
+        each = format_bytes(machine.device_bytes) if machine.devices else "-"
+        rates = [f"{rate / 1e9:.4g} GB/s" if rate else "-" for rate in (machine.link, machine.disk_read)]
+        matmul = f"{machine.matmul_16bit / 1e12:.4g} TFLOP/s"
+        rows.append((name, devices, each, format_bytes(machine.host_bytes), matmul, *rates))
+    _table(rows)
 
 
-def _count(numel: int) -> str:
-    return f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.1f}M"
-
-
-def _table(rows: list[Row], *, left: int) -> None:
-    """Prints columns, the first `left` of them flush left, so that `grep` and `awk` see plain lines."""
+def _table(rows: list[Row]) -> None:
+    """Prints columns, the first two flush left, so that `grep` and `awk` see plain lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = [f"{cell:{'<' if at < 2 else '>'}{widths[at]}}" for at, cell in enumerate(row)]
         click.echo("  ".join(cells).rstrip())

@@ -11,26 +11,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from patrickstar.cli.batches import BatchSource
-from patrickstar.cli.checkpoints import CheckpointFolder
-from patrickstar.cli.display import Display, TrainingView
+from patrickstar.cli.display import Budgets, Display, step_text
 from patrickstar.cli.event_log import EventLog, StepRecord
 from patrickstar.cli.losses import accumulate_gradients
+from patrickstar.cli.request import Request
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.stop import StopSignals
 
 if TYPE_CHECKING:
     from patrickstar import Session
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """A run's length, and what to do on the way."""
-
-    steps: int
-    accumulate: int
-    clip: float | None
-    save_every: int | None
-    checkpoints: CheckpointFolder | None
 
 
 @dataclass(slots=True)
@@ -65,28 +54,29 @@ _REMEMBERED: Final = ("step", "first_loss", "last_loss", "first_validation_loss"
 class TrainingRun:
     """All that a run works on."""
 
+    request: Request
     model: nn.Module
     session: Session
     scheduler: LRScheduler
     batches: BatchSource
-    course: Course
     progress: Progress
     growth: ResidentGrowth
     log: EventLog
     display: Display
     signals: StopSignals
 
-    def run(self, view: TrainingView) -> None:
+    def run(self, *, budgets: Budgets) -> None:
         """Steps to the end, or until a signal asks to stop; saves what was promised either way."""
-        progress, course = self.progress, self.course
+        progress, request = self.progress, self.request
         saved = progress.step
-        with self.signals.deferring(self.display.note), self.display.training(view) as show:
-            while progress.step < course.steps and self.signals.requested is None:
+        shown = self.display.progress("step", request.steps, done=progress.step)
+        with self.signals.deferring(self.display.note), shown as advance:
+            while progress.step < request.steps and self.signals.requested is None:
                 record = self._step()
                 self.log.write(record.row())
-                view.step(record, held=self._held(record))
-                show()
-                if course.save_every and progress.step % course.save_every == 0:
+                # The process itself shows what the host holds, the session's peaks what the others do.
+                advance(1, step_text(record, {**record.peak, "host": self.growth.now()}, budgets))
+                if request.save_every and progress.step % request.save_every == 0:
                     self._save()
                     saved = progress.step
             if saved != progress.step:
@@ -98,28 +88,28 @@ class TrainingRun:
         Raises:
             CheckpointError: it is damaged, or of another model or other data.
         """
-        assert self.course.checkpoints is not None
-        extra = self.course.checkpoints.load(self.session)
+        assert self.request.folder is not None
+        extra = self.request.folder.load(self.session)
         self.batches.load_state_dict(extra["batches"])
         self.scheduler.load_state_dict(extra["scheduler"])
         self.progress.load_state_dict(extra["progress"])
 
     def _step(self) -> StepRecord:
-        session, progress = self.session, self.progress
+        session, progress, request = self.session, self.progress, self.request
         assert session.optimizer is not None
         before = session.stats()
         started = time.perf_counter()
         scaler = session.scaler
-        loss = accumulate_gradients(self.model, self.batches, self.course.accumulate, scale=scaler.scale)
-        if self.course.clip is not None:
+        loss = accumulate_gradients(self.model, self.batches, request.accumulate, scale=scaler.scale)
+        if request.clip is not None:
             scaler.unscale_(session.optimizer)
         # What `manage(max_grad_norm=)` does at every step, here for the norm that it gives.
-        norm = None if self.course.clip is None else float(session.clip_grad_norm_(self.course.clip))
+        norm = None if request.clip is None else float(session.clip_grad_norm_(request.clip))
         scaler.step(session.optimizer)
         scaler.update()
         session.optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        tokens = self.batches.batch_size * self.batches.seq_len * self.course.accumulate
+        tokens = request.batch_size * request.seq_len * request.accumulate
 
         stats = session.stats()
         if stats.steps > before.steps:  # in fp16 a step may be skipped
@@ -141,12 +131,8 @@ class TrainingRun:
             rss=self.growth.resident(),
         )
 
-    def _held(self, record: StepRecord) -> Mapping[str, int]:
-        """Bytes that each tier holds now: the process itself shows the host's, the session's peaks those of the others."""
-        return {**record.peak, "host": self.growth.now()}
-
     def _save(self) -> None:
-        if self.course.checkpoints is not None:
+        if self.request.folder is not None:
             extra = {"batches": self.batches, "scheduler": self.scheduler, "progress": self.progress}
-            where = self.course.checkpoints.save(self.session, extra=extra)
+            where = self.request.folder.save(self.session, extra=extra)
             self.display.note(f"saved {where}")

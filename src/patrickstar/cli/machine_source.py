@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from patrickstar.cli.machines import MACHINES, MachinePreset
+from patrickstar.cli.json_object import read_object
+from patrickstar.cli.machines import MACHINES, RATES, MachinePreset
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.errors import ConfigError, Error, nearest
 from patrickstar.units import MIB, format_bytes
@@ -18,18 +20,6 @@ if TYPE_CHECKING:
 
 _GRANULE_BYTES: Final = 2 * MIB  # of the driver's virtual memory, on every device so far
 _TYPES_16BIT: Final = ("bf16", "fp16")
-RATES: Final = frozenset(
-    {
-        "matmul_16bit",
-        "matmul_fp32",
-        "device_bandwidth",
-        "host_bandwidth",
-        "link",
-        "peer_link",
-        "disk_read",
-        "disk_write",
-    }
-)
 
 
 class MachineError(Error):
@@ -110,7 +100,7 @@ class MachineSource:
             return f"cuda:{number}"
         return wanted
 
-    def expect_within(self, budgets: dict[str, int], resources: Resources) -> None:
+    def expect_within(self, budgets: Mapping[str, int], resources: Resources) -> None:
         """Raises ConfigError where a budget is more than the machine has. `budgets`: by tier."""
         has = {
             "device": resources.device_total_bytes or resources.host_total_bytes,
@@ -153,63 +143,44 @@ def write_machine(figures: MachinePreset, path: Path) -> None:
 
 
 def _read(path: Path) -> MachinePreset:
-    try:
-        row = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--machine {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise MachineError(f"--machine {path}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise MachineError(f"--machine {path}: a machine's file is a JSON object")
-    known = {field.name: field for field in fields(MachinePreset)}
+    row = read_object(path, flag="--machine", damaged=MachineError)
+    known = [field.name for field in fields(MachinePreset)]
     problems = [f"{name}: there is no such figure{nearest(name, known)}" for name in row if name not in known]
-    values: dict[str, Any] = dict.fromkeys(RATES, 0)
-    for name, field in known.items():
-        if name in row:
-            values[name] = row[name]
-            problems += _problems(name, row[name])
-        elif field.default is MISSING and name not in RATES:
-            problems.append(f"{name} is missing")
+    problems += [problem for name in known if name in row for problem in _problems(name, row[name])]
+    if "host_bytes" not in row:
+        problems.append("host_bytes is missing")
     if not problems:
-        values["fast_16bit"] = tuple(values["fast_16bit"])
-        problems += _together(values)
-    if problems:
-        raise MachineError(f"--machine {path}: " + "\n  ".join(problems))
-    return MachinePreset(**values)
+        found = MachinePreset(**{**row, "fast_16bit": tuple(row.get("fast_16bit", ()))})
+        problems = _together(found)
+        if not problems:
+            return found
+    raise MachineError(f"--machine {path}: " + "\n  ".join(problems))
 
 
 def _problems(name: str, value: Any) -> list[str]:
     if name == "device":
-        return (
-            []
-            if isinstance(value, str)
-            else [f"device={value!r}: expected the name of the accelerator, or an empty text"]
-        )
-    if name == "fast_16bit":
-        is_list = isinstance(value, list) and all(item in _TYPES_16BIT for item in value)
-        return [] if is_list else [f"fast_16bit={value!r}: expected a list of bf16 and fp16"]
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    if not number or (name not in RATES and not isinstance(value, int)):
-        what = "a number" if name in RATES else "a whole number"
-        return [f"{name}={value!r}: expected {what} of 0 or more"]
-    return []
+        well, expected = isinstance(value, str), "the name of the accelerator, or an empty text"
+    elif name == "fast_16bit":
+        well = isinstance(value, list) and all(item in _TYPES_16BIT for item in value)
+        expected = "a list of bf16 and fp16"
+    else:
+        kind, what = (int | float, "a number") if name in RATES else (int, "a whole number")
+        well = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        expected = f"{what} of 0 or more"
+    return [] if well else [f"{name}={value!r}: expected {expected}"]
 
 
-def _together(values: dict[str, Any]) -> list[str]:
+def _together(found: MachinePreset) -> list[str]:
     """Problems of figures that are each well."""
     problems = []
-    if not values["host_bytes"]:
+    if not found.host_bytes:
         problems.append("host_bytes=0: every machine has host memory")
-    if bool(values["devices"]) != bool(values["device_bytes"]):
-        problems.append(
-            f"devices={values['devices']} with device_bytes={values['device_bytes']}: give both, or 0 for both"
-        )
-    if values.get("context_bytes", 0) >= values["device_bytes"] > 0:
-        problems.append(
-            f"context_bytes={values['context_bytes']}: nothing is left of device_bytes={values['device_bytes']}"
-        )
-    if values.get("workspace_percent", 0) >= 100:
-        problems.append(f"workspace_percent={values['workspace_percent']}: nothing is left of a device's budget")
-    if not values["devices"] and not values.get("threads"):
+    if bool(found.devices) != bool(found.device_bytes):
+        problems.append(f"devices={found.devices} with device_bytes={found.device_bytes}: give both, or 0 for both")
+    if found.context_bytes >= found.device_bytes > 0:
+        problems.append(f"context_bytes={found.context_bytes}: nothing is left of device_bytes={found.device_bytes}")
+    if found.workspace_percent >= 100:
+        problems.append(f"workspace_percent={found.workspace_percent}: nothing is left of a device's budget")
+    if not found.devices and not found.threads:
         problems.append("threads=0: without an accelerator the host computes; say on how many threads")
     return problems

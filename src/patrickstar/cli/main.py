@@ -123,6 +123,8 @@ def _of_exception(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         return f"{error}"
+    if isinstance(error, ImportError):
+        return f"{error}\n`patrickstar doctor` says what is wrong with the packages that are installed"
     return (
         f"{type(error).__name__}: {error}\n(we did not expect this one; `patrickstar --debug` shows where it came from)"
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from patrickstar.cli.json_object import read_object
 from patrickstar.cli.models import shape_named
 from patrickstar.errors import ConfigError, Error
 
@@ -39,7 +40,7 @@ class ModelSource:
         if path.is_dir():
             return cls._of_directory(path)
         if path.is_file():
-            return cls(name, _read_settings(path))
+            return cls(name, read_object(path, flag="--model", damaged=ConfigError))
         if path.suffix == ".json" or len(path.parts) > 1:
             raise ConfigError(f"--model {name}: no such file or directory")
         return cls(name, shape_named(name).settings())
@@ -49,7 +50,7 @@ class ModelSource:
         config = path / "config.json"
         if not config.is_file():
             raise ConfigError(f"--model {path}: the directory has no config.json")
-        settings = _read_settings(config)
+        settings = read_object(config, flag="--model", damaged=ConfigError)
         if not list(path.glob("*.safetensors")):
             raise ConfigError(
                 f"--model {path}: the directory has no *.safetensors weights (other formats are not read); "
@@ -97,30 +98,48 @@ class ModelSource:
         """
         import torch
 
-        config = self.config()
-        if self.weights is not None:
-            return self._load(config).train()
-        return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-
-    def _load(self, config: Any) -> Any:
-        import torch
-
+        if self.weights is None:
+            return self._fresh()
+        given = {"config": self.config(), "dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
         try:
-            model, report = _transformers().AutoModelForCausalLM.from_pretrained(
-                self.weights,
-                config=config,
-                dtype=torch.float32,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            model: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(self.weights, **given).train()
         except Exception as error:  # damaged files: safetensors, transformers and the file system each have their own
             raise ModelError(f"{self.weights}: the weights cannot be read: {error}") from error
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise ModelError(
-                f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"
-            )
+        return self._complete(model)
+
+    def build_deferred(self) -> nn.Module:
+        """A model without memory for its parameters, which `manage` fills, with `weights=` where there are files.
+
+        Raises:
+            ModelError, CheckpointError: files that do not hold this model's weights.
+        """
+        from patrickstar.deferred.deferred_init import deferred_init
+
+        with deferred_init():
+            model = self._fresh()
+        return self._complete(model)
+
+    def _fresh(self) -> nn.Module:
+        import torch
+
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
+        return model.train()
+
+    def _complete(self, model: nn.Module) -> nn.Module:
+        """The model, if its files have all of its tensors: others would be drawn afresh. Else raises ModelError."""
+        from patrickstar.checkpoint.matching import Wanted, match
+        from patrickstar.checkpoint.naming import naming_of
+        from patrickstar.checkpoint.weight_files import WeightFiles
+        from patrickstar.session.loading import tensors_of
+
+        if self.weights is not None:
+            wanted = [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors_of(model).items()]
+            with closing(WeightFiles(self.weights)) as files:
+                missing = match(files, wanted, naming_of(model)).missing
+            if missing:
+                raise ModelError(
+                    f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"
+                )
         return model
 
     def build_on_meta(self) -> nn.Module:
@@ -128,7 +147,7 @@ class ModelSource:
         import torch
 
         with torch.device("meta"):
-            return _transformers().AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32).train()
+            return self._fresh()
 
 
 def check_length(config: Any, seq_len: int) -> None:
@@ -140,18 +159,6 @@ def check_length(config: Any, seq_len: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and seq_len > positions:
         raise ConfigError(f"--seq-len {seq_len}: this model has {positions} positions")
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--model {path}: not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--model {path}: a model's configuration is a JSON object")
-    return settings
 
 
 def _transformers() -> Any:

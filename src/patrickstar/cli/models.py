@@ -12,37 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from patrickstar.errors import ConfigError, nearest
 
 DEFAULT: Final = "gpt2-120m"
 """What `make train` trains: GPT-2's width, a vocabulary that a small corpus can fill, more than 100M parameters."""
-
-
-class Shape(Protocol):
-    """One architecture with its numbers, and what these come to."""
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def positions(self) -> int: ...
-
-    def numel(self) -> int:
-        """Parameters, shared ones once."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """The Hugging Face configuration, `model_type` included."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +132,9 @@ class Llama:
             settings["sliding_window"] = None
         return settings
 
+
+Shape = Gpt2 | Bert | Llama
+"""One architecture with its numbers, and what these come to: parameters, shared ones once, and a Hugging Face configuration."""
 
 MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""fp32 masters beside the 16-bit weights of a plain PyTorch model: the arithmetic of `docs/bits.md`, written out.
+"""fp32 masters beside the 16-bit weights of a plain PyTorch model: the arithmetic of `docs/bits.md`, written out. In fp32 each weight is its own.
 
 Nothing of the library takes part.
 """
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.parameters.bound import names_by_id
 
-__all__ = ["PlainMasters", "PlainPrecision"]
+__all__ = ["PLAIN_FP32", "PlainMasters", "PlainPrecision"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPrecision:
-    """16 bits: what weights are rounded to, what they compute in.
+    """The type that weights are rounded to, and the type that they compute in.
 
     Attributes:
-        kept: bfloat16 or float16. compute: that, or float32: then a weight is the very same rounded value, in fp32.
+        kept: bfloat16 or float16; float32: nothing is rounded. compute: that, or float32: then a weight is the very same rounded value, in fp32.
         gradient: what one backward's gradients are rounded to; float32: not at all, because several add up.
         keep_fp32: names of modules that stay fp32 whole, beside those that the model lists. loss_scale: of losses; None: they are not scaled.
     """
@@ -36,6 +36,9 @@ class PlainPrecision:
     loss_scale: LossScale | None = None
 
 
+PLAIN_FP32 = PlainPrecision(kept=torch.float32, compute=torch.float32, gradient=torch.float32)
+
+
 class PlainMasters:
     """Narrows a model to 16 bits, and keeps its masters and the fp32 sums of its gradients.
 
@@ -45,9 +48,7 @@ class PlainMasters:
     def __init__(self, model: nn.Module, precision: PlainPrecision) -> None:
         self._model = model
         self._precision = precision
-        whole = {
-            id(t) for module in _whole(model, precision.keep_fp32) for t in (*module.parameters(), *module.buffers())
-        }
+        whole = {id(t) for module in _whole(model, precision) for t in (*module.parameters(), *module.buffers())}
         self._whole = {name for name, parameter in model.named_parameters() if id(parameter) in whole}
 
         self._masters: dict[str, Tensor] = {}
@@ -112,8 +113,11 @@ def narrow(master: Tensor, kept: torch.dtype) -> Tensor:
     return rounded.view(torch.float32).to(torch.bfloat16).view(master.shape)
 
 
-def _whole(model: nn.Module, keep_fp32: Sequence[str]) -> Iterator[nn.Module]:
-    listed = (*keep_fp32, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+def _whole(model: nn.Module, precision: PlainPrecision) -> Iterator[nn.Module]:
+    if precision.kept is torch.float32:
+        yield model
+        return
+    listed = (*precision.keep_fp32, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
     for path, module in model.named_modules():
         if isinstance(module, _BATCH_NORMS) or any(f".{name}." in f".{path}." for name in listed):
             yield module

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from patrickstar.cli.flags import Positive, batch_options, debug_option, memory_flags, memory_options, model_option
+from patrickstar.cli.flags import batch_options, clip_option, debug_option, memory_flags, memory_options
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
-from patrickstar.cli.predict import budgets, predict, predicted
+from patrickstar.cli.predict import predict, predicted, with_precision
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.options import Options
-from patrickstar.units import format_bytes
+from patrickstar.units import format_budget, format_bytes
 
 if TYPE_CHECKING:
     from patrickstar.session.forecast import Forecast
@@ -28,21 +27,19 @@ _UNKNOWN_YET: Final = MappingProxyType(
 
 
 @click.command()
-@model_option
 @click.option(
     "--machine",
     metavar="NAME|FILE",
     help="Plan for a machine that is not here: `patrickstar machines` lists the names, `patrickstar doctor --measure` writes the files.",
 )
-@batch_options(batch_size=4, seq_len=64)
-@click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
+@batch_options
+@clip_option
 @memory_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
 def plan(**given: Any) -> int:
     """Say whether a model fits, its peaks by tier, and the bytes that a step moves."""
     from patrickstar.step.budgets import find_resources
-    from patrickstar.step.precision import default_precision
 
     arguments = check_arguments(
         **memory_flags(given), max_grad_norm=given["clip"], options=Options(accumulate=given["accumulate"])
@@ -51,10 +48,8 @@ def plan(**given: Any) -> int:
     source = ModelSource.find(given["model"])
     check_length(source.config(), given["seq_len"])
     has = find_resources(arguments) if machine is None else machine.resources(arguments)
+    arguments, chosen = with_precision(arguments, has)
     model = source.build_on_meta()
-    allowed = budgets(model, arguments, has)
-    if machine is not None:
-        machine.expect_within(allowed, has)
     forecast = predict(
         model,
         batch_size=given["batch_size"],
@@ -63,23 +58,25 @@ def plan(**given: Any) -> int:
         arguments=arguments,
         has=has,
     )
-    precision = arguments.precision or default_precision(arguments, has)
+    if machine is not None:
+        machine.expect_within(forecast.budget, has)
+    precision = str(arguments.precision)
     if given["as_json"]:
-        row = _row(forecast, budgets=allowed, precision=precision, device=has.device)
+        row = _row(forecast, precision=precision, device=has.device)
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
-        said = [] if machine is None else machine.lines(arguments, has)
-        for line in [*said, *_lines(source.name, forecast, allowed, precision=precision)]:
+        said = [*([] if machine is None else machine.lines(arguments, has)), *filter(None, [chosen])]
+        for line in [*said, *_lines(source.name, forecast, precision=precision)]:
             click.echo(line)
     return 0 if forecast.fits else DOES_NOT_FIT
 
 
-def _row(forecast: Forecast, *, budgets: Mapping[str, int], precision: str, device: str) -> dict[str, Any]:
+def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
     return {
         "predicted": predicted(forecast).row(),
         "fits": forecast.fits,
         "minimum": dict(forecast.minimum),
-        "budget": dict(budgets),
+        "budget": dict(forecast.budget),
         "device": device,
         "precision": precision,
         "parameters": forecast.parameters,
@@ -89,7 +86,7 @@ def _row(forecast: Forecast, *, budgets: Mapping[str, int], precision: str, devi
     }
 
 
-def _lines(name: str, forecast: Forecast, allowed: Mapping[str, int], *, precision: str) -> list[str]:
+def _lines(name: str, forecast: Forecast, *, precision: str) -> list[str]:
     data = forecast.model_data_bytes
     share = f"{data / forecast.parameters:.4g} bytes a parameter" if forecast.parameters else ""
     lines = [
@@ -97,14 +94,14 @@ def _lines(name: str, forecast: Forecast, allowed: Mapping[str, int], *, precisi
         "fits" if forecast.fits else f"does not fit: {forecast.refusal}",
     ]
     for tier in ("device", "host", "disk"):
-        peak, budget = forecast.peak.get(tier, 0), allowed.get(tier)
+        peak, budget = forecast.peak.get(tier, 0), forecast.budget.get(tier)
         minimum = forecast.minimum.get(tier, 0)
         if peak or minimum:
             parts = [f"peak {format_bytes(peak)}"] if forecast.fits else []
             if tier == "device" and forecast.workspace_bytes:
                 parts.append(f"fixed costs (workspaces of kernels) {format_bytes(forecast.workspace_bytes)}")
             parts += [f"budget {format_bytes(budget)}"] if budget is not None else []
-            parts += [f"smallest that fits {format_bytes(minimum)}"] if minimum else []
+            parts += [f"smallest that fits {format_budget(minimum)}"] if minimum else []
             lines.append(f"  {tier:6}  {', '.join(parts)}")
     moved = [f"{link} {format_bytes(nbytes)}" for link, nbytes in forecast.moved.items() if nbytes]
     if forecast.fits:

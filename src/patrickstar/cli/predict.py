@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.cli.event_log import Predicted
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.errors import BudgetError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,25 +34,24 @@ def predict(
     return forecast(model, batch, clip=clip, has=has, **manage_arguments(arguments))
 
 
-def budgets(model: nn.Module, arguments: MemoryOptions, has: Resources | None = None) -> dict[str, int]:
-    """Bytes that each tier may hold, by its label. `has`: what another machine has."""
-    from patrickstar.step.budgets import find_budgets
+def with_precision(arguments: MemoryOptions, has: Resources) -> tuple[MemoryOptions, str]:
+    """The arguments with the precision that what computes is fast in, where none is given; and what to say of that.
 
-    found = find_budgets(arguments, weight_bytes=sum(p.nbytes for p in model.parameters() if not p.is_meta), has=has)
-    return {tier.label: found.machine.given(tier) for tier in found.machine.budget}
+    bf16 first, then fp16 on a GPU where the step allows it, else fp32.
+    """
+    if arguments.precision is not None:
+        return arguments, ""
+    chosen = "bf16" if "bf16" in has.fast_types else "fp32"
+    if chosen == "fp32" and has.on_gpu and "fp16" in has.fast_types and arguments.step != "in_backward":
+        chosen = "fp16"
+    why = f"what computes is fast in {chosen}: weights are {chosen}, with fp32 masters; --precision fp32 keeps all in fp32"
+    return replace(arguments, precision=chosen), "" if chosen == "fp32" else why
 
 
 def manage_arguments(arguments: MemoryOptions) -> dict[str, Any]:
     """Checked arguments as `manage` takes them: the loop clips by itself, those of later versions stay as they are."""
-    names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step", "options")
+    names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step", "weights", "options")
     return {name: getattr(arguments, name) for name in names}
-
-
-def refuse(forecast: Forecast) -> None:
-    """Raises BudgetError where the forecast says that a step does not fit: before anything is changed, or built twice."""
-    if not forecast.fits:
-        tier = next((tier for tier in ("device", "host") if forecast.minimum.get(tier)), "host")
-        raise BudgetError(forecast.refusal, tier=tier, smallest_bytes=forecast.minimum.get(tier, 0))
 
 
 def predicted(forecast: Forecast) -> Predicted:

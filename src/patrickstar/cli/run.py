@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,68 +15,30 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar.cli.batches import Batch, BatchesOn, on_device
-from patrickstar.cli.checkpoints import CheckpointFolder
-from patrickstar.cli.compare import BETAS, EPS, WEIGHT_DECAY, Comparison, PlainRun, RandomState, compare_plain, digests
-from patrickstar.cli.configuration import Configuration
+from patrickstar.cli.batches import Batch
+from patrickstar.cli.compare import Comparison, ManagedRun, PlainRun, RandomState, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
-from patrickstar.cli.display import Display, NoteHandler, TrainingView
+from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog, Summary
-from patrickstar.cli.loop import Course, Progress, TrainingRun
+from patrickstar.cli.loop import Progress, TrainingRun
 from patrickstar.cli.losses import validation_loss
-from patrickstar.cli.model_source import ModelSource, check_length
-from patrickstar.cli.plain_masters import PlainPrecision
+from patrickstar.cli.model_source import check_length
+from patrickstar.cli.plain_masters import PLAIN_FP32, PlainPrecision
 from patrickstar.cli.plain_scale import Scaling
-from patrickstar.cli.predict import budgets, manage_arguments, predict, predicted, refuse, start_row
+from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row, with_precision
+from patrickstar.cli.request import Request
 from patrickstar.cli.resident import ResidentGrowth
-from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.settings import OptimizerSettings
 from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.optim.configured import Scheduler, build_optimizer
-from patrickstar.optim.schedules import Rates, ScheduledRates
 from patrickstar.step.budgets import find_resources
-from patrickstar.step.precision import default_precision, find_precision
+from patrickstar.step.precision import find_precision
 
 if TYPE_CHECKING:
     from patrickstar.session.forecast import Forecast
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A request of the command line, checked."""
-
-    source: ModelSource
-    data: Sequence[str]
-    batch_size: int
-    seq_len: int
-    accumulate: int
-    steps: int
-    lr: float
-    schedule: WarmupSchedule
-    clip: float | None
-    seed: int
-    arguments: MemoryOptions
-    folder: CheckpointFolder | None
-    save_every: int | None
-    resume: bool
-    compare_plain: bool
-    log_json: Path | None
-    configuration: Configuration | None = None
-
-    @property
-    def rates(self) -> Rates:
-        """The rates of the config's scheduler, where it has one, else of the flags."""
-        of_config = None if self.configuration is None else self.configuration.schedule
-        return self.schedule if of_config is None else ScheduledRates(of_config)
-
-    @property
-    def optimizer(self) -> OptimizerSettings | None:
-        """The optimizer's settings in the config; None: AdamW as `train` has it, at `lr`."""
-        return None if self.configuration is None else self.configuration.optimizer
 
 
 def run(request: Request, signals: StopSignals) -> int:
@@ -96,78 +57,78 @@ def run(request: Request, signals: StopSignals) -> int:
         if request.resume and not resuming:
             display.note("no checkpoint to resume from yet: starting afresh")
         with EventLog(request.log_json, append=resuming) as log:
+            foreseen = _foresee(request, display)  # what does not fit reads no text
             data = prepare_data(
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
-            managed = _train(request, data, display, signals, log, resuming=resuming)
+            managed = _train(foreseen, data, display, signals, log, resuming=resuming)
         if signals.requested is not None:
             return signals.requested
         if request.compare_plain:
             gc.collect()  # the session and all it holds: a module and its hooks refer to each other
-            verdict = _compare(request, data, display, managed)
+            verdict = _compare(foreseen.request, data, display, managed)
             display.note(str(verdict))
             return 0 if verdict.equal else 1
         return 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Managed:
-    """A managed run that a plain one is compared with."""
+class _Foreseen:
+    """A run that fits. `request`: with the arguments of `manage` as they will be."""
 
-    losses: Sequence[float]
-    final: Mapping[str, str]
-    random_state: RandomState
-    scaling: Scaling | None
+    request: Request
+    model: nn.Module
+    forecast: Forecast
+
+
+def _foresee(request: Request, display: Display) -> _Foreseen:
+    """Builds the model and looks at what a step takes.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    model = _build_deferred(request, display)
+    arguments = replace(request.arguments, weights=request.source.weights)
+    if request.configuration is not None:
+        arguments = memory_for(model, arguments, request.configuration.settings)
+    arguments, chosen = with_precision(arguments, find_resources(arguments))
+    if chosen:
+        display.note(chosen)
+    if arguments.disk is not None:
+        expect_usable(arguments.disk)  # or the forecast would find too little memory
+    forecast = predict(model, **request.shape, clip=request.clip is not None, arguments=arguments)
+    if forecast.refused is not None:
+        raise forecast.refused
+    return _Foreseen(replace(request, arguments=arguments), model, forecast)
 
 
 def _train(
-    request: Request, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
-) -> _Managed:
-    model = _build(request)
-    if request.configuration is not None:
-        arguments = memory_for(model, request.arguments, request.configuration.settings)
-        request = replace(request, arguments=arguments)
+    foreseen: _Foreseen, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
+) -> ManagedRun:
+    request, model, forecast = foreseen.request, foreseen.model, foreseen.forecast
     device = _device(request.arguments)
-    batches = _batches(request, data, device)
-    validation = [
-        on_device(batch, device) for batch in data.validation(batch_size=request.batch_size, seq_len=request.seq_len)
-    ]
-    if request.arguments.disk is not None:
-        expect_usable(request.arguments.disk)  # or the forecast would find too little memory
-    allowed = budgets(model, request.arguments)
-    forecast = predict(
-        model,
-        batch_size=request.batch_size,
-        seq_len=request.seq_len,
-        clip=request.clip is not None,
-        arguments=request.arguments,
-    )
+    batches = data.batches(**request.shape, seed=request.seed, device=device)
+    validation = data.validation(**request.shape, device=device)
     log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
-    refuse(forecast)
     display.note(
         f"computes on {_name_of(device)}"
         if request.arguments.device != "emulated"
         else "computes on an emulated device"
     )
-    optimizer = build_optimizer(
-        model.parameters(),
-        request.optimizer
-        or OptimizerSettings(lr=request.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True),
-    )
+    optimizer = build_optimizer(model.parameters(), request.optimizer)
     # What the text has left with the allocator would otherwise count as there before, and hide growth.
     release_free_memory()
     growth = ResidentGrowth(model)
     session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments))
     with ExitStack() as end:
         end.callback(session.close, keep_weights=False)  # nobody wants them as tensors any more, and they may not fit
-        growth.managed()
         assert session.optimizer is not None
         training = TrainingRun(
+            request=request,
             model=model,
             session=session,
             scheduler=Scheduler(session.optimizer, request.rates),
             batches=batches,
-            course=Course(request.steps, request.accumulate, request.clip, request.save_every, request.folder),
             progress=Progress(),
             growth=growth,
             log=log,
@@ -180,55 +141,43 @@ def _train(
         if progress.first_validation_loss is None:
             progress.first_validation_loss = _validate(model, validation, display)
         random_state = RandomState.now()
-        view = TrainingView(
-            done=progress.step, steps=request.steps, budgets=allowed, validation=progress.first_validation_loss
-        )
-        training.run(view)
+        training.run(budgets=forecast.budget)
         if signals.requested is None:
             progress.validation_loss = _validate(model, validation, display)
         summary = _summary(training, forecast)
         log.write(summary.row())
-        display.summary(summary, budgets=allowed)
+        display.summary(summary, budgets=forecast.budget)
         if request.log_json is not None:
             display.note(f"log: {request.log_json}")
         final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
-        return _Managed(progress.losses, final, random_state, _scaling(training))
+        return ManagedRun(progress.losses, final, random_state, _scaling(training))
 
 
-def _compare(request: Request, data: Data, display: Display, managed: _Managed) -> Comparison:
+def _compare(request: Request, data: Data, display: Display, managed: ManagedRun) -> Comparison:
     device = _device(request.arguments)
-    model = _build(request).to(device)
+    _seed(request.seed)
+    model = request.source.build().to(device)
     run = PlainRun(
         model,
-        _batches(request, data, device),
-        lr=request.lr,
+        data.batches(**request.shape, seed=request.seed, device=device),
+        optimizer=request.optimizer,
         schedule=request.rates,
         clip=request.clip,
         accumulate=request.accumulate,
         precision=_plain_precision(model, request.arguments, accumulate=request.accumulate),
-        optimizer=request.optimizer,
     )
-    with display.stage("plain PyTorch", len(managed.losses)) as advance:
-        return compare_plain(
-            run,
-            losses=managed.losses,
-            final=managed.final,
-            random_state=managed.random_state,
-            scaling=managed.scaling,
-            advance=advance,
-        )
+    with display.progress("plain PyTorch", len(managed.losses)) as advance:
+        return compare_plain(run, managed, advance=advance)
 
 
-def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision | None:
-    """The 16-bit precision of the run; None: fp32."""
-    has = find_resources(arguments)
-    precision, options = arguments.precision or default_precision(arguments, has), arguments.options
+def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision:
+    precision, options = arguments.precision, arguments.options
     if precision == "fp32":
-        return None
+        return PLAIN_FP32
     kept = torch.float16 if precision == "fp16" else torch.bfloat16
     return PlainPrecision(
         kept=kept,
-        compute=find_precision(arguments, model, has).compute,
+        compute=find_precision(arguments, model, find_resources(arguments)).compute,
         gradient=kept if accumulate == 1 else torch.float32,
         keep_fp32=options.keep_fp32,
         loss_scale=(options.loss_scale or patrickstar.LossScale()) if precision == "fp16" else None,
@@ -255,21 +204,28 @@ def _name_of(device: torch.device) -> str:
     return f"the GPU {device} ({torch.cuda.get_device_name(device)})"
 
 
-def _batches(request: Request, data: Data, device: torch.device) -> BatchesOn:
-    source = data.batches(batch_size=request.batch_size, seq_len=request.seq_len, seed=request.seed)
-    return BatchesOn(source, device)
+def _build_deferred(request: Request, display: Display) -> nn.Module:
+    """The model as the seed makes it, without memory for its parameters where its initialisation can be recorded."""
+    _seed(request.seed)
+    try:
+        model = request.source.build_deferred()
+    except patrickstar.LayoutError as error:
+        display.note(f"warning: the whole model is built in memory first: {error}")
+        _seed(request.seed)
+        return request.source.build()
+    if request.source.weights is not None:
+        _seed(request.seed)  # reading weights draws nothing
+    return model
 
 
-def _build(request: Request) -> nn.Module:
-    """The model as the seed makes it."""
-    torch.manual_seed(request.seed)
-    random.seed(request.seed)
-    np.random.seed(request.seed % (1 << 32))  # noqa: NPY002 - models draw from the global one
-    return request.source.build()
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - models draw from the global one
 
 
 def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> float:
-    with display.stage("validation", len(batches)) as advance:
+    with display.progress("validation", len(batches)) as advance:
         loss = validation_loss(model, batches, advance=advance)
     display.note(f"validation loss {loss:.4f}")
     return loss
@@ -277,33 +233,23 @@ def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> f
 
 def _config(request: Request, data: Data) -> dict[str, Any]:
     """Entries of the log about what was asked for."""
-    arguments = request.arguments
-    configuration = request.configuration
+    flags = ("steps", "batch_size", "seq_len", "accumulate", "clip", "seed", "resume")
+    given = ("device", "precision", "device_memory", "host_memory", "disk_memory", "step")
+    disk, configuration = request.arguments.disk, request.configuration
     of_config = None if configuration is None else configuration.schedule
     return {
         "model": request.source.name,
         "model_config": dict(request.source.settings),
         "data": list(request.data),
         **data.row(),
-        "steps": request.steps,
-        "batch_size": request.batch_size,
-        "seq_len": request.seq_len,
-        "accumulate": request.accumulate,
+        **{name: getattr(request, name) for name in flags},
         "config": None if configuration is None else str(configuration.path),
-        "optimizer": None if request.optimizer is None else asdict(request.optimizer),
-        "lr": request.lr if request.optimizer is None else request.optimizer.lr,
-        "schedule": request.schedule.kind if of_config is None else of_config.name,
-        "warmup": request.schedule.warmup if of_config is None else None,
-        "clip": request.clip,
-        "seed": request.seed,
-        "resume": request.resume,
-        "device": arguments.device,
-        "precision": arguments.precision or default_precision(arguments, find_resources(arguments)),
-        "device_memory": arguments.device_memory,
-        "host_memory": arguments.host_memory,
-        "disk": None if arguments.disk is None else str(arguments.disk),
-        "disk_memory": arguments.disk_memory,
-        "step": arguments.step,
+        "optimizer": asdict(request.optimizer),
+        "lr": request.optimizer.lr,
+        "schedule": request.warmup.kind if of_config is None else of_config.name,
+        "warmup": request.warmup.warmup if of_config is None else None,
+        **{name: getattr(request.arguments, name) for name in given},
+        "disk": None if disk is None else str(disk),
     }
 
 
@@ -317,7 +263,6 @@ def _summary(training: TrainingRun, forecast: Forecast) -> Summary:
         validation_loss=progress.validation_loss,
         peak=stats.peak,
         rss_peak_growth=training.growth.peak(),
-        rss_growth_in_manage=training.growth.in_manage,
         moved=stats.moved,
         moved_per_step=progress.moved_per_step,
         predicted=predicted(forecast),

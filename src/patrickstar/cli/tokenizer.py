@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,19 +29,6 @@ END_OF_TEXT: Final = "<|endoftext|>"
 # Documents encoded in one call: enough to keep all cores busy, few enough that their encodings stay small.
 _TOGETHER: Final = 16
 _CACHE_FORMAT: Final = "1"
-
-
-class Tokenizer(Protocol):
-    """Gives the tokens of one document each."""
-
-    @property
-    def description(self) -> str: ...
-    @property
-    def separator(self) -> int | None:
-        """The token between two documents, where the vocabulary has one."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +64,10 @@ class LibraryTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+
+Tokenizer = ByteTokenizer | LibraryTokenizer
+"""Gives the tokens of documents, and the one between two of them where the vocabulary has one."""
 
 
 def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) -> Tokenizer:
@@ -115,10 +106,9 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int
 
 
 def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
+    library = _library()
     try:
-        tokenizer = _library().Tokenizer.from_file(str(path))
-    except ConfigError:
-        raise
+        tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for a damaged file
         raise DataError(f"{path}: not a tokenizer: {error}") from error
     # A batch has no padding and no truncation of its own: documents are cut into windows later.
@@ -146,9 +136,9 @@ def _train(corpus: Corpus, vocab_size: int) -> Any:
 
 
 def _cache_file(corpus: Corpus, vocab_size: int) -> Path | None:
-    given = os.environ.get("XDG_CACHE_HOME")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     try:
-        home = Path(given) if given else Path.home() / ".cache"
+        home = home.expanduser()
     except RuntimeError:  # nobody's home
         return None
     what = f"{_CACHE_FORMAT} {_library().__version__} {vocab_size} {corpus.digest}"

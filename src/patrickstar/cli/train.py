@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -17,12 +17,15 @@ from patrickstar.cli.flags import (
     Spelling,
     VariadicCommand,
     batch_options,
+    clip_option,
     debug_option,
     memory_flags,
     memory_options,
-    model_option,
+    path,
+    whole_number,
 )
 from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.request import Request
 from patrickstar.cli.schedule import SCHEDULES, WarmupSchedule
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.options import Options
@@ -30,31 +33,18 @@ from patrickstar.errors import ConfigError
 
 
 @click.command(cls=VariadicCommand)
-@model_option
+@batch_options
 @click.option(
     "--data",
     multiple=True,
     metavar="PATH...",
     help="Text files or directories; the Python standard library's sources where left out; random: random tokens.",
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=100,
-    show_default=True,
-    help="Steps in all, resumed ones included.",
-)
-@batch_options(batch_size=4, seq_len=64)
+@whole_number("--steps", 100, help="Steps in all, resumed ones included.")
 @click.option(
     "--lr", type=Positive(), metavar="X", default=3e-4, show_default=True, help="Peak learning rate of AdamW."
 )
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Steps until the peak.  [default: a tenth of the steps, at most 100]",
-)
+@whole_number("--warmup", least=0, help="Steps until the peak.  [default: a tenth of the steps, at most 100]")
 @click.option(
     "--schedule",
     type=Spelling(*SCHEDULES),
@@ -62,45 +52,20 @@ from patrickstar.errors import ConfigError
     show_default=True,
     help="Learning rate after the warm-up.",
 )
-@click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0, max=(1 << 63) - 1),
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Of weights, dropout and data order.",
-)
+@clip_option
+@whole_number("--seed", 0, least=0, most=(1 << 63) - 1, help="Of weights, dropout and data order.")
 @memory_options
-@click.option(
-    "--checkpoint-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Save here at the end, on Ctrl-C and on SIGTERM.",
-)
-@click.option("--save-every", type=click.IntRange(min=1), metavar="N", help="And every so many steps.")
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=2,
-    show_default=True,
-    help="How many of the newest checkpoints stay.",
-)
+@path("--checkpoint-dir", "DIR", help="Save here at the end, on Ctrl-C and on SIGTERM.")
+@whole_number("--save-every", help="And every so many steps.")
+@whole_number("--keep", 2, help="How many of the newest checkpoints stay.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, where there is one.")
 @click.option(
     "--compare-plain", is_flag=True, help="Run the same steps in plain PyTorch too; fail unless every bit is equal."
 )
-@click.option(
-    "--log-json",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="A JSON object a line: start, every step, summary.",
-)
-@click.option(
+@path("--log-json", "FILE", help="A JSON object a line: start, every step, summary.")
+@path(
     "--config",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.json",
+    "FILE.json",
     help="Optimizer, scheduler, precision, clipping, batch and memory in the form of DeepSpeed and PatrickStar 0.4.6. What it does not say is as "
     "without it; flags that are given win.",
 )
@@ -117,7 +82,6 @@ def train(invocation: Invocation, **given: Any) -> int:
         arguments = configuration.memory
         given |= configuration.flags
     steps, warmup = given["steps"], given["warmup"]
-    schedule = WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps)
     _check_together(given)
     source = ModelSource.find(given["model"])
     folder = CheckpointFolder(given["checkpoint_dir"], keep=given["keep"]) if given["checkpoint_dir"] else None
@@ -126,28 +90,17 @@ def train(invocation: Invocation, **given: Any) -> int:
     if invocation.may_reexecute:
         reexec.under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
 
-    from patrickstar.cli.run import Request, run
+    from patrickstar.cli.run import run
 
-    request = Request(
-        source=source,
-        data=given["data"],
-        batch_size=given["batch_size"],
-        seq_len=given["seq_len"],
-        accumulate=given["accumulate"],
-        steps=steps,
-        lr=given["lr"],
-        schedule=schedule,
-        clip=given["clip"],
-        seed=given["seed"],
-        arguments=arguments,
-        folder=folder,
-        save_every=given["save_every"],
-        resume=given["resume"],
-        compare_plain=given["compare_plain"],
-        log_json=given["log_json"],
-        configuration=configuration,
-    )
-    return run(request, invocation.signals)
+    parts: dict[str, Any] = {
+        "source": source,
+        "arguments": arguments,
+        "folder": folder,
+        "configuration": configuration,
+        "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
+    }
+    flags = {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
+    return run(Request(**parts, **flags), invocation.signals)
 
 
 def _configure(given: dict[str, Any]) -> Configuration | None:

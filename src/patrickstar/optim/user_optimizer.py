@@ -1,11 +1,12 @@
 """The optimizer a user passes to `manage`: is it one we can take over, and what does it already know?
 
-Everything here looks and changes nothing, but for `return_state`. Parameters are known by `names`: `id(parameter)` ->
+Everything here looks and changes nothing, but for `return_state` and `begin_anew`. Parameters are known by `names`: `id(parameter)` ->
 name, of all parameters of the model.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from patrickstar.optim.adamw import Adam, AdamW
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.state import State
 
-__all__ = ["ACCEPTED", "check_optimizer", "check_parameters", "read_groups", "read_state", "return_state"]
+__all__ = ["ACCEPTED", "begin_anew", "check_optimizer", "check_parameters", "read_groups", "read_state", "return_state"]
 
 ACCEPTED: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, AdamW, Adam)
 """Exactly these: a subclass may do anything in its step."""
 
 SHOWN_SHAPES = 4
+_log = logging.getLogger("patrickstar")
 
 
 def check_optimizer(optimizer: object, names: Mapping[int, str]) -> None:
@@ -98,6 +100,20 @@ def return_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sta
                 optimizer.state[parameter] = states[name].to_torch()
             else:
                 optimizer.state.pop(parameter, None)
+
+
+def begin_anew(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Warns, once, when an optimizer that begins without the state of its session is used. One that nobody uses any more is no news."""
+    told = False
+
+    def tell(*_: object) -> None:
+        nonlocal told
+        if not told and not optimizer.state:  # it may have been given another state since
+            _log.warning("%s", why)
+        told = True
+
+    optimizer.register_step_pre_hook(tell)
+    optimizer.register_state_dict_pre_hook(tell)
 
 
 def _qualified(kind: type) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
@@ -20,9 +21,10 @@ from patrickstar.core.trace import Moment, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.plan import frees_by_moment
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
-from patrickstar.units import GIB, KIB, MIB
+from patrickstar.units import GIB, KIB, MIB, TIB, format_budget, hundredths
 
-_UNITS = ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+_UNITS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+_FITS, _OR = "\n  fits with: ", "  |  "
 _NAMED = 3  # of names in a message
 
 
@@ -177,21 +179,19 @@ def refuse_moment(
     parts = [chunks, nonmodel_bytes, fixed_bytes]
     needed = sum(parts)
     size = _Sizes(needed)
-    # What is printed as needed is a sum of sizes rounded up: where that very need is the smallest budget, it reads the same.
-    smallest = size.total(parts) if smallest_bytes == needed else size.up(smallest_bytes)
-    fits = [f"{tier.label}_memory >= {smallest}"] if smallest_bytes else []
+    total, in_chunks, in_tensors, in_fixed = size.sum_of(parts)
+    fits = [_budget(tier.label, smallest_bytes)] if smallest_bytes else []
     if chunks + fixed_bytes < budget_bytes:
         fits.append(
             f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or recompute"
         )
     message = (
-        f"{tier.label} memory is {size.short(parts, budget_bytes)} short at moment {moment}\n"
-        f"  needed {size.total(parts)} = chunk slots {size.up(chunks)} ({slots} of "
-        f"{_Sizes(slot_bytes).up(slot_bytes)}) + activations {size.up(nonmodel_bytes)}{_fixed(size, fixed_bytes)};  "
-        f"budget {size.down(budget_bytes)}"
+        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at moment {moment}\n"
+        f"  needed {total} = chunk slots {in_chunks} ({slots} of {format_budget(slot_bytes)}) + activations {in_tensors}"
+        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}"
     )
     return BudgetError(
-        message + (f"\n  fits with: {'  |  '.join(fits)}" if fits else ""),
+        message + (_FITS + _OR.join(fits) if fits else ""),
         tier=tier.label,
         moment=moment,
         needed_bytes=needed,
@@ -233,13 +233,12 @@ def refuse_homes(
     """
     sizes = [*parts.values(), fixed_bytes]
     size = _Sizes(sum(sizes))
-    fits = [f"{tier.label}_memory >= {size.up(smallest_bytes)}", *filter(None, [instead])]
+    total, *terms, in_fixed = size.sum_of(sizes)
+    fits = [_budget(tier.label, smallest_bytes), *filter(None, [instead])]
     return BudgetError(
-        f"{tier.label} memory is {size.short(sizes, budget_bytes)} short of what rests there{f': {why}' if why else ''}\n"
-        f"  needed {size.total(sizes)} = {' + '.join(f'{name} {size.up(nbytes)}' for name, nbytes in parts.items())}"
-        f"{_fixed(size, fixed_bytes)};"
-        f"  budget {size.down(budget_bytes)}\n"
-        f"  fits with: {'  |  '.join(fits)}",
+        f"{tier.label} memory is {size.short(sum(sizes), budget_bytes)} short of what rests there{f': {why}' if why else ''}\n"
+        f"  needed {total} = {' + '.join(f'{name} {term}' for name, term in zip(parts, terms, strict=True))}"
+        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,
         needed_bytes=sum(sizes),
         available_bytes=budget_bytes,
@@ -248,9 +247,33 @@ def refuse_homes(
     )
 
 
-def _fixed(size: _Sizes, fixed_bytes: int) -> str:
+def advise(refusal: BudgetError, enough: Mapping[str, int], *, more: str = "") -> BudgetError:
+    """The refusal with budgets that are enough together, by tier, in the place of the one that it names for its own problem.
+
+    Args:
+        more: to be said after all.
+    """
+    problem, _, advice = str(refusal).partition(_FITS)
+    instead = advice.split(_OR)[1 if refusal.smallest_bytes else 0 :] if advice else []
+    fits = [" and ".join(_budget(tier, nbytes) for tier, nbytes in enough.items()), *instead]
+    return BudgetError(
+        f"{problem}{_FITS}{_OR.join(fits)}{more}",
+        tier=refusal.tier,
+        moment=refusal.moment,
+        needed_bytes=refusal.needed_bytes,
+        available_bytes=refusal.available_bytes,
+        smallest_bytes=enough[refusal.tier],
+        fixed_bytes=refusal.fixed_bytes,
+    )
+
+
+def _budget(tier: str, nbytes: int) -> str:
+    return f"{tier}_memory >= {format_budget(nbytes)}"
+
+
+def _fixed(text: str, fixed_bytes: int) -> str:
     """The term of a sum that says what the process takes beside the rest, where the budget holds that."""
-    return f" + fixed costs {size.up(fixed_bytes)}" if fixed_bytes else ""
+    return f" + fixed costs {text}" if fixed_bytes else ""
 
 
 def name_gradients(trace: Trace) -> str:
@@ -263,27 +286,26 @@ def name_gradients(trace: Trace) -> str:
 class _Sizes:
     """Sizes of one message, all in the unit of the largest and in whole hundredths of it, so that they add up.
 
-    Needs are rounded up and budgets down: nothing that is printed as fitting is short by a rounding.
+    A need is rounded up as a whole, and budgets down: nothing that is printed as fitting is short by a rounding.
     """
 
     def __init__(self, largest: int) -> None:
         self._nbytes, self._name = next((unit for unit in _UNITS if largest >= unit[0]), _UNITS[-1])
         self._grain = 1 if self._nbytes == 1 else 100
 
-    def up(self, nbytes: int) -> str:
-        return self._text(self._ceil(nbytes))
-
     def down(self, nbytes: int) -> str:
         return self._text(self._floor(nbytes))
 
-    def total(self, parts: list[int]) -> str:
-        return self._text(sum(map(self._ceil, parts)))
+    def sum_of(self, parts: list[int]) -> list[str]:
+        """The sum of the parts, and the parts, each so that the first of them add up."""
+        sums = [self._ceil(nbytes) for nbytes in accumulate(parts, initial=0)]
+        return [self._text(grains) for grains in (sums[-1], *(after - before for before, after in pairwise(sums)))]
 
-    def short(self, parts: list[int], budget_bytes: int) -> str:
-        return self._text(sum(map(self._ceil, parts)) - self._floor(budget_bytes))
+    def short(self, needed: int, budget_bytes: int) -> str:
+        return self._text(self._ceil(needed) - self._floor(budget_bytes))
 
     def _ceil(self, nbytes: int) -> int:
-        return -(-nbytes * self._grain // self._nbytes)
+        return nbytes if self._nbytes == 1 else hundredths(nbytes, self._nbytes)
 
     def _floor(self, nbytes: int) -> int:
         return nbytes * self._grain // self._nbytes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patrickstar.core.planes import REST, WEIGHT, PlaneRef
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.user_optimizer import return_state
+from patrickstar.optim.user_optimizer import begin_anew, return_state
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import put_on_meta, restore_buffers
 from patrickstar.session.optimizer_state import OptimizerState
@@ -109,9 +109,10 @@ class Closing:
         if not self._fits(
             needed + self._weight_bytes() + sum(gradient.nbytes for gradient in self._gradients.values())
         ):
-            _log.warning(
-                "the optimizer's state does not fit the host budget as whole tensors: the optimizer passed to manage() starts without it. "
-                "Call session.save_checkpoint(dir) before close() to keep it"
+            begin_anew(
+                self._optimizer.original,
+                "the optimizer passed to manage() has no state: it did not fit the host budget as whole tensors when the session was closed. "
+                "Call session.save_checkpoint(dir) before close() to keep it",
             )
             return
         parts.executor.pilot.stretch.reserve_bytes += needed  # chunks make room

@@ -20,7 +20,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
 from patrickstar.plan import residency
-from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.fit import advise, worst_moment
 from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
@@ -43,11 +43,11 @@ from patrickstar.step.freed_blocks import KeptBlocks
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
-from patrickstar.units import format_bytes
 
 __all__ = ["Forecast", "forecast"]
 
 _STEPS_TO_SETTLE = 12
+_TRIES = 4  # of budgets that may be enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,10 @@ class Forecast:
     """The memory that a training step will take.
 
     Attributes:
-        fits: whether every moment fits; refusal: why it does not, and what would.
+        refused: why not every moment fits, and what budgets are enough; None: it does.
         peak: bytes by tier ("device", "host", "disk"). moved: bytes by link ("H>D", ...) of a step in the long run.
-        minimum: the smallest budget of each tier that is used, with the others as they are; 0 where a tier is not used.
+        minimum: the smallest budget of each tier that is used, with the others as they are, or, where that is not enough, as small; 0 where a tier is
+            not used. budget: what each tier has.
         parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
         plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
         layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
@@ -65,11 +66,11 @@ class Forecast:
             workspaces of kernels.
     """
 
-    fits: bool
-    refusal: str
+    refused: BudgetError | None
     peak: Mapping[str, int]
     moved: Mapping[str, int]
     minimum: Mapping[str, int]
+    budget: Mapping[str, int]
     parameters: int
     model_data_bytes: int
     layout: Layout
@@ -77,6 +78,16 @@ class Forecast:
     plans: tuple[Plan, ...] = field(default=(), repr=False)
     beside_bytes: int = 0
     workspace_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """True where every moment fits."""
+        return self.refused is None
+
+    @property
+    def refusal(self) -> str:
+        """The reason why it does not fit, and what would; "" where it does."""
+        return "" if self.refused is None else str(self.refused)
 
     @property
     def plan_text(self) -> str:
@@ -102,7 +113,42 @@ def forecast(
         ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
     """
     memory = check_arguments(**memory_options)
-    has = has or find_resources(memory)
+    make = partial(_forecast, model, batch, clip=clip, choice=choice, has=has or find_resources(memory))
+    found = make(memory)
+    return found if found.refused is None else _advised(found, found.refused, memory, make)
+
+
+def _advised(
+    found: Forecast, refused: BudgetError, memory: MemoryOptions, make: Callable[[MemoryOptions], Forecast]
+) -> Forecast:
+    """The forecast of what does not fit, which names budgets that have been tried out: a refusal knows of its own moment only."""
+    enough: dict[str, int] = {}
+    tried, refusal = found, refused
+    for _ in range(_TRIES):
+        tier, before = refusal.tier, enough.get(refusal.tier, 0)
+        enough[tier] = tried.minimum[tier] or refusal.smallest_bytes
+        if enough[tier] <= before:
+            enough[tier] = refusal.smallest_bytes
+        if enough[tier] <= before:
+            break
+        given: dict[str, Any] = {f"{name}_memory": nbytes for name, nbytes in enough.items()}
+        tried = make(replace(memory, **given))
+        if tried.refused is None:
+            refused = advise(refused, enough, more=_full_disk(memory, found.budget))
+            return replace(found, refused=refused, minimum={**found.minimum, **enough})
+        refusal = tried.refused
+    return found
+
+
+def _forecast(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    memory: MemoryOptions,
+    *,
+    clip: bool,
+    choice: UpdateChoice,
+    has: Resources,
+) -> Forecast:
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
     precision = find_precision(memory, model, has)
@@ -151,6 +197,7 @@ def forecast(
         "traces": traces,
         "beside_bytes": budgets.beside_bytes,
         "workspace_bytes": budgets.machine.costs.set_aside_bytes if budgets.stream_device is not None else 0,
+        "budget": {tier.label: budgets.machine.given(tier) for tier in budgets.machine.budget},
     }
     minimum = smallest_budgets(layout, budgets, traces, gradients=gradients, formats=precision.formats)
     try:
@@ -173,10 +220,9 @@ def forecast(
         facts["traces"] = (*later, first)[0]
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
-        why = f"{refusal}{_full_disk(memory, budgets)}{_together(refusal, minimum)}"
-        return Forecast(False, why, nothing, {}, minimum, **facts)  # type: ignore[arg-type]
+        return Forecast(refusal, nothing, {}, minimum, **facts)  # type: ignore[arg-type]
     facts["beside_bytes"] = budgets.beside_bytes + kept.nbytes
-    return Forecast(True, "", peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
+    return Forecast(None, peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
 
 
 def _whole_chunks(
@@ -213,22 +259,14 @@ def _updated_late(step: Trace, layout: Layout) -> set[str]:
     }
 
 
-def _full_disk(memory: MemoryOptions, budgets: Budgets) -> str:
+def _full_disk(memory: MemoryOptions, budget: Mapping[str, int]) -> str:
     """A line to add to a refusal where the disk has a budget of nothing, because nothing is free there."""
-    if memory.disk is None or budgets.machine.budget[Tier.DISK]:
+    if memory.disk is None or budget[Tier.DISK.label]:
         return ""
     return (
         f"\n  nothing is free in disk={str(memory.disk)!r} (0 bytes): free space there, name a directory on another disk, "
         "or give disk_memory to plan for one"
     )
-
-
-def _together(refusal: BudgetError, minimum: Mapping[str, int]) -> str:
-    """A line to add to a refusal of the host below a device: the budget of the host where the device's holds what it can of model data."""
-    host_bytes = minimum[Tier.HOST.label]
-    if refusal.tier != Tier.HOST.label or not 0 < host_bytes < refusal.smallest_bytes:
-        return ""
-    return f"\n  with device_memory as it is, which then holds what it can of it: host_memory >= {format_bytes(host_bytes)}"
 
 
 def _model_data_bytes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
@@ -10,6 +10,7 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.memory.store import ChunkStore
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.stretches import Stretches
+from patrickstar.units import format_bytes
 
 __all__ = ["Stats", "gather_stats"]
 
@@ -44,6 +45,33 @@ class Stats:
 
     bytes_per_parameter: float
     """Bytes of model data by parameter."""
+
+    def __str__(self) -> str:
+        """A table of what each tier has held and moved, and lines about model data, steps and seconds."""
+        tiers = ("device", "host", "disk")
+        links = {
+            "fetched": ("H>D", "K>H", ""),
+            "offloaded": ("D>H", "H>K", ""),
+        }  # to a tier from below, from it to below
+        rows: dict[str, list[int | None]] = {"peak": [self.peak[tier] for tier in tiers]}
+        rows |= {name: [self.moved.get(link) for link in found] for name, found in links.items()}
+        planes = ", ".join(f"{plane} {format_bytes(nbytes)}" for plane, nbytes in self.model_data.items())
+        seconds = ", ".join(f"{phase} {spent:.3f} s" for phase, spent in self.seconds.items())
+        lines = [_row("", tiers)]
+        lines += [_row(name, ["-" if n is None else format_bytes(n) for n in sizes]) for name, sizes in rows.items()]
+        total = format_bytes(sum(self.model_data.values()))
+        data = f"{total}, {self.bytes_per_parameter:.2f} bytes per parameter{f': {planes}' if planes else ''}"
+        other = f", {self.reactive_steps} not ({self.reason})" if self.reactive_steps else ""
+        steps = f"{self.steps}, {self.planned_steps} as planned{other}"
+        return "\n".join([*lines, _line("model data", data), _line("steps", steps), _line("last step", seconds or "-")])
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return _line(name, "".join(f"{cell:>13}" for cell in cells))
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:12}{text}"
 
 
 def gather_stats(
