@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from patrickstar.config.settings import OptimizerSettings
 from torch import nn
 
 import patrickstar
@@ -16,6 +15,7 @@ from patrickstar.cli.plain_masters import PlainMasters, PlainPrecision, narrow
 from patrickstar.cli.plain_scale import PlainScale, Scaling
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY
 from patrickstar.cli.schedule import WarmupSchedule
+from patrickstar.config.settings import OptimizerSettings
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2

@@ -212,7 +212,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Mutant(
         name="a-step-that-has-run-is-refused",
         file="step/stretches.py",
-        old="return within(recorded, self._budget_bytes(), start=state)",
+        old="return within(recorded, budget, start=state)",
         new="return recorded",
         tests=(NAMED,),
     ),

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from patrickstar.cli.predict import with_precision
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
 from patrickstar.step import resources
 from patrickstar.step.budgets import find_budgets
-from patrickstar.step.precision import default_precision, find_precision
+from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources, uncounted_settings
 from patrickstar.units import GIB, MIB, format_bytes
 
@@ -72,9 +73,9 @@ def test_fixed_costs_are_those_of_the_machine_s_threads() -> None:
         (replace(ON_CPU, fast_types=frozenset(["bf16"])), "in_backward", "bf16"),
     ],
 )
-def test_the_type_of_weights_is_what_the_machine_is_fast_in(has: Resources, step: str, want: str) -> None:
-    memory = check_arguments(step=step)
-    assert default_precision(memory, has) == want
+def test_the_command_line_takes_the_type_that_the_machine_is_fast_in(has: Resources, step: str, want: str) -> None:
+    memory, said = with_precision(check_arguments(step=step), has)
+    assert (memory.precision, want in said) == (want, want != "fp32")
     types = find_precision(memory, nn.Linear(2, 2), has)
     assert types.compute == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[want]
 

@@ -16,7 +16,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.errors import ConfigError
 from patrickstar.step.resources import Resources
 
-__all__ = ["Precision", "default_precision", "find_precision", "lies_in", "model_precision", "torch_type"]
+__all__ = ["Precision", "find_precision", "lies_in", "model_precision", "torch_type"]
 
 _TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -105,13 +105,6 @@ def model_precision(model: nn.Module) -> str:
         f"{numels[most]:,} of the model's {sum(numels.values()):,} parameter elements are {most}, which no precision is: give precision="
         '"fp32", "bf16" or "fp16"'
     )
-
-
-def default_precision(memory: MemoryOptions, has: Resources) -> str:
-    """The default of the command line: bf16 where what computes is fast in that; else fp16 on a GPU, where the step allows it, and fp32."""
-    if "bf16" in has.fast_types:
-        return "bf16"
-    return "fp16" if has.on_gpu and "fp16" in has.fast_types and memory.step != "in_backward" else "fp32"
 
 
 def lies_in(path: str, modules: Collection[str]) -> bool:
