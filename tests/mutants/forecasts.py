@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Fault, Mutant
+from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
 __all__ = ["FORECASTS"]
 
@@ -12,121 +13,63 @@ LAYERDROP = "tests/session/test_layerdrop.py"
 TWICE = "tests/session/test_double_backward.py"
 
 FORECASTS: tuple[Mutant, ...] = (
-    Mutant(
-        name="a-layer-that-may-be-dropped-is-dropped-in-the-forecast",
-        file="tracing/offline.py",
-        old="largest = max(",
-        new="largest = min(",
-        tests=(f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]",),
+    Fault("a-layer-that-may-be-dropped-is-dropped-in-the-forecast", "tracing.offline:OfflineTracer.foresee").by(
+        replace("max", "min"), f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]"
     ),
-    Mutant(
-        name="only-the-likely-draw-is-tried",
-        file="tracing/offline.py",
-        old="_EXTREMES = (0.0, 1.0)",
-        new="_EXTREMES = ()",
-        tests=(f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]",),
+    Fault("only-the-likely-draw-is-tried", "tracing.offline:_EXTREMES").by(
+        assign("_EXTREMES", "()"), f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]"
     ),
-    Mutant(
-        name="every-draw-is-as-small-as-it-can-be",
-        file="tracing/trial_values.py",
-        old="return low + min(self._quantile,",
-        new="return low + min(0.0,",
-        tests=(f"{LAYERDROP}::test_so_it_is_where_the_draws_of_all_layers_come_first",),
+    Fault("every-draw-is-as-small-as-it-can-be", "tracing.trial_values:KnownValues._drawn_number").by(
+        replace("self._quantile", "0.0", nth=1), f"{LAYERDROP}::test_so_it_is_where_the_draws_of_all_layers_come_first"
     ),
-    Mutant(
-        name="a-trial-run-that-does-not-end-is-left-out-of-the-forecast",
-        file="tracing/offline.py",
-        old="if isinstance(problem.__cause__, Endless):",
-        new="if False:",
-        tests=(f"{LAYERDROP}::test_draws_until_one_is_right_cannot_be_traced",),
+    Fault("a-trial-run-that-does-not-end-is-left-out-of-the-forecast", "tracing.offline:OfflineTracer._try_extreme").by(
+        never("__cause__"), f"{LAYERDROP}::test_draws_until_one_is_right_cannot_be_traced"
     ),
-    Mutant(
-        name="a-value-outlives-what-is-written-over-it",
-        file="tracing/trial_values.py",
-        old="            self._contents.pop(tensor.untyped_storage()._cdata, None)",
-        new="            pass",
-        tests=(f"{VALUES}::test_what_is_written_without_a_value_has_none",),
+    Fault("a-value-outlives-what-is-written-over-it", "tracing.trial_values:KnownValues._forget_written").by(
+        drop("pop"), f"{VALUES}::test_what_is_written_without_a_value_has_none"
     ),
-    Mutant(
-        name="what-is-written-with-drawn-numbers-does-not-count-as-drawn",
-        file="tracing/trial_values.py",
-        old="            self._contents[tensor.untyped_storage()._cdata].drawn |= drawn",
-        new="            pass",
-        tests=(f"{VALUES}::test_drawn_numbers_make_what_they_are_written_to_drawn",),
+    Fault("what-is-written-with-drawn-numbers-does-not-count-as-drawn", "tracing.trial_values:KnownValues._follow").by(
+        drop("drawn", nth=2), f"{VALUES}::test_drawn_numbers_make_what_they_are_written_to_drawn"
     ),
-    Mutant(
-        name="a-trial-run-writes-to-the-callers-input",
-        file="tracing/trial_values.py",
-        old="real.as_strided((numel,), (1,), 0).clone()",
-        new="real.as_strided((numel,), (1,), 0)",
-        tests=(f"{VALUES}::test_the_callers_tensors_are_not_written_to",),
+    Fault("a-trial-run-writes-to-the-callers-input", "tracing.trial_values:KnownValues.know").by(
+        replace("real.as_strided(...).clone()", "real.as_strided((numel,), (1,), 0)"),
+        f"{VALUES}::test_the_callers_tensors_are_not_written_to",
     ),
-    Mutant(
-        name="memory-without-contents-has-values",
-        file="tracing/trial_values.py",
-        old="or func.overloadpacket in _UNDEFINED",
-        new="",
-        tests=(f"{VALUES}::test_other_values_are_unknown",),
+    Fault("memory-without-contents-has-values", "tracing.trial_values:KnownValues._follow").by(
+        without("func.overloadpacket in _UNDEFINED"), f"{VALUES}::test_other_values_are_unknown"
     ),
-    Mutant(
-        name="a-step-that-dropped-layers-is-a-model-for-the-next",
-        file="step/known_forwards.py",
-        old="if self.by_chance and not _forward_is(course.trace or self.trace, stretch, recorded):",
-        new="if False:",
-        tests=(
-            f"{KNOWN}::test_steps_that_took_other_branches_are_no_model_however_many",
-            f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",
-        ),
+    Fault("a-step-that-dropped-layers-is-a-model-for-the-next", "step.known_forwards:KnownForward.learn").by(
+        never("by_chance"),
+        f"{KNOWN}::test_steps_that_took_other_branches_are_no_model_however_many",
+        f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",
     ),
-    Mutant(
-        name="smaller-shapes-do-not-know-that-the-forward-branches-by-chance",
-        file="step/stretches.py",
-        old="return KnownForward(trace=least.trace, by_chance=least.by_chance)",
-        new="return KnownForward(trace=least.trace)",
-        tests=(f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",),
+    Fault(
+        "smaller-shapes-do-not-know-that-the-forward-branches-by-chance", "step.stretches:Stretches._like_a_larger_one"
+    ).by(without("by_chance="), f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next"),
+    Fault(
+        "a-step-that-differentiates-a-gradient-takes-the-place-of-plain-ones",
+        "step.known_forwards:KnownForward._course_of",
+    ).by(always("differentiates"), f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on"),
+    Fault(
+        "a-step-that-differentiates-a-gradient-is-followed-by-another-for-ever",
+        "step.known_forwards:KnownForward._course_of",
+    ).by(drop("_stays_twice"), f"{TWICE}::test_a_penalty_at_some_steps_leaves_the_plan_of_the_others"),
+    Fault(
+        "nobody-measures-the-first-step-that-may-differentiate-a-gradient", "step.stretches:Stretches.begin_forward"
+    ).by(
+        without("wanted", nth=2),
+        f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on[deferred-cpu+disk]",
     ),
-    Mutant(
-        name="a-step-that-differentiates-a-gradient-takes-the-place-of-plain-ones",
-        file="step/known_forwards.py",
-        old="        if not stretch.differentiates:\n",
-        new="        if True:\n",
-        tests=(f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on",),
+    Fault("every-backward-with-gradients-on-makes-a-graph", "torch_private:backward_makes_graph").by(
+        returns("torch.is_grad_enabled() and backward_id() != -1"),
+        "tests/test_torch_private.py::test_nor_does_one_make_a_graph_that_recomputes_with_gradients_on",
     ),
-    Mutant(
-        name="a-step-that-differentiates-a-gradient-is-followed-by-another-for-ever",
-        file="step/known_forwards.py",
-        old="self._stays_twice = stretch.differentiates",
-        new="pass",
-        tests=(f"{TWICE}::test_a_penalty_at_some_steps_leaves_the_plan_of_the_others",),
+    Fault("every-backward-that-keeps-its-graph-makes-another", "torch_private:backward_makes_graph").by(
+        without("torch.is_grad_enabled()"),
+        f"{TWICE}::test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none",
     ),
-    Mutant(
-        name="nobody-measures-the-first-step-that-may-differentiate-a-gradient",
-        file="step/stretches.py",
-        old="if needed or wanted:",
-        new="if needed:",
-        tests=(f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on[deferred-cpu+disk]",),
-    ),
-    Mutant(
-        name="every-backward-with-gradients-on-makes-a-graph",
-        file="torch_private.py",
-        old="torch._C._autograd._get_current_graph_task_keep_graph() and",
-        new="",
-        tests=("tests/test_torch_private.py::test_nor_does_one_make_a_graph_that_recomputes_with_gradients_on",),
-    ),
-    Mutant(
-        name="every-backward-that-keeps-its-graph-makes-another",
-        file="torch_private.py",
-        old="torch.is_grad_enabled() and torch._C._autograd",
-        new="torch._C._autograd",
-        tests=(f"{TWICE}::test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none",),
-    ),
-    Mutant(
-        name="what-a-module-keeps-of-a-forward-is-copied-with-its-history",
-        file="tracing/offline.py",
-        old="if tensor.grad_fn is not None)",
-        new="if False)",
-        tests=(
-            "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
-        ),
+    Fault("what-a-module-keeps-of-a-forward-is-copied-with-its-history", "tracing.offline:_twin_of").by(
+        never("grad_fn"),
+        "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
     ),
 )
