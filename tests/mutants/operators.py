@@ -87,7 +87,7 @@ class Operator:
 
 def drop(what: str, *, nth: int = 0) -> Operator:
     """Leaves a statement out: a call of a name, an assignment to one, or a statement as it is written."""
-    return Operator(_is_statement, lambda slot, _: slot.put(ast.Pass()), what, nth=nth)
+    return Operator(_is_statement, _put, what, "pass", nth)
 
 
 def never(what: str, *, nth: int = 0) -> Operator:
@@ -107,7 +107,7 @@ def without(what: str, *, nth: int = 0) -> Operator:
 
 def returns(new: str, *, nth: int = 0) -> Operator:
     """Returns something else."""
-    return Operator(lambda slot, _: isinstance(slot.parent, ast.Return), _put, "return", new, nth)
+    return Operator(_is_returned, _put, "return", new, nth)
 
 
 def assign(what: str, new: str, *, nth: int = 0) -> Operator:
@@ -155,6 +155,10 @@ def _is_value(slot: Slot, what: str) -> bool:
         case ast.Assign(targets=[subject]) | ast.AnnAssign(target=subject) | ast.AugAssign(target=subject):
             return slot.field == "value" and _has_name(subject, what)
     return False
+
+
+def _is_returned(slot: Slot, _: str) -> bool:
+    return isinstance(slot.parent, ast.Return)
 
 
 def _is_code(slot: Slot, what: str) -> bool:
