@@ -76,13 +76,15 @@ class Fault:
 
 
 def _named(place: ast.AST, name: str) -> Iterator[ast.AST]:
-    """What has a name in a place: a property and its setter both."""
+    """What has a name in a place; several where a property has a setter."""
     for node in ast.iter_child_nodes(place):
         match node:
-            case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) | ast.ClassDef(name=own):
-                if own == name:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                if node.name == name:
                     yield node
-            case ast.Assign(targets=[ast.Name(id=own)]) | ast.AnnAssign(target=ast.Name(id=own)) if own == name:
-                yield node
+            case ast.Assign() | ast.AnnAssign():
+                stored = (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+                if any(one.id == name for one in stored):
+                    yield node
             case _:
                 yield from _named(node, name)

@@ -25,7 +25,7 @@ PLANNING: tuple[Mutant, ...] = (
         never("slots"), f"{DISK}::test_what_goes_down_at_the_moment_itself_has_its_slots_there"
     ),
     Fault("what-is-written-on-the-host-is-written-back-before", "plan.overlap_disk:_OverlapDisk.plan").by(
-        never("tier"),
+        never("HOST"),
         f"{OVERLAP}::test_so_do_those_of_plans_that_use_units_on_the_host",
         f"{DISK}::test_what_only_the_host_has_is_written_back_after_its_last_use_and_leaves_halfway",
     ),
