@@ -117,7 +117,7 @@ PLANNING: tuple[Mutant, ...] = (
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
     Fault("what-comes-early-takes-slots-that-others-use", "plan.free_slots:FreeSlots.enough_from").by(
-        never("added"), f"{OVERLAP}::test_room_that_activations_take_meanwhile_is_not_used"
+        never("_free"), f"{OVERLAP}::test_room_that_activations_take_meanwhile_is_not_used"
     ),
     Fault("what-leaves-goes-while-it-is-used", "plan.overlap:_Overlap._unused_from").by(
         returns("max(index - self._ahead, 0)"),
