@@ -9,7 +9,8 @@ from functools import lru_cache
 import pytest
 
 from tests.mutants.catalogue import MUTANTS
-from tests.mutants.mutant import ROOT, SOURCE, Mutant, MutantError
+from tests.mutants.mutant import ROOT, SOURCE, Mutant
+from tests.mutants.operators import MutantError, Operator, always, assign, drop, never, replace, returns, without
 from tests.mutants.runner import Run, copy_of_the_library, judge, run_mutant, run_tests
 
 UNITS = ("tests/test_units.py",)
@@ -30,23 +31,69 @@ def test_a_mutant_applies_to_one_place_and_its_tests_exist(mutant: Mutant) -> No
         assert function.partition("[")[0] in functions_in(file), test
 
 
-def test_no_two_mutants_have_a_name_or_a_replacement_in_common() -> None:
-    for found in (Counter(m.name for m in MUTANTS), Counter((m.file, m.old, m.new) for m in MUTANTS)):
+def test_no_two_mutants_have_a_name_or_a_change_in_common() -> None:
+    for found in (Counter(m.name for m in MUTANTS), Counter((m.place, m.operator) for m in MUTANTS)):
         assert not [item for item, count in found.items() if count > 1]
 
 
+CODE = """
+WIDTH = max(1, 2)
+class Box:
+    def fits(self, n):
+        if self.full or n < 0:
+            return False
+        for item in self.items:
+            item.box.check(n)
+        with self.lock:
+            self.count += n - 1
+        self.log(n, level=1)
+        return self.count <= n
+"""
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
+    ("place", "operator", "old", "new"),
     [
-        ("x = 1", "x = 2", "2 times, not once"),
-        ("y = 1", "y = 2", "0 times, not once"),
-        ("z = 3", "z = ", "does not compile"),
-        ("z = 3", "z = 3  # three", "is the same code"),
+        ("Box.fits", drop("check"), "item.box.check(n)", "pass"),
+        ("Box.fits", drop("box.check"), "item.box.check(n)", "pass"),
+        ("Box.fits", drop("count"), "self.count += n - 1", "pass"),
+        ("Box.fits", drop("return False"), "return False", "pass"),
+        ("Box.fits", drop("with ...: ..."), "with self.lock:\n            self.count += n - 1", "pass"),
+        ("Box.fits", never("full"), "self.full or n < 0", "False"),
+        ("Box.fits", always("self.full or n < 0"), "self.full or n < 0", "True"),
+        ("Box.fits", without("n < 0"), "self.full or n < 0", "self.full"),
+        ("Box.fits", without("n", nth=2), "self.count += n - 1", "self.count += 1"),
+        ("Box.fits", without("level="), "self.log(n, level=1)", "self.log(n)"),
+        ("Box.fits", without("self.lock"), "with self.lock", "if True"),
+        ("WIDTH", without("2"), "max(1, 2)", "max(1)"),
+        ("WIDTH", assign("WIDTH", "3"), "max(1, 2)", "3"),
+        ("Box.fits", assign("level", "_ + n"), "level=1", "level=1 + n"),
+        ("Box.fits", returns("_ or n", nth=2), "return self.count <= n", "return self.count <= n or n"),
+        ("Box", replace("self.count <= n", "self.count < n"), "self.count <= n", "self.count < n"),
+        ("Box.fits", replace("self.log(...)", "n = 1; _"), "self.log(n, level=1)", "n = 1; self.log(n, level=1)"),
+        ("Box.fits", replace("for item in ...: ...", "n = 2; _"), "for item", "n = 2\n        for item"),
     ],
 )
-def test_what_is_no_mutant_is_refused(old: str, new: str, problem: str) -> None:
+def test_an_operator_changes_one_node(place: str, operator: Operator, old: str, new: str) -> None:
+    mutated = Mutant("m", f"core.planes:{place}", operator, UNITS).applied_to(CODE)
+    assert mutated == ast.unparse(ast.parse(CODE.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("place", "operator", "problem"),
+    [
+        ("f", drop("g"), "2 times, nth=0"),
+        ("f", drop("g", nth=3), "2 times, nth=3"),
+        ("f", drop("h"), "0 times"),
+        ("g", drop("h"), "there is no core.planes:g"),
+        ("f", replace("z = 3", "z = "), "is no code"),
+        ("f", replace("z = 3", "break"), "does not compile"),
+        ("f", replace("z = 3", "z = (3)"), "is the same code"),
+    ],
+)
+def test_what_is_no_mutant_is_refused(place: str, operator: Operator, problem: str) -> None:
     with pytest.raises(MutantError, match=problem):
-        Mutant("m", "core/planes.py", old, new, UNITS).applied_to("x = 1\nx = 1\nz = 3\n")
+        Mutant("m", f"core.planes:{place}", operator, UNITS).applied_to("def f():\n    g()\n    a.g()\n    z = 3\n")
 
 
 @pytest.mark.parametrize(
@@ -75,9 +122,14 @@ def test_a_run_that_left_something_out_is_not_green(output: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_a_fault_is_caught_a_change_without_effect_survives_and_a_hang_is_stopped() -> None:
-    fault = Mutant("a-kibibyte-is-1000-bytes", "units.py", "= 1 << 10,", "= 1000,", UNITS)
-    harmless = Mutant("a-kibibyte-is-1024-bytes", "units.py", "= 1 << 10,", "= 1024,", UNITS)
-    hang = Mutant("units-never-end", "units.py", "= 1 << 10,", "= __import__('time').sleep(3600) or 1 << 10,", UNITS)
+    fault, harmless, hang = (
+        Mutant(name, "units:KIB", replace("1 << 10", new), UNITS)
+        for name, new in (
+            ("a-kibibyte-is-1000-bytes", "1000"),
+            ("a-kibibyte-is-1024-bytes", "1024"),
+            ("units-never-end", "__import__('time').sleep(3600) or _"),
+        )
+    )
     with copy_of_the_library() as copy:
         assert run_tests(UNITS, copy).green
         assert run_mutant(fault, copy, limit_s=120).by.startswith("tests/test_units.py::")

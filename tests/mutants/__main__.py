@@ -31,7 +31,7 @@ def main(names: Sequence[str], listing: bool, jobs: int) -> None:
     mutants = [known[name] for name in names] or list(MUTANTS)
     if listing:
         for mutant in mutants:
-            click.echo(f"{mutant.name}\n    {mutant.file}")
+            click.echo(f"{mutant.name}\n    {mutant.place}")
             for test in mutant.tests:
                 click.echo(f"    {test}")
         return

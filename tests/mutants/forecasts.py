@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Fault, Mutant
+from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
 __all__ = ["FORECASTS"]
 
@@ -15,212 +16,102 @@ NAMED = "tests/session/test_named_budgets.py::test_the_budget_that_the_first_ste
 TWICE = "tests/session/test_double_backward.py"
 
 FORECASTS: tuple[Mutant, ...] = (
-    Mutant(
-        name="a-layer-that-may-be-dropped-is-dropped-in-the-forecast",
-        file="tracing/offline.py",
-        old="largest = max(",
-        new="largest = min(",
-        tests=(f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]",),
+    Fault("a-layer-that-may-be-dropped-is-dropped-in-the-forecast", "tracing.offline:OfflineTracer.foresee").by(
+        replace("max", "min"), f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]"
     ),
-    Mutant(
-        name="only-the-likely-draw-is-tried",
-        file="tracing/offline.py",
-        old="_EXTREMES = (0.0, 1.0)",
-        new="_EXTREMES = ()",
-        tests=(f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]",),
+    Fault("only-the-likely-draw-is-tried", "tracing.offline:_EXTREMES").by(
+        assign("_EXTREMES", "()"), f"{LAYERDROP}::test_a_forecast_keeps_the_layers_that_may_be_dropped[compared-0.9]"
     ),
-    Mutant(
-        name="every-draw-is-as-small-as-it-can-be",
-        file="tracing/trial_values.py",
-        old="return low + min(self._quantile,",
-        new="return low + min(0.0,",
-        tests=(f"{LAYERDROP}::test_so_it_is_where_the_draws_of_all_layers_come_first",),
+    Fault("every-draw-is-as-small-as-it-can-be", "tracing.trial_values:KnownValues._drawn_number").by(
+        replace("self._quantile", "0.0", nth=1), f"{LAYERDROP}::test_so_it_is_where_the_draws_of_all_layers_come_first"
     ),
-    Mutant(
-        name="a-trial-run-that-does-not-end-is-left-out-of-the-forecast",
-        file="tracing/offline.py",
-        old="if isinstance(problem.__cause__, Endless):",
-        new="if False:",
-        tests=(f"{LAYERDROP}::test_draws_until_one_is_right_cannot_be_traced",),
+    Fault("a-trial-run-that-does-not-end-is-left-out-of-the-forecast", "tracing.offline:OfflineTracer._try_extreme").by(
+        never("__cause__"), f"{LAYERDROP}::test_draws_until_one_is_right_cannot_be_traced"
     ),
-    Mutant(
-        name="a-value-outlives-what-is-written-over-it",
-        file="tracing/trial_values.py",
-        old="            self._contents.pop(tensor.untyped_storage()._cdata, None)",
-        new="            pass",
-        tests=(f"{VALUES}::test_what_is_written_without_a_value_has_none",),
+    Fault("a-value-outlives-what-is-written-over-it", "tracing.trial_values:KnownValues._forget_written").by(
+        drop("pop"), f"{VALUES}::test_what_is_written_without_a_value_has_none"
     ),
-    Mutant(
-        name="what-is-written-with-drawn-numbers-does-not-count-as-drawn",
-        file="tracing/trial_values.py",
-        old="            self._contents[tensor.untyped_storage()._cdata].drawn |= drawn",
-        new="            pass",
-        tests=(f"{VALUES}::test_drawn_numbers_make_what_they_are_written_to_drawn",),
+    Fault("what-is-written-with-drawn-numbers-does-not-count-as-drawn", "tracing.trial_values:KnownValues._follow").by(
+        drop("drawn", nth=2), f"{VALUES}::test_drawn_numbers_make_what_they_are_written_to_drawn"
     ),
-    Mutant(
-        name="a-trial-run-writes-to-the-callers-input",
-        file="tracing/trial_values.py",
-        old="real.as_strided((numel,), (1,), 0).clone()",
-        new="real.as_strided((numel,), (1,), 0)",
-        tests=(f"{VALUES}::test_the_callers_tensors_are_not_written_to",),
+    Fault("a-trial-run-writes-to-the-callers-input", "tracing.trial_values:KnownValues.know").by(
+        replace("real.as_strided(...).clone()", "real.as_strided((numel,), (1,), 0)"),
+        f"{VALUES}::test_the_callers_tensors_are_not_written_to",
     ),
-    Mutant(
-        name="memory-without-contents-has-values",
-        file="tracing/trial_values.py",
-        old="or func.overloadpacket in _UNDEFINED",
-        new="",
-        tests=(f"{VALUES}::test_other_values_are_unknown",),
+    Fault("memory-without-contents-has-values", "tracing.trial_values:KnownValues._follow").by(
+        without("func.overloadpacket in _UNDEFINED"), f"{VALUES}::test_other_values_are_unknown"
     ),
-    Mutant(
-        name="a-step-that-dropped-layers-is-a-model-for-the-next",
-        file="step/known_forwards.py",
-        old="if self.by_chance and not _forward_is(course.trace or self.trace, stretch, recorded):",
-        new="if False:",
-        tests=(
-            f"{KNOWN}::test_steps_that_took_other_branches_are_no_model_however_many",
-            f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",
-        ),
+    Fault("a-step-that-dropped-layers-is-a-model-for-the-next", "step.known_forwards:KnownForward.learn").by(
+        never("by_chance"),
+        f"{KNOWN}::test_steps_that_took_other_branches_are_no_model_however_many",
+        f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",
     ),
-    Mutant(
-        name="smaller-shapes-do-not-know-that-the-forward-branches-by-chance",
-        file="step/known_forwards.py",
-        old="            by_chance=self.by_chance,\n",
-        new="",
-        tests=(f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next",),
+    Fault(
+        "smaller-shapes-do-not-know-that-the-forward-branches-by-chance", "step.known_forwards:KnownForward.bound"
+    ).by(without("by_chance="), f"{LAYERDROP}::test_steps_that_drop_layers_are_no_model_for_the_next"),
+    Fault(
+        "a-step-that-differentiates-a-gradient-takes-the-place-of-plain-ones",
+        "step.known_forwards:KnownForward._course_of",
+    ).by(always("differentiates"), f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on"),
+    Fault(
+        "a-step-that-differentiates-a-gradient-is-followed-by-another-for-ever",
+        "step.known_forwards:KnownForward._course_of",
+    ).by(drop("_stays_twice"), f"{TWICE}::test_a_penalty_at_some_steps_leaves_the_plan_of_the_others"),
+    Fault(
+        "nobody-measures-the-first-step-that-may-differentiate-a-gradient", "step.stretches:Stretches.begin_forward"
+    ).by(
+        without("wanted", nth=2),
+        f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on[deferred-cpu+disk]",
     ),
-    Mutant(
-        name="a-step-that-differentiates-a-gradient-takes-the-place-of-plain-ones",
-        file="step/known_forwards.py",
-        old="        if not stretch.differentiates:\n",
-        new="        if True:\n",
-        tests=(f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on",),
+    Fault("every-backward-with-gradients-on-makes-a-graph", "torch_private:backward_makes_graph").by(
+        returns("torch.is_grad_enabled() and backward_id() != -1"),
+        "tests/test_torch_private.py::test_nor_does_one_make_a_graph_that_recomputes_with_gradients_on",
     ),
-    Mutant(
-        name="a-step-that-differentiates-a-gradient-is-followed-by-another-for-ever",
-        file="step/known_forwards.py",
-        old="self._stays_twice = stretch.differentiates",
-        new="pass",
-        tests=(f"{TWICE}::test_a_penalty_at_some_steps_leaves_the_plan_of_the_others",),
+    Fault("every-backward-that-keeps-its-graph-makes-another", "torch_private:backward_makes_graph").by(
+        without("torch.is_grad_enabled()"),
+        f"{TWICE}::test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none",
     ),
-    Mutant(
-        name="nobody-measures-the-first-step-that-may-differentiate-a-gradient",
-        file="step/stretches.py",
-        old="if needed or wanted:",
-        new="if needed:",
-        tests=(f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on[deferred-cpu+disk]",),
+    Fault("what-a-module-keeps-of-a-forward-is-copied-with-its-history", "tracing.offline:_twin_of").by(
+        never("grad_fn"),
+        "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
     ),
-    Mutant(
-        name="every-backward-with-gradients-on-makes-a-graph",
-        file="torch_private.py",
-        old="torch._C._autograd._get_current_graph_task_keep_graph() and",
-        new="",
-        tests=("tests/test_torch_private.py::test_nor_does_one_make_a_graph_that_recomputes_with_gradients_on",),
+    Fault("a-trial-run-calls-hooks", "tracing.side_effects:drop_hooks").by(never("_computes"), f"{HOOKS}[forward-cpu]"),
+    Fault("a-trial-run-drops-the-hooks-that-compute-weights", "tracing.side_effects:_computes").by(
+        without("isinstance(...)"), f"{SHOWS}[old spectral norm-roomy]"
     ),
-    Mutant(
-        name="every-backward-that-keeps-its-graph-makes-another",
-        file="torch_private.py",
-        old="torch.is_grad_enabled() and torch._C._autograd",
-        new="torch._C._autograd",
-        tests=(f"{TWICE}::test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none",),
+    Fault("a-trial-run-calls-hooks-of-all-modules", "tracing.side_effects:drop_hooks").by(
+        replace("MethodType(...)", "module._call_impl"), f"{HOOKS}[of every module, forward-cpu]"
     ),
-    Mutant(
-        name="what-a-module-keeps-of-a-forward-is-copied-with-its-history",
-        file="tracing/offline.py",
-        old="if tensor.grad_fn is not None)",
-        new="if False)",
-        tests=(
-            "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
-        ),
+    Fault("a-trial-run-calls-hooks-of-tensors", "tracing.side_effects:HooklessTensors.__torch_function__").by(
+        drop("return RemovableHandle(OrderedDict())"), f"{HOOKS}[of a tensor-cpu]"
     ),
-    Mutant(
-        name="a-trial-run-calls-hooks",
-        file="tracing/side_effects.py",
-        old="if not _computes(hook)]",
-        new="if False]",
-        tests=(f"{HOOKS}[forward-cpu]",),
+    Fault("a-trial-run-calls-the-model-where-a-function-holds-it", "tracing.side_effects:CopiedFunctions.__init__").by(
+        drop("_copy"), f"{SHOWS}[state in a closure-roomy]"
     ),
-    Mutant(
-        name="a-trial-run-drops-the-hooks-that-compute-weights",
-        file="tracing/side_effects.py",
-        old="isinstance(hook, _OF_TORCH) or",
-        new="",
-        tests=(f"{SHOWS}[old spectral norm-roomy]",),
+    Fault("a-trial-run-is-under-modes-of-the-users", "torch_private:without_modes").by(
+        without("_disable_current_modes()"), f"{SHOWS}[flops-roomy]"
     ),
-    Mutant(
-        name="a-trial-run-calls-hooks-of-all-modules",
-        file="tracing/side_effects.py",
-        old="MethodType(call_without_hooks_of_all_modules, module)",
-        new="module._call_impl",
-        tests=(f"{HOOKS}[of every module, forward-cpu]",),
+    Fault("a-trial-run-is-part-of-a-profile", "torch_private:unprofiled").by(
+        replace("False", "True"), f"{SHOWS}[a profile-roomy]"
     ),
-    Mutant(
-        name="a-trial-run-calls-hooks-of-tensors",
-        file="tracing/side_effects.py",
-        old="return RemovableHandle(OrderedDict())",
-        new="pass",
-        tests=(f"{HOOKS}[of a tensor-cpu]",),
+    Fault("a-trial-run-calls-hooks-of-saved-tensors", "tracing.offline:OfflineTracer._try").by(
+        never("saves_on_cpu"), f"{SHOWS}[a recomputed model-roomy]"
     ),
-    Mutant(
-        name="a-trial-run-calls-the-model-where-a-function-holds-it",
-        file="tracing/side_effects.py",
-        old="                self._copy(value)",
-        new="                pass",
-        tests=(f"{SHOWS}[state in a closure-roomy]",),
+    Fault("torch-takes-what-a-trial-run-warns-of-for-said", "tracing.side_effects:_unwarned").by(
+        drop("set_warn_always", nth=1),
+        "tests/session/test_trial_runs.py::test_what_torch_warns_of_once_is_left_for_the_step",
     ),
-    Mutant(
-        name="a-trial-run-is-under-modes-of-the-users",
-        file="torch_private.py",
-        old="with _disable_current_modes():",
-        new="if True:",
-        tests=(f"{SHOWS}[flops-roomy]",),
+    Fault("where-anomalies-are-detected-nothing-is-foreseen", "tracing.trial_values:KnownValues.__torch_dispatch__").by(
+        replace("checks_for_nan()", "False"), f"{SHOWS}[anomalies-roomy]"
     ),
-    Mutant(
-        name="a-trial-run-is-part-of-a-profile",
-        file="torch_private.py",
-        old="_enable_record_function(False)",
-        new="_enable_record_function(True)",
-        tests=(f"{SHOWS}[a profile-roomy]",),
+    Fault("the-first-refusal-forgets-what-comes-with-the-first-update", "step.stretches:Stretches._explore").by(
+        assign("trained", "False"), NAMED
     ),
-    Mutant(
-        name="a-trial-run-calls-hooks-of-saved-tensors",
-        file="tracing/offline.py",
-        old="if with_backward and hooks is not None and not saves_on_cpu(hooks):",
-        new="if False:",
-        tests=(f"{SHOWS}[a recomputed model-roomy]",),
+    Fault("a-step-that-has-run-is-refused", "step.stretches:Stretches._as_it_ran").by(
+        returns("recorded", nth=2), NAMED
     ),
-    Mutant(
-        name="torch-takes-what-a-trial-run-warns-of-for-said",
-        file="tracing/side_effects.py",
-        old="torch.set_warn_always(True)",
-        new="pass",
-        tests=("tests/session/test_trial_runs.py::test_what_torch_warns_of_once_is_left_for_the_step",),
-    ),
-    Mutant(
-        name="where-anomalies-are-detected-nothing-is-foreseen",
-        file="tracing/trial_values.py",
-        old="and checks_for_nan():",
-        new="and False:",
-        tests=(f"{SHOWS}[anomalies-roomy]",),
-    ),
-    Mutant(
-        name="the-first-refusal-forgets-what-comes-with-the-first-update",
-        file="step/stretches.py",
-        old="trained=torch.is_grad_enabled())",
-        new="trained=False)",
-        tests=(NAMED,),
-    ),
-    Mutant(
-        name="a-step-that-has-run-is-refused",
-        file="step/stretches.py",
-        old="return within(recorded, budget, start=state)",
-        new="return recorded",
-        tests=(NAMED,),
-    ),
-    Mutant(
-        name="a-loss-is-foreseen-as-one-number",
-        file="tracing/missing.py",
-        old="if func.overloadpacket in _REDUCED and not result.ndim:",
-        new="if False:",
-        tests=("tests/session/test_forecasts.py::test_a_loss_is_foreseen_with_the_memory_that_it_keeps[mse_loss]",),
+    Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:MissingOperations.__torch_dispatch__").by(
+        never("ndim"),
+        "tests/session/test_forecasts.py::test_a_loss_is_foreseen_with_the_memory_that_it_keeps[mse_loss]",
     ),
 )

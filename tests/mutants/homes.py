@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Fault, Mutant
+from tests.mutants.operators import always, assign, drop, replace, returns, without
 
 __all__ = ["HOMES"]
 
@@ -11,148 +12,83 @@ PLACEMENT = "tests/plan/test_placement.py"
 MIXED = "tests/session/test_mixed_homes.py"
 
 HOMES: tuple[Mutant, ...] = (
-    Mutant(
-        name="homes-are-reserved-for-gradients-that-nobody-keeps",
-        file="core/planes.py",
-        old="return self is GradientUse.CHUNK",
-        new="return self in {GradientUse.CHUNK, GradientUse.UPDATE}",
-        tests=(f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-none-bf16]",),
+    Fault("homes-are-reserved-for-gradients-that-nobody-keeps", "core.planes:GradientUse.rest").by(
+        returns("self in {GradientUse.CHUNK, GradientUse.UPDATE}"),
+        f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-none-bf16]",
     ),
-    Mutant(
-        name="a-gradient-that-must-wait-has-no-home",
-        file="step/stretches.py",
-        old="            self._late_planes.reserve(known.trace)\n",
-        new="            pass\n",
-        tests=(f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[emulated-three-fp32]",),
+    Fault("a-gradient-that-must-wait-has-no-home", "step.stretches:Stretches._reserve").by(
+        drop("reserve"),
+        f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[emulated-three-fp32]",
     ),
-    Mutant(
-        name="all-gradients-have-homes-where-one-must-wait",
-        file="step/late_planes.py",
-        old="self._take_in(trace.touched(GRAD), why=name_gradients(trace))",
-        new='self.reserve_all("")',
-        tests=(f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-one-fp32]",),
+    Fault("all-gradients-have-homes-where-one-must-wait", "step.late_planes:LatePlanes.reserve").by(
+        replace("self._take_in(...)", "self.reserve_all('')"),
+        f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-one-fp32]",
     ),
-    Mutant(
-        name="what-cannot-be-traced-has-no-homes-for-gradients",
-        file="step/stretches.py",
-        old="self._late_planes.reserve_all(known.reason)",
-        new="pass",
-        tests=(f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[emulated-fp32]",),
+    Fault("what-cannot-be-traced-has-no-homes-for-gradients", "step.stretches:Stretches._reserve").by(
+        drop("reserve_all"),
+        f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[emulated-fp32]",
     ),
-    Mutant(
-        name="what-is-never-traced-has-no-homes-for-gradients",
-        file="step/stretches.py",
-        old="            self._reserve(unknown)\n",
-        new="",
-        tests=(f"{TESTS}::test_a_forward_that_is_never_traced_has_room_for_every_gradient[emulated]",),
+    Fault("what-is-never-traced-has-no-homes-for-gradients", "step.stretches:Stretches._explore").by(
+        drop("_reserve", nth=1), f"{TESTS}::test_a_forward_that_is_never_traced_has_room_for_every_gradient[emulated]"
     ),
-    Mutant(
-        name="an-evaluation-has-room-for-gradients",
-        file="step/stretches.py",
-        old="        if not torch.is_grad_enabled():\n            return\n",
-        new="",
-        tests=(f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[cpu+disk-fp32]",),
+    Fault("an-evaluation-has-room-for-gradients", "step.stretches:Stretches._reserve").by(
+        drop("if not torch.is_grad_enabled(): ..."),
+        f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[cpu+disk-fp32]",
     ),
-    Mutant(
-        name="a-gradient-that-no-trace-has-shown-has-no-home",
-        file="step/gradients.py",
-        old="        self._late_planes.reserve_for(name)\n",
-        new="",
-        tests=(f"{TESTS}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room[emulated]",),
+    Fault("a-gradient-that-no-trace-has-shown-has-no-home", "step.gradients:Gradients._make_ready").by(
+        drop("reserve_for"),
+        f"{TESTS}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room[emulated]",
     ),
-    Mutant(
-        name="widening-is-for-gradients-without-homes-too",
-        file="step/late_planes.py",
-        old="narrow = [ref for ref in gradients if ref in state.home]",
-        new="narrow = gradients",
-        tests=(
-            f"{TESTS}::test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room[emulated-one by one]",
-        ),
+    Fault("widening-is-for-gradients-without-homes-too", "step.late_planes:LatePlanes.widen_gradients").by(
+        assign("narrow", "gradients"),
+        f"{TESTS}::test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room[emulated-one by one]",
     ),
-    Mutant(
-        name="gradients-at-home-where-it-computes-count-for-ever",
-        file="plan/placement.py",
-        old="(ref in kept or not state.is_free(ref))",
-        new="True",
-        tests=(f"{PLACEMENT}::test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept",),
+    Fault("gradients-at-home-where-it-computes-count-for-ever", "plan.placement:place_gradients").by(
+        replace("ref in kept or not state.is_free(ref)", "True"),
+        f"{PLACEMENT}::test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept",
     ),
-    Mutant(
-        name="gradients-that-have-contents-do-not-count",
-        file="plan/placement.py",
-        old="(ref in kept or not state.is_free(ref))",
-        new="ref in kept",
-        tests=(f"{PLACEMENT}::test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept",),
+    Fault("gradients-that-have-contents-do-not-count", "plan.placement:place_gradients").by(
+        without("not state.is_free(ref)"),
+        f"{PLACEMENT}::test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept",
     ),
-    Mutant(
-        name="a-device-that-holds-everything-has-no-room-for-gradients",
-        file="plan/placement.py",
-        old="if compute is Tier.HOST or sum(map(state.unit_bytes, home)) + sum(new.values()) > machine.budget[compute]:",
-        new="if True:",
-        tests=(f"{TESTS}::test_where_everything_fits_the_tier_that_computes_gradients_may_be_kept_there",),
+    Fault("a-device-that-holds-everything-has-no-room-for-gradients", "plan.placement:place_gradients").by(
+        always("HOST"), f"{TESTS}::test_where_everything_fits_the_tier_that_computes_gradients_may_be_kept_there"
     ),
-    Mutant(
-        name="the-host-has-no-slot-left-to-stage-through",
-        file="plan/placement.py",
-        old="return with_staging(max(needed, *new.values()))",
-        new="return with_staging(needed)",
-        tests=(f"{PLACEMENT}::test_gradients_that_have_homes_keep_them_and_later_ones_find_room",),
+    Fault("the-host-has-no-slot-left-to-stage-through", "plan.placement:_place_below").by(
+        returns("with_staging(needed)", nth=2),
+        f"{PLACEMENT}::test_gradients_that_have_homes_keep_them_and_later_ones_find_room",
     ),
-    Mutant(
-        name="a-forecast-has-no-update-after-the-backward",
-        file="session/forecast.py",
-        old="updates = [update] if late or not in_backward else []",
-        new="updates = [] if in_backward else [update]",
-        tests=(f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",),
+    Fault("a-forecast-has-no-update-after-the-backward", "session.forecast:_forecast").by(
+        assign("updates", "[] if in_backward else [update]", nth=2),
+        f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",
     ),
-    Mutant(
-        name="the-smallest-budget-is-that-of-a-first-step",
-        file="session/smallest.py",
-        old="start=contents, trained=True)",
-        new="start=contents)",
-        tests=(
-            "tests/session/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
-        ),
+    Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_most_needed").by(
+        without("trained="),
+        "tests/session/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
     ),
-    Mutant(
-        name="the-smallest-budget-of-a-device-is-told-as-if-the-host-held-everything",
-        file="session/smallest.py",
-        old="if machine.compute is Tier.DEVICE and not _rests_below(",
-        new="if False and not _rests_below(",
-        tests=("tests/cli/test_machine_source.py::test_model_data_fills_the_device_and_the_host_together",),
+    Fault(
+        "the-smallest-budget-of-a-device-is-told-as-if-the-host-held-everything", "session.smallest:smallest_budgets"
+    ).by(
+        replace("machine.compute is Tier.DEVICE", "False"),
+        "tests/cli/test_machine_source.py::test_model_data_fills_the_device_and_the_host_together",
     ),
-    Mutant(
-        name="a-host-through-which-no-unit-passes-has-no-smallest-budget",
-        file="session/smallest.py",
-        old="            host_bytes += refusal.smallest_bytes - refusal.available_bytes\n",
-        new="            host_bytes = best\n",
-        tests=(f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",),
+    Fault("a-host-through-which-no-unit-passes-has-no-smallest-budget", "session.smallest:_smallest_host").by(
+        replace("host_bytes += refusal.smallest_bytes - refusal.available_bytes", "host_bytes = best"),
+        f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),
-    Mutant(
-        name="a-forecast-raises-where-no-unit-passes-through-the-host",
-        file="session/smallest.py",
-        old="        except BudgetError:\n",
-        new="        except ZeroDivisionError:\n",
-        tests=(f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",),
+    Fault("a-forecast-raises-where-no-unit-passes-through-the-host", "session.smallest:smallest_budgets").by(
+        replace("BudgetError", "ZeroDivisionError"),
+        f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),
-    Mutant(
-        name="a-refusal-names-a-budget-that-nobody-has-tried",
-        file="session/forecast.py",
-        old="        if tried.refused is None:",
-        new="        if tried is not None:",
-        tests=("tests/cli/test_plan.py::test_the_budget_that_a_refusal_names_is_the_smallest_and_fits",),
+    Fault("a-refusal-names-a-budget-that-nobody-has-tried", "session.forecast:_advised").by(
+        replace("tried.refused is None", "tried is not None"),
+        "tests/cli/test_plan.py::test_the_budget_that_a_refusal_names_is_the_smallest_and_fits",
     ),
-    Mutant(
-        name="weights-on-meta-count-as-memory-to-take-over",
-        file="deferred/deferred_init.py",
-        old=" and not parameter.is_meta",
-        new="",
-        tests=("tests/session/test_resources.py::test_weights_that_are_nowhere_are_no_memory_to_take_over",),
+    Fault("weights-on-meta-count-as-memory-to-take-over", "deferred.deferred_init:present_and_absent_bytes").by(
+        without("not parameter.is_meta"),
+        "tests/session/test_resources.py::test_weights_that_are_nowhere_are_no_memory_to_take_over",
     ),
-    Mutant(
-        name="a-file-that-could-not-be-set-aside-stays",
-        file="memory/disk.py",
-        old="            _remove_files(self._io, self._files, os.getpid(), keep=files)\n",
-        new="",
-        tests=("tests/memory/test_disk.py::test_units_that_cannot_come_leave_everything_as_it_was",),
+    Fault("a-file-that-could-not-be-set-aside-stays", "memory.disk:DiskPool.add").by(
+        drop("_remove_files"), "tests/memory/test_disk.py::test_units_that_cannot_come_leave_everything_as_it_was"
     ),
 )

@@ -17,7 +17,8 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from tests.mutants import only_the_copy
-from tests.mutants.mutant import ROOT, SOURCE, Mutant, MutantError
+from tests.mutants.mutant import ROOT, SOURCE, Mutant
+from tests.mutants.operators import MutantError
 
 __all__ = ["Run", "Verdict", "apart", "copy_of_the_library", "judge", "run_mutant", "run_tests"]
 
