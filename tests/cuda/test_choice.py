@@ -24,14 +24,23 @@ def test_a_device_that_is_not_named_is_the_gpu(accelerator: Accelerator) -> None
         assert session.stats().peak["device"] > 0
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((9, 0), torch.bfloat16), ((7, 0), torch.float16)])
-def test_a_precision_that_is_not_named_is_the_one_the_gpu_is_fast_in(
-    capability: tuple[int, int], dtype: torch.dtype, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    model: nn.Module = mlp()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_precision_that_is_not_named_is_that_of_the_model(dtype: torch.dtype, accelerator: Accelerator) -> None:
+    model: nn.Module = mlp().to(dtype)
     with patrickstar.manage(model, torch.optim.AdamW(model.parameters())):
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_model_that_is_built_without_memory_has_the_values_of_ordinary_construction(
+    precision: str, accelerator: Accelerator
+) -> None:
+    """Initialisation draws on the host, wherever the parameter is to lie."""
+    with patrickstar.deferred_init():
+        model = mlp()
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), precision=precision) as session:
+        for name, value in mlp().state_dict().items():
+            assert torch.equal(session.state_dict()[name], value), name
 
 
 def test_the_host_computes_where_that_is_asked_for(accelerator: Accelerator) -> None:

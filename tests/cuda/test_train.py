@@ -50,7 +50,7 @@ def test_a_run_has_the_bits_of_plain_pytorch_there(
 ) -> None:
     log = tmp_path / "log.jsonl"
     run = [*arguments, *ways, "--data", "random", "--steps", "2", "--device-memory", BUDGET, "--compare-plain"]
-    assert main(["train", *run, "--log-json", str(log)]) == 0, capsys.readouterr().err
+    assert main(["train", *run, "--log-json", str(log)]) == 0, capsys.readouterr()
     said = capsys.readouterr()
     assert "computes on the GPU cuda:0 (test accelerator)" in said.out + said.err
     rows = [json.loads(line) for line in log.read_text().splitlines()]

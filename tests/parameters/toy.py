@@ -125,6 +125,9 @@ class ToyOwner:
     def has_gradient(self, name: str) -> bool:
         return name in self.gradients
 
+    def is_spent(self, name: str) -> bool:
+        return False
+
     def drop_gradient(self, name: str) -> None:
         self.gradients.pop(name, None)
         self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was let go")

@@ -300,7 +300,7 @@ def test_a_failure_at_the_end_of_manage_leaves_everything_as_it_was(late: str, m
 
     monkeypatch.setattr(importlib.import_module("patrickstar.session.assemble"), late, broken)
     with pytest.raises(MemoryError):
-        patrickstar.manage(model, optimizer, options=options(), **EMULATED)
+        patrickstar.manage(model, optimizer, precision="fp32", options=options(), **EMULATED)
     assert is_ordinary(model)
     expect_bits(before, values(model))
     assert not model._forward_pre_hooks

@@ -18,7 +18,6 @@ from patrickstar.units import parse_size
 DEVICES: Final = ("cpu", "cuda", "emulated")
 _CUDA: Final = re.compile(r"cuda(:(0|[1-9][0-9]*))?")
 _ANY_TOTAL_BYTES: Final = 1 << 62  # stands in for a tier's total where only the form of "70%" is checked
-_LEAST_BARE: Final = 4096  # a budget of less than a page has lost its unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +164,7 @@ def _device(value: object) -> list[str]:
 def _size(name: str, value: Any) -> list[str]:
     try:
         if value is not None:
-            parse_size(value, name=name, total_bytes=_ANY_TOTAL_BYTES, least_bare=_LEAST_BARE)
+            parse_size(value, name=name, total_bytes=_ANY_TOTAL_BYTES)
     except ConfigError as error:
         return [str(error)]
     return []

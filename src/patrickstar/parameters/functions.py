@@ -157,7 +157,7 @@ REPOINTS = frozenset(
 
 
 def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, with the versions of what `func` writes counted up where torch does not do that: in lists, but for those of `_foreach_`."""
+    """`run`, with the versions of what `func` writes in lists counted up where torch does not do that, as for those of `_foreach_`."""
     name = _name(func)
     if name.startswith("_foreach_"):
         return run
@@ -166,7 +166,9 @@ def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., 
     written = [
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and isinstance(argument.type, torch.ListType)
     ]
 
     def run_and_count(*args: Any, **kwargs: Any) -> Any:

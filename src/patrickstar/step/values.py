@@ -126,7 +126,10 @@ class Weights:
 
     def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """Fills a parameter's place with a value that is made now: in that place if it can be, else slots leave room for the value first."""
-        can = not bound.tiles and self._executor.store.dtype(bound.ref) is torch.float32
+        on_host = (
+            self._binding.device is None or self._binding.device.type == "cpu"
+        )  # a device would draw other numbers
+        can = on_host and not bound.tiles and self._executor.store.dtype(bound.ref) is torch.float32
         if can and recorder.can_make_in(bound.parameter, torch.float32):
             (unit,) = self._executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])
