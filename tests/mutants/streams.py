@@ -120,11 +120,11 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("what-was-found-first-has-no-name", "step.overflow:Overflow.flags").by(
         returns("_[::-1]"), "tests/cuda/test_overflow.py::test_names_come_in_the_order_of_what_was_found"
     ),
-    Fault("slots-take-what-activations-have-left-for-a-moment", "step.device_level:DeviceLevel.with_kept_bytes").by(
-        always("_peak"), "tests/cuda/test_waits.py::test_a_step_never_waits_for_the_device[in_backward-60-(0.0, 0)]"
+    Fault("slots-take-what-activations-have-left-for-a-moment", "plan.planner:allocator_keeps").by(
+        always("planner.keeps"), "tests/cuda/test_waits.py::test_a_step_never_waits_for_the_device[in_backward-60-(0.0, 0)]"
     ),
     Fault("the-host-squares-gradients-of-a-device", "step.stretches:Stretches.begin_norm").by(
-        assign("on_device", "False"),
+        without("self._budgets.stream_device is None"),
         "tests/cuda/test_waits.py::test_a_step_that_needs_a_number_waits_for_that_alone[fp32-(0.0, 0)]",
     ),
     Fault("what-a-device-has-given-out-is-not-learned", "step.device_level:DeviceLevel.learn").by(

@@ -142,7 +142,7 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("updates-of-a-run-wait-for-each-other", "plan.overlap:_Later.note").by(
         always("tier"), f"{WEAVE}::test_updates_of_a_run_do_not_wait_for_each_other"
     ),
-    Fault("a-gradient-goes-down-before-all-of-it-has-been-added-up", "step.stretches:Stretches._stretch").by(
+    Fault("a-gradient-goes-down-before-all-of-it-has-been-added-up", "step.stretches:Stretches._plan").by(
         assign("is_last", "kind is StretchKind.TRAINING and True"),
         f"{ON_THEIR_WAY}::test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up",
     ),
@@ -159,6 +159,6 @@ UPDATES: tuple[Mutant, ...] = (
         "tests/plan/test_eviction.py::test_of_what_will_be_written_elsewhere_or_goes_down_what_was_used_longest_ago_goes_first",
     ),
     Fault("the-norm-fetches-what-has-gone-down", "step.stretches:Stretches.begin_norm").by(
-        assign("here", "trace"), f"{HOST}::test_the_norm_is_read_where_gradients_are_and_fetches_none"
+        assign("trace", "trace"), f"{HOST}::test_the_norm_is_read_where_gradients_are_and_fetches_none"
     ),
 )

@@ -32,12 +32,11 @@ import torch
 from patrickstar import BudgetError, Options
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.core.fixed_costs import FixedCosts
-from patrickstar.plan import make
+from patrickstar.plan import make, planner
 from patrickstar.plan.actions import Move
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import forecast
-from patrickstar.step import stretches
 from patrickstar.units import GIB, MIB
 from tests.parity.limits import LIMITS
 from tests.parity.managed import train
@@ -66,7 +65,7 @@ def recorded() -> Iterator[list[Plan]]:
 
     importers = [module for name, module in sorted(sys.modules.items()) if name.startswith("patrickstar.")]
     places = [module for module in importers if getattr(module, "make_plan", None) is real]
-    assert stretches in places, "a session would make its plans unseen"
+    assert planner in places, "a session would make its plans unseen"
     try:
         for module in places:
             module.make_plan = make_plan  # type: ignore[attr-defined]

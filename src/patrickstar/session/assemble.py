@@ -51,7 +51,7 @@ from patrickstar.session.loading import Loading
 from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
-from patrickstar.session.start import gradient_use, layout_of, resting_state, with_pass_bytes
+from patrickstar.session.start import gradient_use, layout_of, planner_of, resting_state, with_pass_bytes
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.copies import Copies
@@ -292,13 +292,20 @@ def _build_session(
         gradients=gradients,
         changed=lambda why: stretches.forget_plans(why),  # noqa: PLW0108  (stretches are made below, with it)
     )
+    freed_blocks = FreedBlocks(budgets)
     stretches = Stretches(
         executor=executor,
-        layout=layout,
+        planner=planner_of(
+            layout,
+            budgets,
+            gradients=gradients,
+            options=options,
+            choice=choice,
+            slots_of_gradient=late_planes.slots_of_gradient,
+            made=lambda plan, trace: freed_blocks.plan(plan, trace, layout),
+        ),
         budgets=budgets,
-        freed_blocks=FreedBlocks(budgets),
-        policy=options.eviction,
-        prefetch=options.prefetch,
+        freed_blocks=freed_blocks,
         tracer=OfflineTracer(
             layout,
             make_touches,
@@ -316,8 +323,6 @@ def _build_session(
         always_meter=compute is Tier.DEVICE and budgets.stream_device is None,
         device_peak=device_peak,
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
-        choice=choice,
-        weaves=gradients is GradientUse.CHUNK and not choice.apart,
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes)

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from patrickstar.config.arguments import MemoryOptions, check_arguments
-from patrickstar.config.options import Options
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
-from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
+from patrickstar.core.trace import Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
-from patrickstar.plan import residency
-from patrickstar.plan.fit import advise, worst_moment
-from patrickstar.plan.make import make_plan, must_repeat
-from patrickstar.plan.pilot import Pilot
+from patrickstar.plan.fit import advise, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import Residency
-from patrickstar.plan.simulate import simulate
-from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, norm_trace, on_tiers, step_trace
-from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
-from patrickstar.plan.weave import weave
-from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
-from patrickstar.session.smallest import let_gradients_go, smallest_budgets
-from patrickstar.session.start import (
-    add_gradients,
-    gradient_use,
-    layout_of,
-    resting_state,
-    with_pass_bytes,
-)
-from patrickstar.step.budgets import Budgets, find_budgets, find_resources, with_retention
+from patrickstar.plan.residency import slots_of
+from patrickstar.plan.touches import Touches, UseCounts
+from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.session.paper_run import PaperRun
+from patrickstar.session.smallest import smallest_budgets
+from patrickstar.session.start import add_gradients, gradient_use, layout_of, planner_of, resting_state, with_pass_bytes
+from patrickstar.step.budgets import find_budgets, find_resources, with_retention
 from patrickstar.step.freed_blocks import KeptBlocks
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources
+from patrickstar.step.step_traces import StepTraces
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 
 __all__ = ["Forecast", "forecast"]
 
-_STEPS_TO_SETTLE = 12
 _TRIES = 4  # of budgets that may be enough
 
 
@@ -60,7 +47,7 @@ class Forecast:
         minimum: the smallest budget of each tier that is used, with the others as they are, or, where that is not enough, as small; 0 where a tier is
             not used. budget: what each tier has.
         parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
-        plans: of the forward and backward, and of the update, in the long run; empty where it does not fit.
+        plans: of a step in the long run, in order; empty where it does not fit. first_plans: of the first step. traces: of the plans.
         layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
             and the host computes: fixed costs, and freed blocks where there is room to keep them. workspace_bytes: of the device's budget, left for
             workspaces of kernels.
@@ -76,6 +63,7 @@ class Forecast:
     layout: Layout
     traces: tuple[Trace, ...] = ()
     plans: tuple[Plan, ...] = field(default=(), repr=False)
+    first_plans: tuple[Plan, ...] = field(default=(), repr=False)
     beside_bytes: int = 0
     workspace_bytes: int = 0
 
@@ -180,22 +168,21 @@ def _forecast(
     clips = clip or memory.max_grad_norm is not None
     in_chunks = gradients is GradientUse.CHUNK
     late = _updated_late(step, layout) if in_backward else trainable
-    update = _update(
-        layout, named, late, precision.formats, in_chunks=in_chunks or in_backward, scratch_bytes=budgets.passes.update
-    )
-    updates = [update] if late or not in_backward else []
-    norms = (
-        [norm_trace(layout, trainable, formats=precision.formats, scratch_bytes=budgets.passes.norm)]
-        if clips and in_chunks
-        else []
-    )
-    traces = (step, *norms, *updates)
+    takes_norm = clips and in_chunks
+    known = StepTraces(layout, formats, in_chunks=in_chunks or in_backward, passes=budgets.passes)
+    beside = 0 if in_chunks or in_backward else sum(named[name].numel() * 4 for name in late)
+
+    @cache  # a plan is kept for the very same trace
+    def update_of(tiers: frozenset[tuple[int, Tier]] = frozenset()) -> Trace:
+        trace = known.step(late, dict(tiers))
+        return _update_beside(trace, beside) if beside else trace
+
+    updates = [update_of()] if late or not in_backward else []
+    traces = (step, *([known.norm(trainable)] if takes_norm else []), *updates)
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
         "model_data_bytes": _model_data_bytes(layout, named, precision.formats, keeps_gradients=not in_backward),
         "layout": layout,
-        "traces": traces,
-        "beside_bytes": budgets.beside_bytes,
         "workspace_bytes": budgets.machine.costs.set_aside_bytes if budgets.stream_device is not None else 0,
         "budget": {tier.label: budgets.machine.given(tier) for tier in budgets.machine.budget},
     }
@@ -204,50 +191,44 @@ def _forecast(
         state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
         if in_backward:
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
-        kept = KeptBlocks(budgets)
-        whole = None
-        if in_backward and not choice.apart:
-            places = partial(choose_places, machine=budgets.machine_for(0), peak_bytes=step.peak, choice=choice)
-            whole = _whole_chunks(step, state, layout, budgets, formats=precision.formats, choose_places=places)
-        if whole is not None:
-            state.grow(whole.homes, whole.slots)
-            traces = (whole.trace, *traces[1:])
-        first, *later = _steps(traces, state, budgets, weaves=in_chunks and not choice.apart, choice=choice)
-        frees = gradients_freed if not in_backward else partial(_freed_in, whole)
-        peak, moved, plans = _long_run(
-            state, layout, budgets, (first, *later), kept, options=memory.options, frees=frees
+        need = worst_moment(step, start=state, trained=True)
+        expect_room(need, budgets.machine_for(need.nbytes))
+        kept, slot_bytes = KeptBlocks(budgets), state.slot_bytes
+        run = PaperRun(
+            planner_of(
+                layout,
+                budgets,
+                gradients=gradients,
+                options=memory.options,
+                choice=choice,
+                slots_of_gradient=lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, precision.formats),
+            ),
+            state,
+            budgets,
+            forward=step,
+            update_of=update_of,
+            traces=known,
+            trained=late,
+            clips=takes_norm,
+            in_backward=in_backward,
+            whole=in_backward and not choice.apart,
+            simulated=lambda simulated, trace: kept.add(simulated, trace, slot_bytes=slot_bytes),
         )
-        facts["traces"] = (*later, first)[0]
+        first, last = run.settle()
     except BudgetError as refusal:
         nothing = {tier.label: 0 for tier in Tier}
-        return Forecast(refusal, nothing, {}, minimum, **facts)  # type: ignore[arg-type]
-    facts["beside_bytes"] = budgets.beside_bytes + kept.nbytes
-    return Forecast(None, peak, moved, minimum, plans=plans, **facts)  # type: ignore[arg-type]
-
-
-def _whole_chunks(
-    step: Trace,
-    state: Residency,
-    layout: Layout,
-    budgets: Budgets,
-    *,
-    formats: Formats,
-    choose_places: Callable[[Trace, Residency], UpdatePlaces],
-) -> WholeChunks | None:
-    """The forward and backward in which chunks are updated whole; None where all are updated parameter by parameter."""
-    machine = budgets.machine_for(worst_moment(step, start=state).nbytes)
-    return update_whole_chunks(
-        step,
-        state=state,
-        slots_of_gradient=lambda chunk: residency.slots_of(PlaneRef(chunk, GRAD), layout, formats),
-        capacity_bytes=machine.budget[machine.compute],
-        choose_places=choose_places,
+        return Forecast(refusal, nothing, {}, minimum, traces=traces, beside_bytes=budgets.beside_bytes, **facts)  # type: ignore[arg-type]
+    return Forecast(
+        None,
+        dict(run.peak),
+        dict(last.moved),
+        minimum,
+        traces=tuple(last.traces),
+        plans=tuple(last.plans),
+        first_plans=tuple(first.plans),
+        beside_bytes=budgets.beside_bytes + kept.nbytes,
+        **facts,  # type: ignore[arg-type]
     )
-
-
-def _freed_in(whole: WholeChunks | None, trace: Trace) -> tuple[tuple[int, PlaneRef], ...]:
-    """The gradients that are let go of in a stretch of a step that updates parameters in its backward."""
-    return whole.frees if whole is not None and trace is whole.trace else ()
 
 
 def _updated_late(step: Trace, layout: Layout) -> set[str]:
@@ -280,105 +261,7 @@ def _model_data_bytes(
     return total
 
 
-def _update(
-    layout: Layout,
-    named: Mapping[str, nn.Parameter],
-    trainable: set[str],
-    formats: Formats,
-    *,
-    in_chunks: bool,
-    scratch_bytes: int,
-) -> Trace:
-    trace = step_trace(layout, trainable, formats=formats, in_plane=in_chunks, scratch_bytes=scratch_bytes)
-    if in_chunks:
-        return trace
-    beside = sum(named[name].numel() * 4 for name in trainable)  # gradients, which stay ordinary tensors
-    return Trace(tuple(replace(moment, nonmodel_bytes=beside, live_bytes=beside) for moment in trace.moments))
-
-
-def _steps(
-    traces: tuple[Trace, ...], state: Residency, budgets: Budgets, *, weaves: bool, choice: UpdateChoice
-) -> list[tuple[Trace, ...]]:
-    """The stretches of the first step, and of those after it where these are others: whose forward has the updates of the step before."""
-    if not weaves:
-        return [traces]
-    step, *norms, update = traces
-    tiers = choose_tiers(update, state, machine=budgets.machine_for(0), peak_bytes=step.peak, choice=choice)
-    update = on_tiers(update, tiers)
-    machine = budgets.machine_for(max(worst_moment(trace, start=state).nbytes for trace in (step, update)))
-    capacity = machine.budget[machine.compute]
-    woven = weave(step, update, state=state, capacity_bytes=capacity, kept_bytes=budgets.fixed_bytes)
-    return [(step, *norms), (woven, *norms)]
-
-
-def _long_run(
-    state: Residency,
-    layout: Layout,
-    budgets: Budgets,
-    steps: tuple[tuple[Trace, ...], ...],
-    kept: KeptBlocks,
-    *,
-    options: Options,
-    frees: Callable[[Trace], tuple[tuple[int, PlaneRef], ...]],
-) -> tuple[dict[str, int], dict[str, int], tuple[Plan, ...]]:
-    """Peaks of a run, bytes moved by its last step, and that step's plans, once steps repeat each other.
-
-    Args:
-        steps: the stretches of the first step, and of those after it where these are others. kept: learns of each plan.
-        frees: the gradients that a stretch lets go of; the others go when an update ends it.
-    """
-    _fill(state, layout, budgets, options.eviction)
-    peak: Counter[str] = Counter()
-    starts: list[str] = []
-    plans: list[Plan] = []
-    moved: Counter[str] = Counter()
-    made: Counter[int] = Counter()
-    for step in range(_STEPS_TO_SETTLE):
-        traces = steps[min(step, len(steps) - 1)]
-        plans, moved = [], Counter()
-        for number, trace in enumerate(traces):
-            following = traces[(number + 1) % len(traces)]
-            machine = budgets.machine_for(worst_moment(trace, start=state).nbytes)
-            plan = make_plan(
-                trace,
-                layout=layout,
-                machine=machine,
-                start=state,
-                policy=options.eviction,
-                following=following,
-                frees=frees(trace),
-                prefetch=options.prefetch,
-                repeats=must_repeat(made[id(trace)], trace=trace, following=following),
-            )
-            made[id(trace)] += 1
-            simulated = simulate(plan, trace, layout=layout, machine=machine)
-            plans.append(plan)
-            kept.add(simulated, trace, slot_bytes=state.slot_bytes)
-            moved.update(simulated.moved)
-            for tier, nbytes in simulated.peak.items():
-                peak[tier] = max(peak[tier], nbytes)
-            state = Residency.of(plan.end)
-            if trace.moments and trace.moments[-1].updates is not None:
-                let_gradients_go(state, keeps=number == 0 and len(traces) > 1)
-        now = str(state.snapshot())
-        if now in starts:
-            break
-        starts.append(now)
-    return dict(peak), dict(moved), tuple(plans)
-
-
-def _fill(state: Residency, layout: Layout, budgets: Budgets, policy: str) -> None:
-    """Weights are put into chunks as `manage` does it."""
-    budget_bytes = budgets.machine.budget[state.compute]
-    pilot = Pilot(
-        state,
-        budget_bytes=lambda: budget_bytes,
-        host_bytes=budgets.machine.budget.get(Tier.HOST, 0),
-        spare_bytes=budgets.spare_bytes,
-        policy=policy,
-    )
-    for run in layout.runs:
-        ref = PlaneRef(run.head, WEIGHT)
-        for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
-            residency.apply(state, action)
-        residency.mark_written(state, ref)
+def _update_beside(trace: Trace, gradient_bytes: int) -> Trace:
+    """The trace of an update beside gradients that stay ordinary tensors, of so many bytes."""
+    moments = (replace(moment, nonmodel_bytes=gradient_bytes, live_bytes=gradient_bytes) for moment in trace.moments)
+    return Trace(tuple(moments))

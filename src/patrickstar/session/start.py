@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.config.options import Options
 from patrickstar.core.chunk_size import GRAIN, search_chunk_numel, whole_grains
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
@@ -23,8 +24,11 @@ from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
 from patrickstar.plan.placement import place, place_gradients, place_on_all_tiers
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.planner import Planner
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import norm_trace, step_trace
+from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.overflow import overflow_bytes
 from patrickstar.step.precision import Precision, lies_in
@@ -34,6 +38,7 @@ __all__ = [
     "find_tiles",
     "gradient_use",
     "layout_of",
+    "planner_of",
     "resting_state",
     "with_pass_bytes",
 ]
@@ -201,3 +206,27 @@ def _homes(
         below,
         partial(place_on_all_tiers, layout, machine, planes=planes, formats=formats),
     ]
+
+
+def planner_of(
+    layout: Layout,
+    budgets: Budgets,
+    *,
+    gradients: GradientUse,
+    options: Options,
+    choice: UpdateChoice,
+    slots_of_gradient: Callable[[int], int],
+    made: Callable[[Plan, Trace], object] = lambda *_: None,
+) -> Planner:
+    """The planner of a session, or of a forecast of it."""
+    return Planner(
+        layout=layout,
+        room=budgets,
+        policy=options.eviction,
+        prefetch=options.prefetch,
+        choice=choice,
+        weaves=gradients is GradientUse.CHUNK and not choice.apart,
+        keeps=budgets.stream_device is not None,
+        slots_of_gradient=slots_of_gradient,
+        made=made,
+    )

@@ -1,4 +1,4 @@
-"""The level that activations and workspaces of a session have come to, and the room that plans leave them on a device.
+"""The level that activations and workspaces of a session have come to, for which plans leave room on a device.
 
 A forecast is low: kernels take what no trace shows. Before the first step of a kind a share of the budget is left for that (`core/fixed_costs.py`).
 What they take is known once a step of that kind has been. From then on its plans have that much more at every moment, up to the level, in place of
@@ -8,27 +8,21 @@ the share; where that is more than the budget has, the next such step is refused
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.kept_bytes import with_kept_bytes
 from patrickstar.plan.pilot import Stretch
-from patrickstar.plan.residency import Residency
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.units import format_bytes
 
 __all__ = ["DeviceLevel", "refused_as_learned"]
 
-_KEPT_TRACES = 64
 _log = logging.getLogger("patrickstar")
 
 
 class DeviceLevel:
-    """Learns what stretches take of a device, and gives traces with room for it. Where the host computes, it only keeps the largest number.
+    """Learns what stretches take of a device. Where the host computes, it only keeps the largest number.
 
     Args:
         peak: what the allocator of a device has given out, where there is one that keeps it. least_bytes: the level before the first stretch.
@@ -44,7 +38,6 @@ class DeviceLevel:
         self._least_bytes = least_bytes
         self.nbytes = least_bytes
         self._has_told = False
-        self._traces: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()  # each with the one it is made from
 
     @property
     def is_unknown(self) -> bool:
@@ -111,49 +104,9 @@ class DeviceLevel:
         self.rise(self._peak.short_of(nbytes))
         return self.nbytes
 
-    # traces
-
     def excess_of(self, known: KnownForward) -> int:
         """Bytes that plans of a forward have beside its trace: what such a step took more, as far as nothing is left for that anyway."""
         return known.excess_bytes if known.knows_workspaces else max(0, known.excess_bytes - self._set_aside_bytes)
-
-    def with_excess(self, trace: Trace, excess_bytes: int) -> Trace:
-        """The trace with so many more non-model bytes at every moment, up to the level."""
-        if not excess_bytes:
-            return trace
-
-        def seen(nbytes: int) -> int:
-            return max(nbytes, min(self.nbytes, nbytes + excess_bytes))
-
-        def make() -> Trace:
-            raised = (replace(moment, nonmodel_bytes=seen(moment.nonmodel_bytes)) for moment in trace.moments)
-            return Trace(tuple(raised))
-
-        return self._made(trace, ("more", excess_bytes), make)
-
-    def with_kept_bytes(self, trace: Trace, *, budget_bytes: int, start: Residency) -> Trace:
-        """The trace with what an allocator of a device keeps at every moment."""
-        if self._peak is None:
-            return trace
-        return self._made(
-            trace,
-            ("kept", budget_bytes),
-            lambda: with_kept_bytes(trace, kept_bytes=self.nbytes, budget_bytes=budget_bytes, start=start),
-        )
-
-    def forget_traces(self) -> None:
-        """Forgets the traces that were made: units have other sizes."""
-        self._traces.clear()
-
-    def _made(self, trace: Trace, how: tuple[str, int], make: Callable[[], Trace]) -> Trace:
-        """The trace that is made so, the very same one for the same question: plans are kept by trace."""
-        key = id(trace), self.nbytes, how
-        if key not in self._traces:
-            self._traces[key] = make(), trace
-            if len(self._traces) > _KEPT_TRACES:
-                self._traces.popitem(last=False)
-        self._traces.move_to_end(key)
-        return self._traces[key][0]
 
 
 def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:

@@ -1,35 +1,27 @@
 """Stretches of a step: the plan of each, and what is known of each kind of forward.
 
-A stretch is planned when it begins, from where every unit is then; the same start gives the same plan again, which is kept. The stretch after it is
-expected to be what followed last time.
+A stretch is planned when it begins, from where every unit is then (`plan/planner.py`). Here is the order of time: what begins and ends when, what is
+expected of a forward, and what a stretch has shown when it is over.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from patrickstar.core.layout import Layout
-from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.fit import Need, expect_room, within, worst_moment
-from patrickstar.plan.make import make_plan, must_repeat
+from patrickstar.plan.fit import expect_room, within, worst_moment
 from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
-from patrickstar.plan.plan import Plan
+from patrickstar.plan.planner import Ask, Draft, Planner
 from patrickstar.plan.recorder import TraceRecorder
-from patrickstar.plan.residency import Residency
-from patrickstar.plan.touches import gradients_freed
-from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
-from patrickstar.plan.weave import own_moments, weave
-from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.step.budgets import Budgets, with_retention
 from patrickstar.step.device_level import DeviceLevel, refused_as_learned
 from patrickstar.step.device_peak import DevicePeak
@@ -56,14 +48,13 @@ class Stretches:
     """Begins and ends the stretches of a step.
 
     Args:
-        budgets: the tiers, what each may hold, and what the allocator does. policy: of eviction. prefetch: moments by which transfers may be early.
-        freed_blocks: learns what is planned, and of stretches that are not.
+        planner: makes their plans. budgets: the tiers, what each may hold, and what the allocator does.
+        freed_blocks: learns of stretches that are not planned.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         metering: counts live bytes. late_planes: has room for gradients that must wait.
         always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
         device_peak: what the allocator of a device has given out, where there is one that keeps it.
-        choice: where updates are done. weaves: whether they are woven into the next forward. whole_chunks: whether a backward updates chunks whole
-            where there is room.
+        whole_chunks: whether a backward updates chunks whole where there is room.
         may_weave: whether nobody holds what an update would have to renew.
 
     Attributes:
@@ -74,28 +65,22 @@ class Stretches:
         self,
         *,
         executor: Executor,
-        layout: Layout,
+        planner: Planner,
         budgets: Budgets,
         freed_blocks: FreedBlocks,
-        policy: str,
-        prefetch: int | None,
         tracer: OfflineTracer,
         taken_bytes: Callable[[], int],
         metering: Metering,
         late_planes: LatePlanes,
         always_meter: bool,
         device_peak: DevicePeak | None,
-        choice: UpdateChoice,
-        weaves: bool,
         whole_chunks: bool,
         may_weave: Callable[[], bool],
     ) -> None:
         self._executor = executor
-        self._layout = layout
+        self._planner = planner
         self._budgets = budgets
         self._freed_blocks = freed_blocks
-        self._policy = policy
-        self._prefetch = prefetch
         self._tracer = tracer
         self._taken_bytes = taken_bytes
         self._metering = metering
@@ -104,18 +89,10 @@ class Stretches:
         self._level = DeviceLevel(
             device_peak, least_bytes=budgets.passes.update, set_aside_bytes=budgets.machine.costs.set_aside_bytes
         )
-        self._choice = choice
-        self._weaves = weaves
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
 
         self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
-        self._plans: OrderedDict[tuple[Hashable, Hashable], tuple[Plan, tuple[Trace | None, ...]]] = OrderedDict()
-        self._whole: OrderedDict[Hashable, tuple[WholeChunks | None, Trace]] = OrderedDict()
-        self._woven: OrderedDict[Hashable, tuple[Trace, tuple[Trace, Trace]]] = OrderedDict()
-        self._norms: OrderedDict[Hashable, tuple[Trace, Trace]] = OrderedDict()
-        self._follower: dict[StretchKind, Trace] = {}
-        self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
         self._current: KnownForward | None = None
         self._recorded = False
@@ -166,145 +143,72 @@ class Stretches:
             unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if self._level.is_unknown else 0
             reserve = max(self._level.nbytes, unknown)
             return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
-        whole = self._update_whole_chunks(known) if kind is StretchKind.TRAINING else None
-        stretch = self._forward(kind, expected, whole=whole)
+        may_wait = kind is StretchKind.TRAINING and self._whole_chunks and expected is known
+        stretch = self._forward(kind, expected, whole=may_wait and self._goes_as_expected(known))
         if expected.measure_next:
             stretch.depart(BEING_MEASURED)
         return stretch
 
     def _forward_with_updates(self, known: KnownForward) -> Stretch | None:
         """The stretch of a forward with the updates that are pending between its moments; None where these are better done before."""
-        pending, woven = self._executor.pending, self._weave(known)
-        if pending is None or woven is None:
+        pending = self._executor.pending
+        if pending is None or not self._planner.weaves or len(pending.waiting) < len(pending.trace):
+            return None
+        if not self._goes_as_expected(known):
             return None
         try:
-            stretch = self._forward(StretchKind.TRAINING, known.expected, woven)
+            stretch = self._forward(StretchKind.TRAINING, known.expected, pending)
         except BudgetError:  # of the host below a device, which has room for one after the other
             return None
         pending.is_woven = True
         return stretch
 
+    def _goes_as_expected(self, known: KnownForward) -> bool:
+        """Tells whether updates may have a place between the moments of a forward and its backward."""
+        expected = known.expected
+        leaves = known.by_chance or expected.measure_next or expected.departures
+        return expected.trace is not None and not leaves and self._may_weave()
+
     def _forward(
-        self,
-        kind: StretchKind,
-        expected: KnownForward,
-        woven: Trace | None = None,
-        whole: WholeChunks | None = None,
+        self, kind: StretchKind, expected: KnownForward, pending: PendingStep | None = None, *, whole: bool = False
     ) -> Stretch:
-        """The stretch of a forward whose trace is known. `woven`: that trace with updates that are pending; `whole`: with those of its backward."""
+        """The stretch of a forward whose trace is known. `pending`: the updates to be woven into it; `whole`: whether its backward may have some."""
         assert expected.trace is not None, "a forward without a trace has no plan"
-        trace, pending = woven or expected.trace, self._executor.pending
-        let_go = self._let_go(expected) if kind is StretchKind.TRAINING else set()
-        frees: list[tuple[int, PlaneRef]] = []
-        lets_go_at = expected.lets_go_at
-        if woven is not None and pending is not None:
-            let_go -= pending.frees
-            frees += [(index, ref) for index, ref in gradients_freed(woven) if ref in pending.frees]
-            if lets_go_at:
-                lets_go_at = own_moments(woven)[lets_go_at - 1] + 1
-        frees += [(lets_go_at - 1, ref) for ref in sorted(let_go)]
-        if whole is not None:
-            self._late_planes.open(whole.homes, whole.slots)
-            trace, frees = whole.trace, [*frees, *whole.frees]
-        # What is woven has been given that already.
-        excess = self._level.excess_of(expected) if trace is expected.trace else 0
+        excess = self._level.excess_of(expected)
         try:
-            stretch = self._stretch(
-                kind, trace, following=self._next_of(kind), frees=tuple(frees), excess_bytes=excess, known=expected
+            draft = self._plan(
+                kind,
+                expected.trace,
+                excess_bytes=excess,
+                knows_workspaces=expected.knows_workspaces,
+                updates=None if pending is None else pending.trace,
+                unwanted=frozenset(pending.frees) if pending is not None else frozenset(),
+                whole=whole,
+                lets_go=self._let_go(expected) if kind is StretchKind.TRAINING else frozenset(),
+                lets_go_at=expected.lets_go_at,
             )
         except BudgetError as refusal:
-            if not excess or refusal.tier != self._budgets.machine.compute.label:
+            if not excess or pending is not None or refusal.tier != self._budgets.machine.compute.label:
                 raise
             raise refused_as_learned(refusal, excess) from None
-        stretch.lets_go, stretch.lets_go_at, stretch.own_trace = let_go, lets_go_at, expected.trace
-        stretch.whole = whole
+        if draft.whole_chunks is not None:
+            self._late_planes.open(draft.whole_chunks.homes, draft.whole_chunks.slots)
+        stretch = self._planned(draft)
+        stretch.lets_go, stretch.lets_go_at, stretch.own_trace = set(draft.lets_go), draft.lets_go_at, expected.trace
+        stretch.whole = draft.whole_chunks
         return stretch
-
-    def _weave(self, known: KnownForward) -> Trace | None:
-        """The moments of a forward with the updates that are pending between them; None where these are better done before."""
-        pending, expected = self._executor.pending, known.expected
-        trace = expected.trace
-        if pending is None or trace is None or not self._weaves or not self._may_weave():
-            return None
-        if known.by_chance or expected.measure_next or expected.departures or len(pending.waiting) < len(pending.trace):
-            return None
-        need = max(self._need(trace).nbytes, self._need(pending.trace).nbytes)
-        knows = expected.knows_workspaces
-        machine = self._budgets.machine_for(need, taken_bytes=self._taken_bytes(), knows_workspaces=knows)
-        capacity = machine.budget[machine.compute]
-        trace = self._with_room(trace, expected)
-        key = id(trace), id(pending.trace), capacity
-        if key not in self._woven:
-            state = self._executor.store.state
-            # Between the moments of the forward what libraries keep is there too.
-            kept = self._budgets.fixed_bytes + (self._budgets.machine.costs.set_aside_bytes if knows else 0)
-            woven = weave(trace, pending.trace, state=state, capacity_bytes=capacity, kept_bytes=kept)
-            self._woven[key] = woven, (trace, pending.trace)
-            if len(self._woven) > _KEPT_PLANS:
-                self._woven.popitem(last=False)
-        return self._woven[key][0]
-
-    def _update_whole_chunks(self, known: KnownForward) -> WholeChunks | None:
-        """The moments of a forward and backward that updates chunks whole; None where it updates parameter by parameter."""
-        expected = known.expected
-        trace = expected.trace
-        if trace is None or not self._whole_chunks or not self._may_weave():
-            return None
-        if expected is not known or known.by_chance or expected.measure_next or expected.departures:
-            return None
-        machine = self._machine_for(trace, knows_workspaces=expected.knows_workspaces)
-        trace = self._with_room(trace, expected)
-        capacity = machine.budget[machine.compute]
-        key = id(trace), capacity, self._level.nbytes
-        if key not in self._whole:
-            found = update_whole_chunks(
-                trace,
-                state=self._executor.store.state,
-                slots_of_gradient=self._late_planes.slots_of_gradient,
-                capacity_bytes=capacity,
-                choose_places=self._places_of,
-            )
-            self._whole[key] = found, trace
-            if len(self._whole) > _KEPT_PLANS:
-                self._whole.popitem(last=False)
-        return self._whole[key][0]
-
-    def _places_of(self, updates: Trace, state: Residency) -> UpdatePlaces:
-        """The tiers where updates in a backward are best done, and their gradients rest."""
-        machine = self._budgets.machine_for(0, taken_bytes=self._taken_bytes())
-        return choose_places(updates, state, machine=machine, peak_bytes=self._level.nbytes, choice=self._choice)
 
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
         """The tiers, by chunk, of updates that are best not done where the step computes."""
-        if not self._weaves and self._choice.tier is None:
-            return {}
-        tiers = choose_tiers(
-            updates,
-            self._executor.store.state,
-            machine=self._budgets.machine_for(0, taken_bytes=self._taken_bytes()),
-            peak_bytes=self._level.nbytes,
-            choice=self._choice,
-        )
-        self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
-        return tiers
+        state, taken = self._executor.store.state, self._taken_bytes()
+        return self._planner.tiers(updates, state, taken_bytes=taken, level_bytes=self._level.nbytes)
 
-    def _next_of(self, kind: StretchKind) -> StretchKind:
-        """The kind of stretch that is expected after one of this kind."""
-        match kind:
-            case StretchKind.TRAINING | StretchKind.NORM if not self._weaves:
-                return StretchKind.UPDATE
-            case StretchKind.TRAINING if StretchKind.NORM in self._follower:
-                return StretchKind.NORM
-            case StretchKind.NORM | StretchKind.UPDATE:
-                return StretchKind.TRAINING
-        return kind
-
-    def _let_go(self, known: KnownForward) -> set[PlaneRef]:
+    def _let_go(self, known: KnownForward) -> frozenset[PlaneRef]:
         """The gradients that will be let go of in the middle of a forward and its backward, if these go as the last time."""
         state = self._executor.store.state
         if known.trace is None or not 0 < known.lets_go_at < len(known.trace.moments):
-            return set()
-        return {ref for ref in state.home if ref.plane == GRAD and not state.is_free(ref)}
+            return frozenset()
+        return frozenset(ref for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
 
     def _explore(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -355,20 +259,11 @@ class Stretches:
         """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""
         self.end()
         # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
-        on_device = self._budgets.stream_device is not None
-        here = trace if not self._weaves or on_device else self._where_it_is(trace)
-        self._begin(self._stretch(StretchKind.NORM, here, following=self._next_of(StretchKind.NORM)))
-        return here
-
-    def _where_it_is(self, trace: Trace) -> Trace:
-        touches = tuple(self._executor.pilot.nearest(moment.touches) for moment in trace.moments)
-        key = id(trace), touches
-        if key not in self._norms:
-            moments = (replace(moment, touches=own) for moment, own in zip(trace.moments, touches, strict=True))
-            self._norms[key] = Trace(tuple(moments)), trace
-            if len(self._norms) > _KEPT_PLANS:
-                self._norms.popitem(last=False)
-        return self._norms[key][0]
+        if self._planner.weaves and self._budgets.stream_device is None:
+            nearest = self._executor.pilot.nearest
+            trace = self._planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
+        self._begin(self._planned(self._plan(StretchKind.NORM, trace)))
+        return trace
 
     def begin_update(self, pending: PendingStep) -> None:
         """Begins the stretch of what is left of the optimizer's step; in the middle of another stretch, that goes on without its plan."""
@@ -380,65 +275,36 @@ class Stretches:
         trace = pending.trace
         if len(pending.waiting) < len(trace):
             trace = Trace(tuple(pending.waiting.values()))
-        frees = tuple((index, ref) for index, ref in gradients_freed(trace) if ref in pending.frees)
-        following = self._next_of(StretchKind.UPDATE)
-        self._begin(self._stretch(StretchKind.UPDATE, trace, following=following, frees=frees))
+        self._begin(self._planned(self._plan(StretchKind.UPDATE, trace, unwanted=frozenset(pending.frees))))
 
     def _begin(self, stretch: Stretch) -> None:
         if stretch.trace is not None:
-            self._follower[stretch.kind] = stretch.trace
+            self._planner.began(stretch.kind, stretch.trace)
         if stretch.reason:
             self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
         self._level.begin()
         self._executor.pilot.begin(stretch)
 
-    def _stretch(
-        self,
-        kind: StretchKind,
-        trace: Trace,
-        *,
-        following: StretchKind,
-        frees: tuple[tuple[int, PlaneRef], ...] = (),
-        excess_bytes: int = 0,
-        known: KnownForward | None = None,
-    ) -> Stretch:
-        knows = known is not None and known.knows_workspaces
+    def _plan(self, kind: StretchKind, trace: Trace, **expected: Any) -> Draft:
         self._level.rise_on_device(trace)
-        foreseen = trace = self._level.with_excess(trace, excess_bytes)
-        state, trace = self._executor.store.state, self._with_kept_bytes(trace, knows_workspaces=knows)
-        after = self._follower.get(following)
-        contents = (
-            frozenset(state.newest.items()),
-            *map(frozenset, state.taken.values()),
-            frozenset(state.in_flight.items()),
-        )
-        # Traces are told apart by identity: those in a key are kept alive beside the plan.
         # Gradients are complete in the last backward before a step, as far as this step is as the last one.
         is_last = kind is StretchKind.TRAINING and self._forwards == self._forwards_a_step
-        goes_down = self._used_below if is_last else frozenset[PlaneRef]()
-        asked = (kind, id(trace), id(after), self._taken_bytes(), frees, goes_down, knows)
-        key = (asked, contents)
-        if key not in self._plans:
-            earlier = sum(other == asked for other, _ in self._plans)  # from other states
-            earlier //= max(self._forwards, self._forwards_a_step, 1)  # each forward of a step begins elsewhere
-            plan = make_plan(
-                trace,
-                layout=self._layout,
-                machine=self._machine_for(trace, knows_workspaces=knows),
-                start=state,
-                policy=self._policy,
-                following=after,
-                frees=frees,
-                prefetch=self._prefetch,
-                goes_down=goes_down,
-                repeats=must_repeat(earlier, trace=trace, following=after),
+        return self._planner.plan(
+            Ask(
+                kind=kind,
+                trace=trace,
+                start=self._executor.store.state,
+                level_bytes=self._level.nbytes,
+                taken_bytes=self._taken_bytes(),
+                forwards=max(self._forwards, self._forwards_a_step),
+                is_last=is_last,
+                **expected,
             )
-            self._plans[key] = plan, (trace, after)
-            self._freed_blocks.plan(plan, trace, self._layout)
-            if len(self._plans) > _KEPT_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return Stretch(kind, Planned(self._plans[key][0], trace), reserve_bytes=trace.peak, foreseen=foreseen)
+        )
+
+    def _planned(self, draft: Draft) -> Stretch:
+        course = Planned(draft.made, draft.trace)
+        return Stretch(draft.ask.kind, course, reserve_bytes=draft.trace.peak, foreseen=draft.foreseen)
 
     def end_update(self) -> bool:
         """Ends the stretch of the optimizer's step, if that has one of its own; tells whether it has."""
@@ -449,11 +315,7 @@ class Stretches:
 
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
-        self._plans.clear()
-        self._woven.clear()
-        self._norms.clear()
-        self._whole.clear()
-        self._level.forget_traces()
+        self._planner.forget()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 
@@ -579,20 +441,3 @@ class Stretches:
 
     def _budget_bytes(self, *, knows_workspaces: bool) -> int:
         return self._budgets.room_bytes(knows_workspaces=knows_workspaces) - self._taken_bytes()
-
-    def _machine_for(self, trace: Trace, *, knows_workspaces: bool) -> Machine:
-        need = self._need(trace).nbytes
-        return self._budgets.machine_for(need, taken_bytes=self._taken_bytes(), knows_workspaces=knows_workspaces)
-
-    def _with_kept_bytes(self, trace: Trace, *, knows_workspaces: bool) -> Trace:
-        """The trace with what an allocator of a device keeps at every moment."""
-        budget = self._budget_bytes(knows_workspaces=knows_workspaces)
-        return self._level.with_kept_bytes(trace, budget_bytes=budget, start=self._executor.store.state)
-
-    def _with_room(self, trace: Trace, expected: KnownForward) -> Trace:
-        """The trace of a forward with what such steps took more, and with what an allocator of a device keeps."""
-        trace = self._level.with_excess(trace, self._level.excess_of(expected))
-        return self._with_kept_bytes(trace, knows_workspaces=expected.knows_workspaces)
-
-    def _need(self, trace: Trace) -> Need:
-        return worst_moment(trace, start=self._executor.store.state)

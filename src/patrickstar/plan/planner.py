@@ -1,0 +1,371 @@
+"""The planner: from what a stretch is expected to do, and where every unit is, to its plan. Pure: no torch, no byte, no clock.
+
+A session asks it when a stretch begins (`step/stretches.py`), and carries the plan out. A forecast asks the same planner, and carries the plan out on
+paper (`session/forecast.py`). So what a forecast says is what a session does: whatever is to change plans is a pass of the list below.
+
+Note [Traces that are told apart by identity]
+    Plans are kept, and the same question gets the same plan. What is asked about is told apart by identity, which is cheap where equality would
+    compare thousands of moments; so a pass gives the very same trace for the same question, and what stands in a key is kept alive beside its answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.trace import Touch, Trace
+from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.kept_bytes import with_kept_bytes
+from patrickstar.plan.make import make_plan, must_repeat
+from patrickstar.plan.pilot import StretchKind
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.touches import gradients_freed
+from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
+from patrickstar.plan.weave import own_moments, weave
+from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
+
+__all__ = ["PASSES", "Ask", "Draft", "Planner", "Room"]
+
+_KEPT: Final = 192
+_Answer = TypeVar("_Answer")
+
+
+class Room(Protocol):
+    """The budgets of a session or a forecast, as far as plans are concerned."""
+
+    @property
+    def machine(self) -> Machine:
+        """The machine, with what chunks and activations may take of each tier."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that count as activations at every moment."""
+
+    def room_bytes(self, *, knows_workspaces: bool = False) -> int:
+        """Bytes that chunks and activations may take of the compute tier."""
+
+    def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, knows_workspaces: bool = False) -> Machine:
+        """The machine to plan a stretch for that needs at least so much of the compute tier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A stretch that is about to begin, as it is expected.
+
+    Attributes:
+        trace: its moments. start: where every unit is; not changed.
+        level_bytes: the most non-model bytes of any moment of any stretch so far. excess_bytes: what such a stretch has taken more than its trace.
+        taken_bytes: what the user has taken of the compute tier's budget. knows_workspaces: whether what kernels take counts among activations.
+        updates: a trace of updates that are pending, to be woven between the moments. whole: whether chunks are to be updated whole.
+        unwanted: gradients that nobody wants once an update has read them. lets_go: what is expected to be let go of before moment `lets_go_at`.
+        forwards: of a step, so far or in the last one. is_last: whether it is the last forward of a step, as far as that is as the last one.
+    """
+
+    kind: StretchKind
+    trace: Trace
+    start: Residency
+    level_bytes: int = 0
+    excess_bytes: int = 0
+    taken_bytes: int = 0
+    knows_workspaces: bool = False
+    updates: Trace | None = None
+    whole: bool = False
+    unwanted: Collection[PlaneRef] = frozenset()
+    lets_go: Collection[PlaneRef] = frozenset()
+    lets_go_at: int = 0
+    forwards: int = 1
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A stretch on its way through the passes.
+
+    Attributes:
+        foreseen: the trace without what an allocator keeps. frees: (moment, unit) that nobody wants after it.
+        lets_go, lets_go_at: as asked, among the moments of the trace as it is now.
+        whole_chunks: the chunks that its backward updates whole. plan: None until it is made.
+    """
+
+    ask: Ask
+    trace: Trace
+    foreseen: Trace
+    frees: tuple[tuple[int, PlaneRef], ...] = ()
+    lets_go: frozenset[PlaneRef] = frozenset()
+    lets_go_at: int = 0
+    whole_chunks: WholeChunks | None = None
+    plan: Plan | None = None
+
+    @property
+    def made(self) -> Plan:
+        """The plan, which is made."""
+        assert self.plan is not None, "no pass has made a plan"
+        return self.plan
+
+    @property
+    def start(self) -> Residency:
+        """Where every unit is as the plan begins: with homes for the gradients of chunks that are updated whole."""
+        start, whole = self.ask.start, self.whole_chunks
+        if whole is None:
+            return start
+        new = {ref: home for ref, home in whole.homes.items() if ref not in start.home}
+        start = start.copy()
+        start.grow(new, {ref: whole.slots[ref] for ref in new})
+        return start
+
+
+class Planner:
+    """Plans stretches, and remembers what it has planned and which stretch follows which.
+
+    Args:
+        policy: of eviction. prefetch: moments by which transfers may be early. choice: where updates are done.
+        weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
+        slots_of_gradient: slots of the gradient of a chunk. made: is told of each new plan, and its trace.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        room: Room,
+        policy: str,
+        prefetch: int | None,
+        choice: UpdateChoice,
+        weaves: bool,
+        keeps: bool,
+        slots_of_gradient: Callable[[int], int],
+        made: Callable[[Plan, Trace], object] = lambda *_: None,
+    ) -> None:
+        self.layout = layout
+        self.room = room
+        self.policy = policy
+        self.prefetch = prefetch
+        self.choice = choice
+        self.weaves = weaves
+        self.keeps = keeps
+        self.slots_of_gradient = slots_of_gradient
+        self.made = made
+
+        self._memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = OrderedDict()
+        self._follower: dict[StretchKind, Trace] = {}
+        self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
+
+    def plan(self, ask: Ask) -> Draft:
+        """The plan of a stretch, by all passes in turn.
+
+        Raises:
+            BudgetError: some moment does not fit.
+        """
+        draft = Draft(ask, ask.trace, ask.trace)
+        for make_better in PASSES:
+            draft = make_better(self, draft)
+        return draft
+
+    # the order of stretches
+
+    def began(self, kind: StretchKind, trace: Trace) -> None:
+        """Notes that a stretch with this trace begins: the next of its kind is expected to have it."""
+        self._follower[kind] = trace
+
+    def following(self, kind: StretchKind) -> Trace | None:
+        """The trace of the stretch that is expected after one of this kind."""
+        match kind:
+            case StretchKind.TRAINING | StretchKind.NORM if not self.weaves:
+                after = StretchKind.UPDATE
+            case StretchKind.TRAINING if StretchKind.NORM in self._follower:
+                after = StretchKind.NORM
+            case StretchKind.NORM | StretchKind.UPDATE:
+                after = StretchKind.TRAINING
+            case _:
+                after = kind
+        return self._follower.get(after)
+
+    # what passes ask
+
+    def once(self, key: Hashable, make: Callable[[], _Answer], *alive: object) -> _Answer:
+        """The answer to a question, which is made once. See Note [Traces that are told apart by identity]; `alive`: what stands in the key."""
+        if key not in self._memo:
+            self._memo[key] = make(), alive
+            if len(self._memo) > _KEPT:
+                self._memo.popitem(last=False)
+        self._memo.move_to_end(key)
+        answer: _Answer = self._memo[key][0]
+        return answer
+
+    def asked_before(self, asked: Hashable) -> int:
+        """How many plans have been made for the same stretch, from other states."""
+        return sum(key[1] == asked for key in self._memo if isinstance(key, tuple) and key[0] == "plan")
+
+    def forget(self) -> None:
+        """Forgets all answers: units have come or have other sizes."""
+        self._memo.clear()
+
+    def machine_for(self, draft: Draft) -> Machine:
+        """The machine to plan a draft for, as its trace is now."""
+        ask, need = draft.ask, worst_moment(draft.trace, start=draft.start).nbytes
+        if draft.whole_chunks is None and ask.updates is not None:
+            need = max(need, worst_moment(ask.updates, start=ask.start).nbytes)
+        return self.room.machine_for(need, taken_bytes=ask.taken_bytes, knows_workspaces=ask.knows_workspaces)
+
+    def tiers(self, updates: Trace, start: Residency, *, taken_bytes: int, level_bytes: int) -> Mapping[int, Tier]:
+        """The tiers, by chunk, of the updates of a step that are best not done where the step computes."""
+        if not self.weaves and self.choice.tier is None:
+            return {}
+        machine = self.room.machine_for(0, taken_bytes=taken_bytes)
+        tiers = choose_tiers(updates, start, machine=machine, peak_bytes=level_bytes, choice=self.choice)
+        self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
+        return tiers
+
+    def places(self, updates: Trace, start: Residency, *, ask: Ask) -> UpdatePlaces:
+        """The tiers where updates in a backward are best done, and their gradients rest."""
+        machine = self.room.machine_for(0, taken_bytes=ask.taken_bytes)
+        return choose_places(updates, start, machine=machine, peak_bytes=ask.level_bytes, choice=self.choice)
+
+    def goes_down(self, ask: Ask) -> frozenset[PlaneRef]:
+        """The gradients that the updates after a stretch will read on the tier below: they are complete in the last backward before a step."""
+        return self._used_below if ask.is_last else frozenset()
+
+    def with_touches(self, trace: Trace, touches: Iterable[tuple[Touch, ...]]) -> Trace:
+        """The trace with these touches at its moments."""
+        own = tuple(touches)
+
+        def make() -> Trace:
+            return Trace(tuple(replace(moment, touches=new) for moment, new in zip(trace.moments, own, strict=True)))
+
+        return self.once(("touches", id(trace), own), make, trace)
+
+
+# the passes
+
+
+def allow_excess(planner: Planner, draft: Draft) -> Draft:
+    """Leaves room at every moment, up to the level, for what such a stretch has taken more than its trace showed."""
+    excess, level = draft.ask.excess_bytes, draft.ask.level_bytes
+    if not excess:
+        return draft
+    trace = draft.trace
+
+    def make() -> Trace:
+        seen = (max(moment.nonmodel_bytes, min(level, moment.nonmodel_bytes + excess)) for moment in trace.moments)
+        return Trace(
+            tuple(replace(moment, nonmodel_bytes=own) for moment, own in zip(trace.moments, seen, strict=True))
+        )
+
+    raised = planner.once(("excess", id(trace), level, excess), make, trace)
+    return replace(draft, trace=raised, foreseen=raised)
+
+
+def allocator_keeps(planner: Planner, draft: Draft) -> Draft:
+    """Leaves at every moment what an allocator of a device keeps of activations that were there at others."""
+    if not planner.keeps:
+        return draft
+    ask, trace = draft.ask, draft.trace
+    budget = planner.room.room_bytes(knows_workspaces=ask.knows_workspaces) - ask.taken_bytes
+    make = partial(_keeping, draft, budget)
+    return replace(draft, trace=planner.once(("kept", id(trace), ask.level_bytes, budget), make, trace))
+
+
+def _keeping(draft: Draft, budget_bytes: int) -> Trace:
+    return with_kept_bytes(draft.trace, kept_bytes=draft.ask.level_bytes, budget_bytes=budget_bytes, start=draft.start)
+
+
+def place_updates(planner: Planner, draft: Draft) -> Draft:
+    """Puts updates between the moments: those that are pending, each before what needs it, or those of chunks that a backward updates whole."""
+    ask, trace = draft.ask, draft.trace
+    if ask.updates is not None:
+        woven = _woven(planner, draft, ask.updates)
+        frees = _read_last(woven, ask)
+        at = own_moments(woven)[ask.lets_go_at - 1] + 1 if ask.lets_go_at else 0
+        draft = replace(draft, trace=woven, foreseen=woven, frees=frees)
+        return allocator_keeps(planner, _letting_go(draft, frozenset(ask.lets_go) - frozenset(ask.unwanted), at))
+    if ask.kind is StretchKind.UPDATE:
+        return replace(draft, frees=_read_last(trace, ask))
+    draft = _letting_go(draft, frozenset(ask.lets_go), ask.lets_go_at)
+    if not ask.whole:
+        return draft
+    machine = planner.machine_for(replace(draft, trace=ask.trace))
+    capacity = machine.budget[machine.compute]
+    found = planner.once(
+        ("whole", id(trace), capacity, ask.level_bytes),
+        lambda: update_whole_chunks(
+            trace,
+            state=ask.start,
+            slots_of_gradient=planner.slots_of_gradient,
+            capacity_bytes=capacity,
+            choose_places=partial(planner.places, ask=ask),
+        ),
+        trace,
+    )
+    if found is None:
+        return draft
+    frees = (*draft.frees, *found.frees)
+    whole = replace(draft, trace=found.trace, foreseen=found.trace, frees=frees, whole_chunks=found)
+    return allocator_keeps(planner, whole)
+
+
+def _read_last(trace: Trace, ask: Ask) -> tuple[tuple[int, PlaneRef], ...]:
+    """The gradients that nobody wants once an update has read them, each after the moment that does."""
+    return tuple((index, ref) for index, ref in gradients_freed(trace) if ref in ask.unwanted)
+
+
+def _letting_go(draft: Draft, units: frozenset[PlaneRef], at: int) -> Draft:
+    """The draft of a stretch in which these units are let go of before a moment."""
+    gone = tuple((at - 1, ref) for ref in sorted(units))
+    return replace(draft, frees=(*draft.frees, *gone), lets_go=units, lets_go_at=at)
+
+
+def _woven(planner: Planner, draft: Draft, updates: Trace) -> Trace:
+    ask, trace = draft.ask, draft.trace
+    machine = planner.machine_for(replace(draft, trace=ask.trace))
+    capacity = machine.budget[machine.compute]
+    # Between the moments of the forward what libraries keep is there too.
+    kept = planner.room.fixed_bytes + (planner.room.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
+    return planner.once(
+        ("woven", id(trace), id(updates), capacity),
+        lambda: weave(trace, updates, state=ask.start, capacity_bytes=capacity, kept_bytes=kept),
+        trace,
+        updates,
+    )
+
+
+def make(planner: Planner, draft: Draft) -> Draft:
+    """Makes the plan: moment by moment, what must leave so that the moment fits, and what must come."""
+    ask, trace, start = draft.ask, draft.trace, draft.ask.start
+    after, goes_down = planner.following(ask.kind), planner.goes_down(ask)
+    asked = (ask.kind, id(trace), id(after), ask.taken_bytes, draft.frees, goes_down, ask.knows_workspaces)
+    contents = (
+        frozenset(start.newest.items()),
+        *map(frozenset, start.taken.values()),
+        frozenset(start.in_flight.items()),
+    )
+
+    def make_now() -> Plan:
+        own = replace(ask, updates=None)  # they are part of the trace
+        plan = make_plan(
+            trace,
+            layout=planner.layout,
+            machine=planner.machine_for(replace(draft, ask=own)),
+            start=draft.start,
+            policy=planner.policy,
+            following=after,
+            frees=draft.frees,
+            prefetch=planner.prefetch,
+            goes_down=goes_down,
+            # Each forward of a step begins elsewhere.
+            repeats=must_repeat(planner.asked_before(asked) // max(ask.forwards, 1), trace=trace, following=after),
+        )
+        planner.made(plan, trace)
+        return plan
+
+    return replace(draft, plan=planner.once(("plan", asked, contents), make_now, trace, after))
+
+
+PASSES: Final = (allow_excess, allocator_keeps, place_updates, make)
+"""The way from a trace to a plan, in order. Each gives another draft and changes nothing."""

@@ -1,0 +1,191 @@
+"""A run on paper: the steps of an ordinary loop, planned by the planner of a session, and carried out by simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.plan import residency
+from patrickstar.plan.pilot import Pilot, StretchKind
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.planner import Ask, Draft, Planner
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.simulate import Simulation, simulate
+from patrickstar.session.smallest import let_gradients_go
+from patrickstar.step.budgets import Budgets
+from patrickstar.step.step_traces import StepTraces
+
+__all__ = ["PaperRun", "PaperStep"]
+
+_STEPS_TO_SETTLE = 12
+
+
+@dataclass(slots=True)
+class PaperStep:
+    """One step: its plans in order, with the trace of each, and the bytes that it moves by link."""
+
+    plans: list[Plan] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    moved: Counter[str] = field(default_factory=Counter)
+
+
+class PaperRun:
+    """Steps of `forward, backward, clip where that is wanted, optimizer.step(), zero_grad()`, none of which departs from its trace.
+
+    Args:
+        state: where everything rests before `manage` fills in the weights. forward: the trace of a forward and its backward.
+        traces: of the norm and of updates. trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
+        clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
+        whole: whether a backward updates chunks whole where there is room. simulated: is told of each stretch that was carried out.
+
+    Attributes:
+        peak: bytes by tier, of all steps so far.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        state: Residency,
+        budgets: Budgets,
+        *,
+        forward: Trace,
+        update_of: Callable[..., Trace],
+        traces: StepTraces,
+        trained: Collection[str],
+        clips: bool,
+        in_backward: bool,
+        whole: bool,
+        simulated: Callable[[Simulation, Trace], object],
+    ) -> None:
+        self._planner = planner
+        self._budgets = budgets
+        self._forward_trace = forward
+        self._update_of = update_of
+        self._traces = traces
+        self._trained = trained
+        self._clips = clips
+        self._in_backward = in_backward
+        self._whole = whole
+        self._simulated = simulated
+
+        self.state = state
+        self.peak: Counter[str] = Counter()
+        self._level_bytes = max(budgets.passes.update, forward.peak)
+        self._pending: Trace | None = None
+        self._done = 0
+
+    def settle(self) -> tuple[PaperStep, PaperStep]:
+        """The first step, and the one that repeats itself, once steps do."""
+        self._fill(self._planner.layout)
+        first = last = self.step()
+        starts = [str(self.state.snapshot())]
+        for _ in range(_STEPS_TO_SETTLE - 1):
+            last = self.step()
+            now = str(self.state.snapshot())
+            if now in starts:
+                break
+            starts.append(now)
+        return first, last
+
+    def step(self) -> PaperStep:
+        """One step. BudgetError: some moment of it does not fit."""
+        step = PaperStep()
+        self._forward(step)
+        if self._clips:
+            self._norm(step)
+        self._update(step)
+        self._done += 1
+        return step
+
+    def _forward(self, step: PaperStep) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                draft = self._plan(
+                    StretchKind.TRAINING, self._forward_trace, updates=pending, unwanted=self._gradients()
+                )
+            except BudgetError:  # of the host below a device, which has room for one after the other
+                self._update_apart(pending, step)
+            else:
+                self._carry_out(draft, step)
+                return
+        draft = self._plan(StretchKind.TRAINING, self._forward_trace, whole=self._whole)
+        self._carry_out(draft, step)
+        if draft.whole_chunks is not None:
+            let_gradients_go(self.state, keeps=True)
+            self.state.shrink(sorted(ref for ref in draft.whole_chunks.homes if self.state.is_free(ref)))
+
+    def _norm(self, step: PaperStep) -> None:
+        trace = self._traces.norm(self._trained)
+        if self._planner.weaves and self._budgets.stream_device is None:
+            nearest = self._pilot().nearest
+            trace = self._planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
+        self._carry_out(self._plan(StretchKind.NORM, trace), step)
+
+    def _update(self, step: PaperStep) -> None:
+        if self._in_backward:
+            if self._trained:
+                self._carry_out(self._plan(StretchKind.UPDATE, self._update_of()), step)
+            let_gradients_go(self.state, keeps=False)
+            return
+        tiers = self._planner.tiers(self._update_of(), self.state, taken_bytes=0, level_bytes=self._level_bytes)
+        update = self._update_of(frozenset(tiers.items()))
+        if self._planner.weaves:
+            self._pending = update
+        else:
+            self._update_apart(update, step)
+
+    def _update_apart(self, update: Trace, step: PaperStep) -> None:
+        self._carry_out(self._plan(StretchKind.UPDATE, update, unwanted=self._gradients()), step)
+        let_gradients_go(self.state, keeps=False)
+
+    def _plan(self, kind: StretchKind, trace: Trace, **expected: Any) -> Draft:
+        if self._planner.keeps:
+            self._level_bytes = max(self._level_bytes, trace.peak)
+        is_last = kind is StretchKind.TRAINING and self._done > 0
+        level = self._level_bytes
+        return self._planner.plan(
+            Ask(kind=kind, trace=trace, start=self.state, level_bytes=level, is_last=is_last, **expected)
+        )
+
+    def _carry_out(self, draft: Draft, step: PaperStep) -> None:
+        plan, trace = draft.made, draft.trace
+        self._planner.began(draft.ask.kind, trace)
+        simulated = simulate(plan, trace, layout=self._planner.layout, machine=plan.machine)
+        self._simulated(simulated, trace)
+        for tier, nbytes in simulated.peak.items():
+            self.peak[tier] = max(self.peak[tier], nbytes)
+        step.plans.append(plan)
+        step.traces.append(trace)
+        step.moved.update(simulated.moved)
+        self.state = Residency.of(plan.end)
+
+    def _gradients(self) -> frozenset[PlaneRef]:
+        """The gradients that have contents: all that `zero_grad()` lets go of once they have been used."""
+        return frozenset(ref for ref in self.state.home if ref.plane == GRAD and not self.state.is_free(ref))
+
+    def _fill(self, layout: Layout) -> None:
+        """Weights are put into chunks as `manage` does it."""
+        pilot = self._pilot()
+        for run in layout.runs:
+            ref = PlaneRef(run.head, WEIGHT)
+            for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
+                residency.apply(self.state, action)
+            residency.mark_written(self.state, ref)
+
+    def _pilot(self) -> Pilot:
+        budget = self._budgets.machine.budget
+        return Pilot(
+            self.state,
+            budget_bytes=lambda: budget[self.state.compute],
+            host_bytes=budget.get(Tier.HOST, 0),
+            spare_bytes=self._budgets.spare_bytes,
+            policy=self._planner.policy,
+        )
