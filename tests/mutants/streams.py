@@ -121,7 +121,8 @@ STREAMS: tuple[Mutant, ...] = (
         returns("_[::-1]"), "tests/cuda/test_overflow.py::test_names_come_in_the_order_of_what_was_found"
     ),
     Fault("slots-take-what-activations-have-left-for-a-moment", "plan.planner:allocator_keeps").by(
-        always("planner.keeps"), "tests/cuda/test_waits.py::test_a_step_never_waits_for_the_device[in_backward-60-(0.0, 0)]"
+        always("planner.keeps"),
+        "tests/cuda/test_waits.py::test_a_step_never_waits_for_the_device[in_backward-60-(0.0, 0)]",
     ),
     Fault("the-host-squares-gradients-of-a-device", "step.stretches:Stretches.begin_norm").by(
         without("self._budgets.stream_device is None"),

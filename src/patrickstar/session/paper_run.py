@@ -9,8 +9,8 @@ from typing import Any
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.core.planes import GRAD, REST, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan import residency
 from patrickstar.plan.pilot import Pilot, StretchKind
@@ -18,6 +18,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.planner import Ask, Draft, Planner
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation, simulate
+from patrickstar.plan.touches import master_touches
 from patrickstar.session.smallest import let_gradients_go
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.step_traces import StepTraces
@@ -172,13 +173,15 @@ class PaperRun:
         return frozenset(ref for ref in self.state.home if ref.plane == GRAD and not self.state.is_free(ref))
 
     def _fill(self, layout: Layout) -> None:
-        """Weights are put into chunks as `manage` does it."""
-        pilot = self._pilot()
-        for run in layout.runs:
-            ref = PlaneRef(run.head, WEIGHT)
-            for action in pilot.actions(Phase.STEP, run.tensors[0], (Touch(ref, True),), ()):
-                residency.apply(self.state, action)
-            residency.mark_written(self.state, ref)
+        """Values are put into chunks as `manage` does it: parameter by parameter, a piece of each master at a time."""
+        pilot, state = self._pilot(), self.state
+        for name in layout.slices:
+            for part in layout.parts(name):
+                is_split = PlaneRef(part.chunk, REST) in state.home
+                touches = pilot.nearest(master_touches(part, layout, is_split=is_split, writes=True))
+                for action in pilot.actions(Phase.STEP, name, touches, ()):
+                    residency.apply(state, action)
+                residency.mark_moment(state, Moment(Phase.STEP, name, touches))
 
     def _pilot(self) -> Pilot:
         budget = self._budgets.machine.budget

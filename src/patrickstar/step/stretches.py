@@ -376,7 +376,9 @@ class Stretches:
             known.expected.measure_next = False
             return
         self._level.rise(recorded.peak)
-        known.learn(stretch, self._as_it_ran(recorded, is_first=known.expected.measured is None))
+        if stretch.reason:
+            recorded = self._as_it_ran(recorded, is_first=known.expected.measured is None)
+        known.learn(stretch, recorded)
 
     def _as_it_ran(self, recorded: Trace, *, is_first: bool) -> Trace:
         """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
