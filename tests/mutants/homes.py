@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, assign, drop, replace, returns, without
+from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
 __all__ = ["HOMES"]
 
@@ -58,8 +58,8 @@ HOMES: tuple[Mutant, ...] = (
         returns("with_staging(needed)", nth=2),
         f"{PLACEMENT}::test_gradients_that_have_homes_keep_them_and_later_ones_find_room",
     ),
-    Fault("a-forecast-has-no-update-after-the-backward", "session.forecast:_forecast").by(
-        assign("updates", "[] if in_backward else [update]", nth=2),
+    Fault("a-forecast-has-no-update-after-the-backward", "session.paper_run:PaperRun._update").by(
+        never("_trained"),
         f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",
     ),
     Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_most_needed").by(

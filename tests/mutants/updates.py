@@ -143,7 +143,7 @@ UPDATES: tuple[Mutant, ...] = (
         always("tier"), f"{WEAVE}::test_updates_of_a_run_do_not_wait_for_each_other"
     ),
     Fault("a-gradient-goes-down-before-all-of-it-has-been-added-up", "step.stretches:Stretches._plan").by(
-        assign("is_last", "kind is StretchKind.TRAINING and True"),
+        assign("is_last", "kind is StretchKind.TRAINING and True", nth=1),
         f"{ON_THEIR_WAY}::test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up",
     ),
     Fault("what-is-held-begins-to-go-down", "plan.overlap:_Overlap._descend").by(

@@ -111,7 +111,7 @@ class Draft:
 
     @property
     def start(self) -> Residency:
-        """Where every unit is as the plan begins: with homes for the gradients of chunks that are updated whole."""
+        """The place of every unit as the plan begins: with homes for the gradients of chunks that are updated whole."""
         start, whole = self.ask.start, self.whole_chunks
         if whole is None:
             return start
@@ -200,7 +200,7 @@ class Planner:
         return answer
 
     def asked_before(self, asked: Hashable) -> int:
-        """How many plans have been made for the same stretch, from other states."""
+        """The number of plans that have been made for the same stretch, from other states."""
         return sum(key[1] == asked for key in self._memo if isinstance(key, tuple) and key[0] == "plan")
 
     def forget(self) -> None:
