@@ -8,7 +8,7 @@ import pytest
 from patrickstar.cli.machine_source import MachineSource, write_machine
 from patrickstar.cli.machines import MACHINES
 from patrickstar.cli.main import main
-from patrickstar.cli.models import Gpt2
+from patrickstar.cli.models import Shape
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.fixed_costs import GPU_WORKSPACE_PERCENT
 from patrickstar.units import GIB, MIB, format_budget
@@ -58,7 +58,7 @@ def gpt(tmp_path):
 
     def write(layers, width, heads):
         path = tmp_path / f"gpt-{layers}.json"
-        settings = {**Gpt2(layers, width, heads, positions=4096).settings(), "gradient_checkpointing": True}
+        settings = {**Shape(layers, width, heads, positions=4096).settings(), "gradient_checkpointing": True}
         path.write_text(json.dumps(settings))
         return path
 
@@ -189,7 +189,7 @@ def test_what_a_machine_has_not_is_refused(arguments, why, model, capsys):
         ({"device_bytes": 1.5}, "device_bytes=1.5: expected a whole number"),
         ({"host_bytes": True}, "host_bytes=True"),
         ({"host_bytes": 0}, "every machine has host memory"),
-        ({"link": "fast"}, "link='fast': expected a number of 0 or more"),
+        ({"link": "fast"}, "link='fast': expected a finite number of 0 or more"),
         ({"devices": 0}, "devices=0 with device_bytes="),
         ({"context_bytes": GIB}, "nothing is left of device_bytes"),
         ({"workspace_percent": 100}, "nothing is left of a device's budget"),

@@ -1,28 +1,26 @@
 """`--compare-plain`: the same steps in plain PyTorch, and whether every bit is the same.
 
-Nothing of the library takes part. The update is written out below in the order of operations that defines it, in
-torch's own operations; so is clipping, so are masters and rounding of 16-bit weights (`plain_masters.py`), so is the loss scale of fp16
-(`plain_scale.py`). The gradients are autograd's.
+The update is written out below in the order of operations that defines it, in torch's own operations; so is clipping, so are masters and
+rounding of 16-bit weights (`plain_masters.py`). The gradients are autograd's. Of the library's arithmetic only the rule of the loss scale takes part.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
+from patrickstar.checkpoint import rng
 from patrickstar.cli.batches import BatchSource
 from patrickstar.cli.losses import accumulate_gradients
 from patrickstar.cli.plain_masters import PLAIN_FP32, PlainMasters, PlainPrecision
-from patrickstar.cli.plain_scale import PlainScale, Scaling
 from patrickstar.config.settings import OptimizerSettings
+from patrickstar.optim.scale_rule import ScaleRule
 from patrickstar.optim.schedules import Rates
 
 # Elements whose squares are summed together, in fp64, as rows of a tree: part of the definition of the norm.
@@ -31,32 +29,23 @@ NORM_ROW: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RandomState:
-    """States of all sources of random numbers that a model may draw from."""
+class Scaling:
+    """Scaling of losses. `scale`: the one at the end. `skipped`: steps whose gradients overflowed."""
 
-    torch: torch.Tensor
-    python: Any
-    numpy: Any
+    scale: float
+    skipped: int
 
-    @classmethod
-    def now(cls) -> RandomState:
-        """The states as they are now."""
-        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002 - the global one is meant
-
-    def restore(self) -> None:
-        """Puts every source of random numbers back where it stood."""
-        torch.set_rng_state(self.torch)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002 - the global one is meant
+    def __str__(self) -> str:
+        return f"a loss scale of {self.scale:.10g} after {self.skipped} skipped steps"
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedRun:
-    """A managed run to compare with: its losses step by step, digests of its final state, and the random numbers that it began with."""
+    """A managed run to compare with: its losses step by step, digests of its final state, and the random numbers at its beginning (`rng.capture`)."""
 
     losses: Sequence[float]
     final: Mapping[str, str]
-    random_state: RandomState
+    random_state: Mapping[str, Any]
     scaling: Scaling | None = None
 
 
@@ -122,18 +111,21 @@ class PlainRun:
         self.accumulate = accumulate
 
         self._masters = PlainMasters(model, precision)
-        self._scale = PlainScale(precision.loss_scale) if precision.loss_scale is not None else None
+        self._scale = None if precision.loss_scale is None else ScaleRule(precision.loss_scale)
         self._moments: dict[str, Moments] = {}
         self._done = 0
+        self._skipped = 0
 
     def step(self) -> float:
         """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
-        masters, scale = self._masters, self._scale
-        scaled = {} if scale is None else {"scale": scale.scaled}
+        masters, rule = self._masters, self._scale
+        scaled = {} if rule is None else {"scale": torch.tensor(rule.scale).mul}
         loss = accumulate_gradients(self.model, self.batches, self.accumulate, after_backward=masters.gather, **scaled)
         gradients = masters.take_gradients()
         with torch.no_grad():
-            if scale is None or not scale.unscale_(gradients.values()):
+            if rule is not None and unscale_(gradients.values(), rule):
+                self._skipped += 1
+            else:
                 self._update(gradients)
         return loss
 
@@ -156,7 +148,7 @@ class PlainRun:
     @property
     def scaling(self) -> Scaling | None:
         """Scaling of the losses so far."""
-        return None if self._scale is None else self._scale.scaling
+        return None if self._scale is None else Scaling(self._scale.scale, self._skipped)
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """The final state: of the model, with fp32 masters for parameters of 16 bits."""
@@ -178,6 +170,16 @@ def update_(p: torch.Tensor, g: torch.Tensor, moments: Moments, hyper: Optimizer
     root = v.double().sqrt_().float()
     root.div_(math.sqrt(1 - beta2**moments.steps)).add_(hyper.eps)
     p.addcdiv_(m, root, value=-hyper.lr / (1 - beta1**moments.steps))
+
+
+def unscale_(gradients: Iterable[torch.Tensor], rule: ScaleRule) -> bool:
+    """Divides fp32 gradients by the scale, which ends the scale's step; gives whether any gradient had overflowed."""
+    overflowed, reciprocal = False, torch.tensor(1 / rule.scale)
+    for gradient in gradients:
+        overflowed = overflowed or not bool(torch.isfinite(gradient).all())
+        gradient.mul_(reciprocal)
+    rule.update(overflowed=overflowed)
+    return overflowed
 
 
 def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
@@ -219,7 +221,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def compare_plain(run: PlainRun, managed: ManagedRun, *, advance: Callable[[int], None]) -> Comparison:
     """Runs as many steps as the managed run has losses, from the same random numbers, and says what differs."""
-    managed.random_state.restore()
+    rng.restore(managed.random_state)
     different: list[int] = []
     for number, loss in enumerate(managed.losses, start=1):
         # Bits, not values: NaN equals NaN here, and -0.0 does not equal 0.0.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -62,11 +61,9 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
     Raises:
         ConfigError: the config has problems, also with the flags in place; or a flag has nothing to say beside it.
     """
-    config = _with_flags(read_json(path), {name: given[name] for name in explicit})
-    try:
-        settings = read_config(config)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("config:", f"config {path}:", 1), problems=error.problems) from error
+    config = read_json(path)
+    instead = _instead(config, {name: given[name] for name in explicit})
+    settings = read_config(config, of=f"config {path}", instead=instead)
     said = settings.values
     if said.get("steps_per_print") is not None:
         why = "steps_per_print (`train` shows its progress, and --log-json has every step)"
@@ -90,48 +87,20 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
     return Configuration(path, settings, memory, flags, optimizer, schedule)
 
 
-def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with flags in the place of the keys that say the same."""
-    changed = copy.deepcopy(dict(config))
+def _instead(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that flags stand in the place of, sections as a whole; and what the flags say, None where another key says it."""
+    instead: dict[str, Any] = {}
     for name, value in flags.items():
         if name == "disk":
-            for path in _DISKS:
-                _remove(changed, path)
+            instead |= dict.fromkeys(_DISKS)
         if name == "host_memory":
-            _remove(changed, "client.mem_tracer.overall_cpu_mem_ratio")
+            instead["client.mem_tracer.overall_cpu_mem_ratio"] = None
         if name in ("schedule", "warmup"):
-            _remove(changed, "scheduler")
+            instead["scheduler"] = None
         if name == "precision":
-            for path in _PRECISIONS:
-                _remove(changed, path)
-            _put(changed, "patrickstar.precision", value)
-        if name == "lr" and isinstance(changed.get("optimizer"), Mapping):
-            _put(changed, "optimizer.params.lr", value)
+            instead |= {**dict.fromkeys(_PRECISIONS), "patrickstar.precision": value}
+        if name == "lr" and isinstance(config.get("optimizer"), Mapping):
+            instead["optimizer.params.lr"] = value
         if name in _KEYS:
-            _put(changed, _KEYS[name], str(value) if isinstance(value, Path) else value)
-    return changed
-
-
-def _put(config: dict[str, Any], path: str, value: object) -> None:
-    """Sets a key, and the objects around it where they are missing; where one is no object, reading will tell."""
-
-    def put(within: dict[str, Any], name: str) -> None:
-        within[name] = value
-
-    _at(config, path, put, make=True)
-
-
-def _remove(config: dict[str, Any], path: str) -> None:
-    _at(config, path, lambda within, name: within.pop(name, None), make=False)
-
-
-def _at(config: dict[str, Any], path: str, act: Callable[[dict[str, Any], str], object], *, make: bool) -> None:
-    *around, name = path.split(".")
-    within: Any = config
-    for part in around:
-        if make and within.get(part) is None:
-            within[part] = {}
-        within = within.get(part)
-        if not isinstance(within, dict):
-            return
-    act(within, name)
+            instead[_KEYS[name]] = str(value) if isinstance(value, Path) else value
+    return instead

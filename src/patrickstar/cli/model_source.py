@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patrickstar.cli.json_object import read_object
 from patrickstar.cli.models import shape_named
+from patrickstar.config.json_file import read_json
 from patrickstar.errors import ConfigError, Error
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ModelSource:
         if path.is_dir():
             return cls._of_directory(path)
         if path.is_file():
-            return cls(name, read_object(path, flag="--model", damaged=ConfigError))
+            return cls(name, read_json(path, what="--model"))
         if path.suffix == ".json" or len(path.parts) > 1:
             raise ConfigError(f"--model {name}: no such file or directory")
         return cls(name, shape_named(name).settings())
@@ -50,7 +50,7 @@ class ModelSource:
         config = path / "config.json"
         if not config.is_file():
             raise ConfigError(f"--model {path}: the directory has no config.json")
-        settings = read_object(config, flag="--model", damaged=ConfigError)
+        settings = read_json(config, what="--model")
         if not list(path.glob("*.safetensors")):
             raise ConfigError(
                 f"--model {path}: the directory has no *.safetensors weights (other formats are not read); "

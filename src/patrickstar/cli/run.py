@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import patrickstar
+from patrickstar.checkpoint import rng
 from patrickstar.cli.batches import Batch
-from patrickstar.cli.compare import Comparison, ManagedRun, PlainRun, RandomState, compare_plain, digests
+from patrickstar.cli.compare import Comparison, ManagedRun, PlainRun, Scaling, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog, Summary
@@ -24,7 +25,6 @@ from patrickstar.cli.loop import Progress, TrainingRun
 from patrickstar.cli.losses import validation_loss
 from patrickstar.cli.model_source import check_length
 from patrickstar.cli.plain_masters import PLAIN_FP32, PlainPrecision
-from patrickstar.cli.plain_scale import Scaling
 from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row, with_precision
 from patrickstar.cli.request import Request
 from patrickstar.cli.resident import ResidentGrowth
@@ -140,7 +140,7 @@ def _train(
         progress = training.progress
         if progress.first_validation_loss is None:
             progress.first_validation_loss = _validate(model, validation, display)
-        random_state = RandomState.now()
+        random_state = rng.capture()
         training.run(budgets=forecast.budget)
         if signals.requested is None:
             progress.validation_loss = _validate(model, validation, display)
