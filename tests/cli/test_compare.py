@@ -24,10 +24,9 @@ from patrickstar.cli.compare import (
     unscale_,
     update_,
 )
-from patrickstar.cli.losses import accumulate_gradients
+from patrickstar.cli.loop import accumulate_gradients
 from patrickstar.cli.plain_masters import PLAIN_FP32, PlainMasters, PlainPrecision, narrow
-from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY
-from patrickstar.cli.schedule import WarmupSchedule
+from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from patrickstar.cli.batches import Batches, RandomBatches
-from patrickstar.cli.data import RandomData, prepare_data
+from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.errors import CheckpointError, ConfigError
 from tests.cli.test_batches import TOKENS
@@ -74,7 +74,7 @@ def test_a_run_on_text_does_not_go_on_with_random_tokens():
 
 
 def test_validation_has_other_tokens_than_training_and_the_same_in_every_run():
-    data = RandomData(50)
+    data = Data(50)
     held_out = torch.stack([batch["input_ids"] for batch in data.validation(batch_size=4, seq_len=10)])
     again = torch.stack([batch["input_ids"] for batch in data.validation(batch_size=4, seq_len=10)])
     assert torch.equal(held_out, again)

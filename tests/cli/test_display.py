@@ -1,12 +1,11 @@
 import io
 import logging
+import math
 
 from rich.console import Console
 
 from patrickstar.cli.display import Display, NoteHandler, step_text
-from patrickstar.cli.event_log import StepRecord
 from patrickstar.units import MIB
-from tests.cli.test_event_log import SUMMARY
 
 
 class Clock:
@@ -17,7 +16,11 @@ class Clock:
         return self.now
 
 
-STEP = StepRecord(step=2, loss=6.5, seconds=2.0, tokens_per_second=64.0, grad_norm=None, peak={}, rss=1)
+STEP = {"loss": 6.5, "tokens_per_second": 64.0}
+SUMMARY = {"steps": 3, "seconds": 1.5, "tokens_per_second": 128.0, "parameters": 1, "model_data_bytes": 16}
+SUMMARY |= {"first_loss": 6.0, "last_loss": math.nan, "first_validation_loss": None, "validation_loss": 5.75}
+SUMMARY |= {"peak": {"host": 7}, "rss_peak_growth": 8, "moved_per_step": {"H>K": 2}}
+SUMMARY["predicted"] = {"peak": {"host": 1}, "moved": {"H>K": 2}}
 
 
 def display(**given):

@@ -98,14 +98,10 @@ def test_without_tcmalloc_the_command_that_installs_it_is_named(report, monkeypa
 
 
 def test_a_file_system_without_direct_io_is_said_to_be_one(tmp_path, monkeypatch):
-    real = module.os.open
+    def refuse(io, fd):
+        raise OSError(errno.EINVAL, "Invalid argument")
 
-    def refuse(path, flags, *rest):
-        if flags & module.os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *rest)
-
-    monkeypatch.setattr(module.os, "open", refuse)
+    monkeypatch.setattr(module.FileIO, "set_direct", refuse)
     (found,) = module._disk(tmp_path)
     assert found.value["direct_io"] is False
     assert "page cache" in found.advice

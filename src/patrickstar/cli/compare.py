@@ -17,7 +17,7 @@ from torch import nn
 
 from patrickstar.checkpoint import rng
 from patrickstar.cli.batches import BatchSource
-from patrickstar.cli.losses import accumulate_gradients
+from patrickstar.cli.loop import accumulate_gradients
 from patrickstar.cli.plain_masters import PLAIN_FP32, PlainMasters, PlainPrecision
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib
 import json
-import mmap
 import os
 import platform
 import resource
@@ -24,10 +23,10 @@ from patrickstar.cli.flags import debug_option, path
 from patrickstar.cli.machine_source import write_machine
 from patrickstar.cli.machines import MachinePreset
 from patrickstar.errors import DeviceError
+from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
-PAGE: Final = 4096
 # Of a package, the module that the verbs use; importing transformers itself imports next to nothing.
 _IMPORTED: Final = MappingProxyType({"rich": "rich.progress", "transformers": "transformers.models.gpt2.modeling_gpt2"})
 
@@ -222,22 +221,17 @@ def _disk(directory: Path) -> Iterator[Finding]:
     except DeviceError as error:
         yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error), fault=True)
         return
-    direct, reason = _direct_io(where)
-    text = f"{directory}: {format_bytes(free)} free, direct I/O {'works' if direct else f'does not work ({reason})'}"
-    advice = "" if direct else "transfers will go through the page cache; a directory on ext4 or xfs is faster"
-    yield Finding("disk", text, {"directory": str(directory), "free": free, "direct_io": direct}, advice)
+    reason = _direct_io(where)
+    text = f"{directory}: {format_bytes(free)} free, direct I/O {f'does not work ({reason})' if reason else 'works'}"
+    advice = "transfers will go through the page cache; a directory on ext4 or xfs is faster" if reason else ""
+    yield Finding("disk", text, {"directory": str(directory), "free": free, "direct_io": not reason}, advice)
 
 
-def _direct_io(directory: Path) -> tuple[bool, str]:
-    """Tries one page, and leaves nothing behind."""
-    with mmap.mmap(-1, PAGE) as page:
-        try:
-            with tempfile.NamedTemporaryFile(dir=directory, prefix=".patrickstar-doctor-") as file:
-                descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-                try:
-                    os.pwrite(descriptor, page, 0)
-                    return os.preadv(descriptor, [page], 0) == PAGE, "short read"
-                finally:
-                    os.close(descriptor)
-        except OSError as error:
-            return False, "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
+def _direct_io(directory: Path) -> str:
+    """Why files there cannot be transferred past the page cache; "" where they can. Leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            FileIO().set_direct(file.fileno())
+    except OSError as error:
+        return "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
+    return ""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -77,13 +79,10 @@ class Positive(click.ParamType):
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
-        if not (math.isfinite(number) and number > 0):
-            self.fail(f"{value!r} is not a finite number above 0", param, ctx)
-        return number
+        with suppress(ValueError):
+            if math.isfinite(number := float(value)) and number > 0:
+                return number
+        raise click.BadParameter(f"{value!r} is not a finite number above 0", ctx, param)
 
 
 def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,12 +92,7 @@ def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _together(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
-    def decorate(verb: Verb) -> Verb:
-        for decorator in reversed(decorators):
-            verb = decorator(verb)
-        return verb
-
-    return decorate
+    return lambda verb: reduce(lambda inner, decorator: decorator(inner), reversed(decorators), verb)
 
 
 def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -165,16 +159,11 @@ class VariadicCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
-        taking = first = False
+        taking = False
         for word in args:
-            if word == self.variadic:
-                taking = first = True
-                spread.append(word)
-                continue
-            if word.startswith("-") and word != "-":
-                taking = False
-            if taking and not first:
+            is_option = word.startswith("-") and word != "-"
+            taking = word == self.variadic if is_option else taking
+            if taking and not is_option and spread[-1] != self.variadic:
                 spread.append(self.variadic)
-            first = False
             spread.append(word)
         return super().parse_args(ctx, spread)

@@ -73,7 +73,7 @@ def plan(**given: Any) -> int:
 
 def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
     return {
-        "predicted": predicted(forecast).row(),
+        "predicted": predicted(forecast),
         "fits": forecast.fits,
         "minimum": dict(forecast.minimum),
         "budget": dict(forecast.budget),

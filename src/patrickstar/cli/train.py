@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from patrickstar.cli import reexec
-from patrickstar.cli.checkpoints import CheckpointFolder
+from patrickstar.cli.checkpoints import check_unused
 from patrickstar.cli.configuration import Configuration, configure
 from patrickstar.cli.flags import (
     Invocation,
@@ -25,8 +25,7 @@ from patrickstar.cli.flags import (
     whole_number,
 )
 from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.request import Request
-from patrickstar.cli.schedule import SCHEDULES, WarmupSchedule
+from patrickstar.cli.request import SCHEDULES, Request, WarmupSchedule
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.options import Options
 from patrickstar.errors import ConfigError
@@ -84,9 +83,8 @@ def train(invocation: Invocation, **given: Any) -> int:
     steps, warmup = given["steps"], given["warmup"]
     _check_together(given)
     source = ModelSource.find(given["model"])
-    folder = CheckpointFolder(given["checkpoint_dir"], keep=given["keep"]) if given["checkpoint_dir"] else None
-    if folder is not None and not given["resume"]:
-        folder.check_unused()
+    if not given["resume"]:
+        check_unused(given["checkpoint_dir"])
     if invocation.may_reexecute:
         reexec.under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
 
@@ -95,7 +93,6 @@ def train(invocation: Invocation, **given: Any) -> int:
     parts: dict[str, Any] = {
         "source": source,
         "arguments": arguments,
-        "folder": folder,
         "configuration": configuration,
         "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
     }

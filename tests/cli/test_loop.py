@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from patrickstar.cli.batches import Batches, validation_batches
-from patrickstar.cli.losses import accumulate_gradients, validation_loss
+from patrickstar.cli.loop import accumulate_gradients, validation_loss
 
 TOKENS = (np.arange(400, dtype=np.int32) ** 2) % 13
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.cli.schedule import LOWEST, WarmupSchedule
+from patrickstar.cli.request import LOWEST, WarmupSchedule
 
 
 def test_it_rises_in_equal_steps_and_the_first_step_already_learns():
