@@ -15,7 +15,7 @@ class Runs:
         self.home = home
         self.model = home / "config.json"
         self.text = home / "text.txt"
-        self.checkpoints = home / "checkpoints"
+        self.checkpoints = home / "runs" / "checkpoints"
         self.model.write_text(json.dumps({**TINY, "bos_token_id": 0, "eos_token_id": 0}))
         self.text.write_text("".join(f"{n} bottles stand on the wall, and {n} bottles stay.\n" for n in range(1000)))
 

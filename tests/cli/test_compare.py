@@ -10,22 +10,21 @@ from torch import nn
 
 import patrickstar
 from patrickstar.checkpoint import rng
-from patrickstar.cli import compare
+from patrickstar.cli import plain
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.compare import (
-    ManagedRun,
+from patrickstar.cli.compare import ManagedRun, compare_plain, digest, digests
+from patrickstar.cli.loop import accumulate_gradients
+from patrickstar.cli.plain import (
+    PLAIN_FP32,
     Moments,
+    PlainPrecision,
     PlainRun,
     Scaling,
     clip_,
-    compare_plain,
-    digest,
-    digests,
+    narrow,
     unscale_,
     update_,
 )
-from patrickstar.cli.loop import accumulate_gradients
-from patrickstar.cli.plain_masters import PLAIN_FP32, PlainMasters, PlainPrecision, narrow
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule
@@ -174,13 +173,13 @@ def test_another_arithmetic_is_told(kind, accumulate, changed):
 
 def test_ties_rounded_to_even_are_told(monkeypatch):
     managed = managed_run("bf16")
-    monkeypatch.setattr("patrickstar.cli.plain_masters.narrow", lambda master, kept: master.to(kept))
+    monkeypatch.setattr("patrickstar.cli.plain.narrow", lambda master, kept: master.to(kept))
     assert verdict(managed, plain_run(precision_of("bf16", 1))).losses[0] == 1
 
 
 def test_a_step_that_is_not_skipped_is_told(monkeypatch):
     managed = managed_run("fp16")
-    monkeypatch.setattr(compare, "unscale_", lambda gradients, rule: unscale_(gradients, rule) and False)
+    monkeypatch.setattr(plain, "unscale_", lambda gradients, rule: unscale_(gradients, rule) and False)
     assert verdict(managed, plain_run(precision_of("fp16", 1))).losses
 
 
@@ -200,8 +199,8 @@ def test_bf16_ties_go_away_from_zero_and_fp16_ties_to_even():
 
 
 def test_what_is_kept_of_each_tensor():
-    model = build()
-    masters = PlainMasters(model, precision_of("bf16", 1))
+    run = plain_run(precision_of("bf16", 1))
+    model = run.model
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {name.partition(".")[0] for name, dtype in types.items() if dtype is torch.float32} == {
         "batch_norm",
@@ -210,7 +209,7 @@ def test_what_is_kept_of_each_tensor():
     assert model.gain.dtype is torch.bfloat16
     assert model.batch_norm.running_mean.dtype is torch.float32
     assert model.across.stride() == (1, 8)
-    state, first = masters.state_dict(), build().state_dict()
+    state, first = run.state_dict(), build().state_dict()
     assert all(state[name].dtype is torch.float32 for name in types)
     lost = {name for name in types if not torch.equal(state[name], first[name])}
     assert lost == {"frozen"}

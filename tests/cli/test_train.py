@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from patrickstar.checkpoint import storage
-from patrickstar.cli import compare
+from patrickstar.cli import plain
 from patrickstar.cli.event_log import EventLog
 from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.plain_masters import PlainPrecision
+from patrickstar.cli.plain import PlainPrecision
 from patrickstar.memory.allocator import tcmalloc_library
 from patrickstar.memory.store import ChunkStore
 from patrickstar.units import MIB
@@ -237,10 +237,8 @@ def test_another_arithmetic_in_16_bits_fails_the_run(runs, capsys, monkeypatch, 
 
 
 def test_a_difference_from_plain_pytorch_fails_the_run(runs, capsys, monkeypatch):
-    update = compare.update_
-    monkeypatch.setattr(
-        compare, "update_", lambda p, g, moments, hyper: update(p, g, moments, replace(hyper, eps=2e-8))
-    )
+    update = plain.update_
+    monkeypatch.setattr(plain, "update_", lambda p, g, moments, hyper: update(p, g, moments, replace(hyper, eps=2e-8)))
     assert runs.train("--compare-plain") == 1
     assert "plain PyTorch gives other bits" in capsys.readouterr().out
 

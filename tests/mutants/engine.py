@@ -55,7 +55,7 @@ ENGINE: tuple[Mutant, ...] = (
     Fault("the-schedule-of-a-run-advances-where-a-step-is-skipped", "cli.loop:TrainingRun._step").by(
         always("steps"), f"{TRAIN}::test_the_same_config_gives_the_bits_of_an_engine"
     ),
-    Fault("the-plain-run-has-no-l2-decay", "cli.compare:update_").by(
+    Fault("the-plain-run-has-no-l2-decay", "cli.plain:update_").by(
         never("weight_decay"), f"{TRAIN}::test_plain_pytorch_gives_the_same_bits"
     ),
 )

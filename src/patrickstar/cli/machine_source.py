@@ -145,15 +145,10 @@ def write_machine(figures: MachinePreset, path: Path) -> None:
 def _read(path: Path) -> MachinePreset:
     row = read_json(path, what="--machine", damaged=MachineError)
     problems = [f"{name}: there is no such figure{nearest(name, _KINDS)}" for name in row if name not in _KINDS]
-    problems += [
-        f"{name}={row[name]!r}: expected {kind.words}"
-        for name, kind in _KINDS.items()
-        if name in row and not kind.takes(row[name])
-    ]
-    if "host_bytes" not in row:
-        problems.append("host_bytes is missing")
+    given = {name: (kind, row[name]) for name, kind in _KINDS.items() if name in row}
+    problems += [f"{name}={v!r}: expected {kind.words}" for name, (kind, v) in given.items() if not kind.takes(v)]
     if not problems:
-        found = MachinePreset(**{name: _KINDS[name].convert(value) for name, value in row.items()})
+        found = MachinePreset(**{"host_bytes": 0} | {name: kind.convert(v) for name, (kind, v) in given.items()})
         problems = _together(found)
         if not problems:
             return found

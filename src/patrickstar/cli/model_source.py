@@ -37,26 +37,21 @@ class ModelSource:
             ConfigError: nothing of that name, or not a model's configuration.
         """
         path = Path(name)
-        if path.is_dir():
-            return cls._of_directory(path)
         if path.is_file():
             return cls(name, read_json(path, what="--model"))
-        if path.suffix == ".json" or len(path.parts) > 1:
-            raise ConfigError(f"--model {name}: no such file or directory")
-        return cls(name, shape_named(name).settings())
-
-    @classmethod
-    def _of_directory(cls, path: Path) -> ModelSource:
+        if not path.is_dir():
+            if path.suffix == ".json" or len(path.parts) > 1:
+                raise ConfigError(f"--model {name}: no such file or directory")
+            return cls(name, shape_named(name).settings())
         config = path / "config.json"
         if not config.is_file():
             raise ConfigError(f"--model {path}: the directory has no config.json")
-        settings = read_json(config, what="--model")
-        if not list(path.glob("*.safetensors")):
+        if not any(path.glob("*.safetensors")):
             raise ConfigError(
                 f"--model {path}: the directory has no *.safetensors weights (other formats are not read); "
                 f"to start from fresh weights pass --model {config}"
             )
-        return cls(str(path), settings, weights=path)
+        return cls(str(path), read_json(config, what="--model"), weights=path)
 
     @property
     def tokenizer(self) -> Path | None:

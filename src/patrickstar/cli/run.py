@@ -18,13 +18,13 @@ import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.cli.batches import Batch
 from patrickstar.cli.checkpoints import saved_steps
-from patrickstar.cli.compare import Comparison, ManagedRun, PlainRun, Scaling, compare_plain, digests
+from patrickstar.cli.compare import Comparison, ManagedRun, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog
 from patrickstar.cli.loop import TrainingRun, validation_loss
 from patrickstar.cli.model_source import check_length
-from patrickstar.cli.plain_masters import PLAIN_FP32, PlainPrecision
+from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling
 from patrickstar.cli.predict import predict, predicted, start_row, with_precision
 from patrickstar.cli.request import Request
 from patrickstar.cli.stop import StopSignals
