@@ -28,20 +28,9 @@ class Runs:
         return self._train("--data", "random", *arguments, log=log, steps=steps)
 
     def _train(self, *arguments: object, log: str, steps: int) -> int:
-        common = ["--model", self.model, "--device", "cpu", "--batch-size", 2, "--seq-len", 16]
-        common += [
-            "--steps",
-            steps,
-            "--schedule",
-            "constant",
-            "--warmup",
-            5,
-            "--lr",
-            "1e-3",
-            "--log-json",
-            self.home / log,
-        ]
-        return main([str(word) for word in ("train", *common, *arguments)])
+        common = f"--device cpu --batch-size 2 --seq-len 16 --steps {steps} --schedule constant --warmup 5 --lr 1e-3"
+        files = ["--model", self.model, "--log-json", self.home / log]
+        return main([str(word) for word in ("train", *common.split(), *files, *arguments)])
 
     def rows(self, log: str = "log.jsonl", event: str | None = None) -> list[dict]:
         rows = [json.loads(line) for line in (self.home / log).read_text().splitlines()]

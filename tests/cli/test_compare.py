@@ -1,7 +1,7 @@
 """The plain side of `--compare-plain`: a session does the very same, and whatever the plain side did in another way would show."""
 
-import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +16,9 @@ from patrickstar.cli.compare import ManagedRun, compare_plain, digest, digests
 from patrickstar.cli.loop import accumulate_gradients
 from patrickstar.cli.plain import (
     PLAIN_FP32,
-    Moments,
     PlainPrecision,
     PlainRun,
     Scaling,
-    clip_,
     narrow,
     unscale_,
     update_,
@@ -38,11 +36,6 @@ KINDS = ("fp32", "bf16", "bf16-fp32", "fp16", "fp16-fp32")
 """What weights are kept in, and what they compute in where that is another type."""
 A_TIE = 1 + 2**-8
 """Half-way between two numbers of bf16; the even one is the smaller."""
-
-
-class Output:
-    def __init__(self, loss):
-        self.loss = loss
 
 
 class Toy(nn.Module):
@@ -64,7 +57,9 @@ class Toy(nn.Module):
         x = self.dropout(self.embedding(input_ids)) @ self.across + self.frozen
         x = self.layer_norm(self.batch_norm(x.transpose(1, 2)).transpose(1, 2) * self.gain)
         logits = self.head(x).float()
-        return Output(nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1)))
+        return SimpleNamespace(
+            loss=nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1))
+        )
 
 
 def build():
@@ -102,15 +97,13 @@ def managed_run(kind, *, clip=None, accumulate=1):
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     options = patrickstar.Options(**given, loss_scale=scale_of(kind, accumulate))
-    with patrickstar.manage(model, optimizer, device="cpu", precision=kept, options=options) as session:
+    given = {"device": "cpu", "precision": kept, "max_grad_norm": clip, "options": options}
+    with patrickstar.manage(model, optimizer, **given) as session:
         scheduler = torch.optim.lr_scheduler.LambdaLR(session.optimizer, SCHEDULE.factor)
         source, state, losses = batches(), rng.capture(), []
         for _ in range(STEPS):
             updates = session.stats().steps
             losses.append(accumulate_gradients(model, source, accumulate, scale=session.scaler.scale))
-            if clip is not None:
-                session.scaler.unscale_(session.optimizer)
-                session.clip_grad_norm_(clip)
             session.scaler.step(session.optimizer)
             session.scaler.update()
             session.optimizer.zero_grad()
@@ -171,16 +164,18 @@ def test_another_arithmetic_is_told(kind, accumulate, changed):
     assert str(found).startswith("plain PyTorch gives other bits: ")
 
 
-def test_ties_rounded_to_even_are_told(monkeypatch):
-    managed = managed_run("bf16")
-    monkeypatch.setattr("patrickstar.cli.plain.narrow", lambda master, kept: master.to(kept))
-    assert verdict(managed, plain_run(precision_of("bf16", 1))).losses[0] == 1
-
-
-def test_a_step_that_is_not_skipped_is_told(monkeypatch):
-    managed = managed_run("fp16")
-    monkeypatch.setattr(plain, "unscale_", lambda gradients, rule: unscale_(gradients, rule) and False)
-    assert verdict(managed, plain_run(precision_of("fp16", 1))).losses
+@pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [
+        ("bf16", "narrow", lambda master, kept: master.to(kept)),  # ties to even
+        ("fp16", "unscale_", lambda gradients, rule: unscale_(gradients, rule) and False),  # no step is skipped
+        ("fp32", "update_", lambda p, g, moments, hyper: update_(p, g, moments, replace(hyper, eps=2e-8))),
+    ],
+)
+def test_another_operation_is_told(monkeypatch, kind, name, other):
+    managed = managed_run(kind)
+    monkeypatch.setattr(plain, name, other)
+    assert verdict(managed, plain_run(precision_of(kind, 1))).losses
 
 
 def test_another_scale_alone_is_told():
@@ -244,12 +239,6 @@ def test_any_difference_is_found_and_named(spoil, says):
     assert str(verdict(managed, plain_run())) == f"plain PyTorch gives other bits: {says}"
 
 
-@pytest.mark.parametrize("name", ["eps", "weight_decay"])
-def test_another_update_is_found(name):
-    other = plain_run(optimizer=replace(SETTINGS, **{name: getattr(SETTINGS, name) * 1.5}))
-    assert verdict(managed_run("fp32"), other).tensors
-
-
 # the arithmetic
 
 
@@ -261,48 +250,6 @@ def test_a_loss_scale_divides_gradients_and_hears_of_any_element_that_overflows(
     for number, bad in enumerate((float("inf"), float("-inf"), float("nan")), start=1):
         assert unscale_([torch.zeros(3), torch.tensor([0.0, bad, 0.0]), torch.zeros(3)], rule)
         assert rule.scale == 65536.0 / 2**number
-
-
-def test_one_update_is_torchs_own_within_one_unit_in_the_last_place_nearly_always():
-    torch.manual_seed(1)
-    p = torch.randn(10_007)
-    theirs = p.clone().requires_grad_()
-    optimizer = torch.optim.AdamW([theirs], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    moments = Moments(torch.zeros_like(p), torch.zeros_like(p))
-    for _ in range(3):
-        # From one and the same state, with the same gradient: over several steps rounding may add up.
-        with torch.no_grad():
-            theirs.copy_(p)
-        if optimizer.state:
-            optimizer.state[theirs]["exp_avg"].copy_(moments.exp_avg)
-            optimizer.state[theirs]["exp_avg_sq"].copy_(moments.exp_avg_sq)
-        theirs.grad = torch.randn_like(p)
-        optimizer.step()
-        before = p.clone()
-        update_(p, theirs.grad.clone(), moments, SETTINGS)
-        assert torch.equal(moments.exp_avg, optimizer.state[theirs]["exp_avg"])
-        assert torch.equal(moments.exp_avg_sq, optimizer.state[theirs]["exp_avg_sq"])
-        largest = torch.maximum(before.abs(), p.abs()).clamp(min=LR)
-        off = (p - theirs.detach()).abs() / (torch.finfo(torch.float32).eps * largest)
-        # MKL's root, which torch's default takes, is off by a place in 20 % of all cases on some CPUs, in 0.65 % on most.
-        assert off.max() <= 2
-        assert (off > 1).double().mean() <= 1e-3
-
-
-def test_clipping_is_torchs_own_but_for_rounding():
-    torch.manual_seed(2)
-    shapes = [(300, 300), (7,), (65_537,)]
-    gradients = [torch.randn(shape) for shape in shapes]
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
-    nn.utils.clip_grad_norm_(parameters, 2.0)
-    clip_(gradients, 2.0)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
-    small = copy.deepcopy(gradients)
-    clip_(gradients, 1e3)
-    assert all(map(torch.equal, gradients, small))
 
 
 def test_a_digest_is_of_bits_shape_and_type():

@@ -47,6 +47,12 @@ def test_plain_lines_come_now_and_then_and_at_both_ends():
         "step 41/50, 1/s, 0:09 left  loss [41]",
         "step 50/50, 1/s, 0:00 left  loss [50]",
     ]
+    shown, out, clock = display()  # short work without a word to say is silent
+    with shown.progress("encoding", 100) as advance:
+        for _ in range(100):
+            clock.now += 0.05
+            advance(1)
+    assert out.getvalue() == ""
 
 
 def test_a_terminal_shows_progress_and_what_it_has_come_to():
@@ -56,15 +62,6 @@ def test_a_terminal_shows_progress_and_what_it_has_come_to():
         shown.note("saved")
         advance(1, "loss [2]")
     assert all(part in out.getvalue() for part in ("step", "2/4", "loss [2]", "saved"))
-
-
-def test_work_without_a_word_to_say_is_silent_in_a_log_where_it_is_short():
-    shown, out, clock = display()
-    with shown.progress("encoding", 100) as advance:
-        for _ in range(100):
-            clock.now += 0.05
-            advance(1)
-    assert out.getvalue() == ""
 
 
 def test_the_summary_sets_predicted_beside_measured():

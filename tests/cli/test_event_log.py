@@ -23,32 +23,24 @@ def test_a_row_is_on_disk_before_the_run_goes_on(tmp_path):
     with EventLog(tmp_path / "log", append=False) as log:
         log.write(STEP)
         assert rows(tmp_path / "log") == [STEP]
+    with EventLog(None, append=True) as log:  # without a file rows go nowhere
+        log.write(STEP)
 
 
-def test_a_log_begins_anew_or_goes_on(tmp_path):
-    for append, count in [(False, 1), (True, 2), (False, 1)]:
-        with EventLog(tmp_path / "log", append=append) as log:
+@pytest.mark.parametrize(
+    ("before", "append", "written", "kept"),
+    [
+        ("an older run\n", False, 1, ""),
+        ("an older run\n", True, 1, "an older run\n"),
+        # A run that fails before its first row destroys no log.
+        ("an older run\n", False, 0, "an older run\n"),
+        # Of a line that was cut short only that line is lost.
+        ('{"event": "step", "st', True, 1, '{"event": "step", "st\n'),
+    ],
+)
+def test_a_log_begins_anew_with_its_first_row_or_goes_on(tmp_path, before, append, written, kept):
+    (tmp_path / "log").write_text(before)
+    with EventLog(tmp_path / "log", append=append) as log:
+        for _ in range(written):
             log.write(STEP)
-        assert len(rows(tmp_path / "log")) == count
-
-
-def test_a_run_that_fails_before_its_first_row_destroys_no_log(tmp_path):
-    (tmp_path / "log").write_text("an older run\n")
-    with EventLog(tmp_path / "log", append=False):
-        pass
-    assert (tmp_path / "log").read_text() == "an older run\n"
-
-
-def test_going_on_after_a_line_that_was_cut_short_loses_only_that_line(tmp_path):
-    (tmp_path / "log").write_text('{"event": "step", "st')
-    with EventLog(tmp_path / "log", append=True) as log:
-        log.write(STEP)
-    cut, whole = (tmp_path / "log").read_text().splitlines()
-    assert cut == '{"event": "step", "st'
-    assert json.loads(whole) == STEP
-
-
-def test_without_a_file_rows_go_nowhere(tmp_path):
-    with EventLog(None, append=True) as log:
-        log.write(STEP)
-    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / "log").read_text() == kept + (json.dumps(STEP) + "\n") * written

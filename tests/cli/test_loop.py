@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,6 @@ from patrickstar.cli.batches import Batches, validation_batches
 from patrickstar.cli.loop import accumulate_gradients, validation_loss
 
 TOKENS = (np.arange(400, dtype=np.int32) ** 2) % 13
-
-
-class Output:
-    def __init__(self, loss):
-        self.loss = loss
 
 
 class Model(nn.Module):
@@ -25,7 +22,9 @@ class Model(nn.Module):
     def forward(self, input_ids, labels):
         self.seen.append(input_ids)
         logits = self.dropout(self.embedding(input_ids))
-        return Output(nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 13), labels[:, 1:].reshape(-1)))
+        return SimpleNamespace(
+            loss=nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 13), labels[:, 1:].reshape(-1))
+        )
 
 
 def batches(batch_size):
@@ -56,13 +55,9 @@ def test_validation_has_no_dropout_and_leaves_the_model_as_it_was():
 def test_a_model_that_was_not_training_stays_so_and_so_it_is_after_an_error():
     model = Model().eval()
     held_out = validation_batches(TOKENS, batch_size=2, seq_len=10, most=3)
-    validation_loss(model, held_out, advance=ignore)
+    validation_loss(model, held_out, advance=print)
     assert not model.training
     model.train()
     with pytest.raises(TypeError):
-        validation_loss(model, [{"wrong": 1}], advance=ignore)
+        validation_loss(model, [{"wrong": 1}], advance=print)
     assert model.training
-
-
-def ignore(_count):
-    """Nobody wants to know how far it is."""

@@ -1,7 +1,7 @@
 """Plans for machines that are not here, by name or from a file."""
 
 import json
-from dataclasses import asdict
+from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 
@@ -72,6 +72,32 @@ def plan(capsys, *arguments):
     return status, json.loads(captured.out) if captured.out else captured.err
 
 
+NAMES = ["v100-yard", "a100-superpod", "h200", "gpu-24g", "laptop-8g", "cpu"]
+
+
+def test_the_presets_are_there_and_listed(capsys):
+    assert list(MACHINES) == NAMES
+    assert main(["machines"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == NAMES
+
+
+def test_platforms_have_what_the_paper_says_of_them():
+    yard, superpod = MACHINES["v100-yard"], MACHINES["a100-superpod"]
+    assert (yard.devices, yard.device_bytes, yard.host_bytes) == (8, 32 * GIB, 240 * 10**9)
+    assert (superpod.devices, superpod.device_bytes, superpod.host_bytes) == (8, 40 * GIB, 10**12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_has_figures_for_what_it_has_and_none_for_what_it_has_not(name):
+    machine = MACHINES[name]
+    assert machine.host_bytes > machine.device_bytes / 2
+    has_device = [bool(v) for v in (machine.devices, machine.device_bytes, machine.fast_16bit, machine.link)]
+    assert len(set(has_device)) == 1
+    assert (machine.disk_bytes > 0) == (machine.disk_read > 0)
+    with pytest.raises(FrozenInstanceError):
+        machine.link = 0
+
+
 EXACT = {"in_backward": ("--step", "in_backward"), "deferred and clipped": ("--clip", 1)}
 
 
@@ -138,6 +164,14 @@ def test_every_machine_of_the_table_is_planned_for(name, model, capsys):
     alone = f"one rank, alone on the node: 1 of its {figures.devices} devices, and all of its host memory"
     assert (alone in out) is (figures.devices > 1)
     assert ("for the driver and CUDA's context" in out) is (figures.devices > 0)
+    # What is left for workspaces is what a session there leaves.
+    found = MachineSource.find(name)
+    assert figures.workspace_percent == (GPU_WORKSPACE_PERCENT if figures.devices else 0)
+    assert found.resources(check_arguments(device="emulated")).workspace_percent == 0
+    flags = ["--machine", name, "--model", str(model(1)), "--seq-len", "32"]
+    if figures.devices:
+        assert main(["plan", *flags, "--device-memory", "4GiB"]) == 0
+        assert "fixed costs (workspaces of kernels) 256.00 MiB, budget 4.00 GiB" in capsys.readouterr().out
 
 
 def test_fp16_is_no_default_of_a_step_that_it_cannot_take(model, capsys):
@@ -266,15 +300,3 @@ def test_an_h200_with_128_gib_holds_18b_exact_and_15b_clipped(shape, batch_size,
         assert row["minimum"]["host"] <= row["budget"]["host"]
     else:
         assert row["minimum"]["host"] > row["budget"]["host"]
-
-
-@pytest.mark.parametrize("name", [name for name, preset in MACHINES.items() if preset.devices])
-def test_a_preset_leaves_the_share_for_workspaces_that_a_session_there_does(name, model, capsys):
-    found = MachineSource.find(name)
-    assert found.resources(check_arguments(device="cuda")).workspace_percent == GPU_WORKSPACE_PERCENT
-    assert found.resources(check_arguments(device="emulated")).workspace_percent == 0
-    flags = ["--machine", name, "--model", str(model(1)), "--seq-len", "32", "--device-memory", "4GiB"]
-    assert main(["plan", *flags]) == 0
-    assert "fixed costs (workspaces of kernels) 256.00 MiB, budget 4.00 GiB" in capsys.readouterr().out
-    assert main(["plan", *flags, "--device", "emulated"]) == 0
-    assert "fixed costs" not in capsys.readouterr().out

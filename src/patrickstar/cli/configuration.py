@@ -11,30 +11,21 @@ from typing import Any, Final
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.read import read_config
 from patrickstar.config.json_file import read_json
-from patrickstar.config.settings import EngineSettings, OptimizerSettings, Schedule
+from patrickstar.config.settings import EngineSettings, OptimizerSettings
 from patrickstar.errors import ConfigError
 
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
-_DISKS: Final = (
-    "zero_optimization.offload_param",
-    "zero_optimization.offload_optimizer",
-    "client.nvme_base_dir",
-    "patrickstar.disk",
-)
-# Flags that say what one key says; the others are written out below.
+_OFFLOAD: Final = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+_DISKS: Final = (*_OFFLOAD, "client.nvme_base_dir", "patrickstar.disk")
+# Flags that say what one key says, and those that our own section has under the same name; the others are written out below.
 _KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "batch_size": "train_micro_batch_size_per_gpu",
         "accumulate": "gradient_accumulation_steps",
         "clip": "gradient_clipping",
-        "device": "patrickstar.device",
-        "device_memory": "patrickstar.device_memory",
-        "host_memory": "patrickstar.host_memory",
-        "disk": "patrickstar.disk",
-        "disk_memory": "patrickstar.disk_memory",
-        "step": "patrickstar.step",
     }
 )
+_OWN: Final = ("device", "device_memory", "host_memory", "disk", "disk_memory", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +35,7 @@ class Configuration:
     What it does not say is as without it: `None` and empty mappings stand for that.
 
     Attributes:
-        flags: values in the place of flags' defaults, by their names. optimizer, schedule: those of the config.
+        flags: values in the place of flags' defaults, by their names. optimizer: that of the config.
     """
 
     path: Path
@@ -52,7 +43,6 @@ class Configuration:
     memory: MemoryOptions
     flags: Mapping[str, Any]
     optimizer: OptimizerSettings | None
-    schedule: Schedule | None
 
 
 def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]) -> Configuration:
@@ -84,7 +74,7 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
     if not any(key in said for key in _PRECISIONS):
         memory = replace(memory, precision=None)
     optimizer = settings.optimizer if any(key.startswith("optimizer.") for key in said) else None
-    return Configuration(path, settings, memory, flags, optimizer, schedule)
+    return Configuration(path, settings, memory, flags, optimizer)
 
 
 def _instead(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +91,6 @@ def _instead(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, A
             instead |= {**dict.fromkeys(_PRECISIONS), "patrickstar.precision": value}
         if name == "lr" and isinstance(config.get("optimizer"), Mapping):
             instead["optimizer.params.lr"] = value
-        if name in _KEYS:
-            instead[_KEYS[name]] = str(value) if isinstance(value, Path) else value
+        if name in (*_KEYS, *_OWN):
+            instead[_KEYS.get(name, f"patrickstar.{name}")] = str(value) if isinstance(value, Path) else value
     return instead

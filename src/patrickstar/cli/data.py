@@ -13,7 +13,6 @@ from patrickstar.cli.batches import (
     Batches,
     BatchSource,
     RandomBatches,
-    random_validation_batches,
     validation_batches,
 )
 from patrickstar.cli.corpus import read_corpus
@@ -38,14 +37,15 @@ class Data:
 
     def validation(self, **shape: Any) -> list[Batch]:
         if self.text is None:
-            return random_validation_batches(self.vocab_size, **shape)
+            source = RandomBatches(self.vocab_size, held_out=True, seed=0, **shape)
+            return [source.next() for _ in range(VALIDATION_BATCHES)]
         return validation_batches(self.text[1], most=VALIDATION_BATCHES, **shape)
 
     def row(self) -> dict[str, Any]:
         """Entries for the log."""
         train, held_out = (None, None) if self.text is None else map(len, self.text)
-        counts = {"train_tokens": train, "validation_tokens": held_out}
-        return {"corpus": self.source, "tokenizer": self.tokenizer, **counts}
+        about = {"corpus": self.source, "tokenizer": self.tokenizer}
+        return {**about, "train_tokens": train, "validation_tokens": held_out}
 
 
 def prepare_data(given: Sequence[str], *, vocab_size: int, own_tokenizer: Path | None, display: Display) -> Data:

@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from patrickstar.cli.event_log import Row
 from patrickstar.units import format_bytes
@@ -75,10 +75,8 @@ class Display:
 
     def summary(self, summary: Row, *, budgets: Budgets) -> None:
         """A table of what the run came to, of the log's last row: memory and traffic, predicted beside measured."""
-        table = Table(title="predicted and measured", title_justify="left", title_style="bold")
-        table.add_column("")
-        for column in ("predicted", "measured", "budget"):
-            table.add_column(column, justify="right")
+        columns = [Column(name, justify="right") for name in ("predicted", "measured", "budget")]
+        table = Table("", *columns, title="predicted and measured", title_justify="left", title_style="bold")
         peaks, moved = summary["predicted"]["peak"], summary["predicted"]["moved"]
         tiers = [tier for tier in ("device", "host", "disk") if summary["peak"].get(tier) or peaks.get(tier)]
         for tier in tiers:

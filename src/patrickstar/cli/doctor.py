@@ -50,7 +50,7 @@ class Finding:
 @path(
     "--measure",
     "FILE",
-    help="Write this machine's figures into a file that `plan --machine FILE` reads elsewhere. Speeds are not measured yet.",
+    says="Write this machine's figures into a file that `plan --machine FILE` reads elsewhere. Speeds are not measured yet.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
@@ -61,18 +61,18 @@ def doctor(disk: Path | None, measure: Path | None, as_json: bool) -> int:
         write_machine(_figures(disk), measure)
         where = f"{measure}: memory and types, for `patrickstar plan --machine {measure}`; speeds are not measured yet"
         findings.append(Finding("machine", where, str(measure)))
+    faults = [found.name for found in findings if found.fault]
     if as_json:
         row = {found.name: found.value for found in findings}
         advice = {found.name: found.advice for found in findings if found.advice}
-        faults = [found.name for found in findings if found.fault]
         click.echo(json.dumps({**row, "advice": advice, "faults": faults}))
-        return 1 if faults else 0
-    width = max(len(found.name) for found in findings)
-    for found in findings:
-        click.echo(f"{found.name:{width}}  {found.text}")
-        if found.advice:
-            click.echo(f"{'':{width}}  -> {found.advice}")
-    return 1 if any(found.fault for found in findings) else 0
+    else:
+        width = max(len(found.name) for found in findings)
+        for found in findings:
+            click.echo(f"{found.name:{width}}  {found.text}")
+            if found.advice:
+                click.echo(f"{'':{width}}  -> {found.advice}")
+    return 1 if faults else 0
 
 
 def examine(disk: Path | None) -> Iterator[Finding]:
@@ -132,12 +132,12 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
+    kernel, why = None, ""
     try:
         kernel = choose_kernel().name
     except DeviceError as error:
-        yield Finding("optimizer kernel", "none", None, str(error))
-    else:
-        yield Finding("optimizer kernel", kernel, kernel)
+        why = str(error)
+    yield Finding("optimizer kernel", kernel or "none", kernel, why)
 
 
 def _memory() -> Iterator[Finding]:
@@ -228,7 +228,7 @@ def _disk(directory: Path) -> Iterator[Finding]:
 
 
 def _direct_io(directory: Path) -> str:
-    """Why files there cannot be transferred past the page cache; "" where they can. Leaves nothing behind."""
+    """Reason for which files there cannot be transferred past the page cache, or "". Leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             FileIO().set_direct(file.fileno())

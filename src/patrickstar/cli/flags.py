@@ -14,6 +14,8 @@ from typing import Any, Final, TypeVar
 import click
 
 from patrickstar.cli.stop import StopSignals
+from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.options import Options
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.units import MIB, parse_size
 
@@ -85,10 +87,11 @@ class Positive(click.ParamType):
         raise click.BadParameter(f"{value!r} is not a finite number above 0", ctx, param)
 
 
-def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The memory options among all flags of a verb, as `patrickstar.manage` calls them."""
+def memory_of(given: Mapping[str, Any]) -> MemoryOptions:
+    """The memory options among all flags of a verb, with clipping and accumulation, as `patrickstar.manage` takes them."""
     names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
-    return {name: given[name] for name in names}
+    options = Options(accumulate=given["accumulate"])
+    return check_arguments(**{name: given[name] for name in names}, max_grad_norm=given["clip"], options=options)
 
 
 def _together(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
@@ -106,22 +109,17 @@ debug_option = click.option(
 
 
 def whole_number(
-    flag: str,
-    default: int | None = None,
-    *,
-    help: str,  # noqa: A002 - click's
-    least: int = 1,
-    most: int | None = None,
+    flag: str, default: int | None = None, *, says: str, least: int = 1, most: int | None = None
 ) -> Callable[[Verb], Verb]:
     """An option for a whole number between these."""
     kind = click.IntRange(min=least, max=most)
-    return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=help)
+    return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=says)
 
 
-def path(flag: str, metavar: str, *, help: str) -> Callable[[Verb], Verb]:  # noqa: A002 - click's
+def path(flag: str, metavar: str, *, says: str) -> Callable[[Verb], Verb]:
     """An option for the path of a file, or of a directory where it stands for one (`DIR`)."""
     kind = click.Path(path_type=Path, dir_okay=metavar == "DIR", file_okay=metavar != "DIR")
-    return click.option(flag, type=kind, metavar=metavar, help=help)
+    return click.option(flag, type=kind, metavar=metavar, help=says)
 
 
 clip_option = click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
@@ -146,9 +144,9 @@ memory_options = _together(
 
 batch_options = _together(
     click.option("--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."),
-    whole_number("--batch-size", 4, help="Sequences at a time."),
-    whole_number("--seq-len", 64, least=2, help="Tokens of a sequence."),
-    whole_number("--accumulate", 1, help="Batches of a step."),
+    whole_number("--batch-size", 4, says="Sequences at a time."),
+    whole_number("--seq-len", 64, least=2, says="Tokens of a sequence."),
+    whole_number("--accumulate", 1, says="Batches of a step."),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -38,13 +38,6 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     """Of this process's steps."""
     moved_per_step: Mapping[str, int] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _REMEMBERED}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in _REMEMBERED:
-            setattr(self, name, state[name])
 
 
 # Of a run, what it must know of its beginning when it goes on in another process.
@@ -106,7 +99,8 @@ class TrainingRun:
         extra = self.session.load_checkpoint(self.request.checkpoint_dir)
         self.batches.load_state_dict(extra["batches"])
         self.scheduler.load_state_dict(extra["scheduler"])
-        self.progress.load_state_dict(extra["progress"])
+        for name in _REMEMBERED:
+            setattr(self.progress, name, extra["progress"][name])
 
     def _step(self) -> Row:
         session, progress, request = self.session, self.progress, self.request
@@ -151,7 +145,8 @@ class TrainingRun:
         directory = self.request.checkpoint_dir
         if directory is not None:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            extra = {"batches": self.batches, "scheduler": self.scheduler, "progress": self.progress}
+            place = {name: getattr(self.progress, name) for name in _REMEMBERED}
+            extra = {"batches": self.batches, "scheduler": self.scheduler, "progress": place}
             where = self.session.save_checkpoint(directory, extra=extra, keep=self.request.keep)
             self.display.note(f"saved {where}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -161,7 +161,8 @@ def _are_types(value: Any) -> bool:
 
 _KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
-        **{field.name: RATE if field.name in RATES else WHOLE for field in fields(MachinePreset)},
+        **dict.fromkeys(MachinePreset.__dataclass_fields__, WHOLE),
+        **dict.fromkeys(RATES, RATE),
         "device": Kind("the name of the accelerator, or an empty text", TEXT.takes),
         "fast_16bit": Kind("a list of bf16 and fp16", _are_types, tuple),
     }

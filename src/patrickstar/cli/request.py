@@ -78,7 +78,7 @@ class Request:
     @property
     def rates(self) -> Rates:
         """The rates of the config's scheduler, where it has one, else of the flags."""
-        of_config = None if self.configuration is None else self.configuration.schedule
+        of_config = None if self.configuration is None else self.configuration.settings.schedule
         return self.warmup if of_config is None else ScheduledRates(of_config)
 
     @property

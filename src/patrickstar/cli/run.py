@@ -63,16 +63,16 @@ def run(request: Request, signals: StopSignals) -> int:
             validation = data.validation(**request.shape, device=device)
             log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
             display.note(f"computes on {_name_of(request.arguments, device)}")
-            parts = {"log": log, "display": display, "signals": signals}
+            parts: dict[str, Any] = {"log": log, "display": display, "signals": signals}
             managed = _train(TrainingRun(request, model, batches, **parts), validation, forecast, resuming=resuming)
         if signals.requested is not None:
             return signals.requested
-        if request.compare_plain:
-            gc.collect()  # the session and all it holds: a module and its hooks refer to each other
-            verdict = _compare(request, data, display, managed)
-            display.note(str(verdict))
-            return 0 if verdict.equal else 1
-        return 0
+        if not request.compare_plain:
+            return 0
+        gc.collect()  # the session and all it holds: a module and its hooks refer to each other
+        verdict = _compare(request, data, display, managed)
+        display.note(str(verdict))
+        return 0 if verdict.equal else 1
 
 
 def _foresee(request: Request, display: Display) -> tuple[Request, nn.Module, Forecast]:
@@ -204,7 +204,7 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
     flags = ("steps", "batch_size", "seq_len", "accumulate", "clip", "seed", "resume")
     given = ("device", "precision", "device_memory", "host_memory", "disk_memory", "step")
     disk, configuration = request.arguments.disk, request.configuration
-    of_config = None if configuration is None else configuration.schedule
+    of_config = None if configuration is None else configuration.settings.schedule
     return {
         "model": request.source.name,
         "model_config": dict(request.source.settings),
