@@ -231,21 +231,20 @@ def test_what_a_machine_has_not_is_refused(arguments, why, model, capsys):
         ({"device": 3}, "expected the name of the accelerator"),
         ({"host_byte": 3}, 'there is no such figure; did you mean "host_bytes"?'),
         ({"devices": 0, "device_bytes": 0, "context_bytes": 0}, "say on how many threads"),
+        (b"{", "not JSON"),
+        (b"[]", "expected a JSON object"),
+        (b"{}", "every machine has host memory"),
+        (b"\xff", "not JSON"),
     ],
 )
-def test_absurd_figures_are_refused_by_name(changed, why, machine, model, capsys):
-    status, err = plan(capsys, "--machine", machine(**changed), "--model", model(1))
-    assert status == 1
-    assert why in err
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "\xff"])
-def test_other_files_are_refused(text, tmp_path, model, capsys):
-    path = tmp_path / "machine.json"
-    path.write_bytes(text.encode("latin-1"))
+def test_absurd_figures_and_other_files_are_refused_by_name(changed, why, machine, model, capsys):
+    path = machine(**changed if isinstance(changed, dict) else {})
+    if isinstance(changed, bytes):
+        path.write_bytes(changed)
     status, err = plan(capsys, "--machine", path, "--model", model(1))
     assert status == 1
     assert err.startswith(f"patrickstar: MachineError: --machine {path}: ")
+    assert why in err
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
