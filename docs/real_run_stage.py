@@ -24,12 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar
 from patrickstar.cli.batches import Batch, BatchSource, validation_batches
 from patrickstar.cli.compare import digests
-from patrickstar.cli.data import TextData, prepare_data
+from patrickstar.cli.data import prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY
+from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.cli.resident import ResidentGrowth
-from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import reset_peak
 
@@ -226,10 +225,10 @@ def train(run: Run, course: Course, home: Path, *, seconds: float) -> bool:
     source = ModelSource("real run", course.settings)
     vocab_size = source.config().vocab_size
     data = prepare_data(course.data, vocab_size=vocab_size, own_tokenizer=None, display=Display())
-    assert isinstance(data, TextData)
+    assert data.text is not None
     shape = {"batch_size": course.batch_size, "seq_len": course.seq_len}
     batches = data.batches(**shape, seed=course.seed)
-    held_out = validation_batches(data.held_out, **shape, most=HELD_OUT_BATCHES)
+    held_out = validation_batches(data.text[1], **shape, most=HELD_OUT_BATCHES)
     torch.manual_seed(course.seed)
     model = source.build()
     look(model, held_out[:1])  # see Note [First calls]

@@ -15,7 +15,7 @@ class Runs:
         self.home = home
         self.model = home / "config.json"
         self.text = home / "text.txt"
-        self.checkpoints = home / "checkpoints"
+        self.checkpoints = home / "runs" / "checkpoints"
         self.model.write_text(json.dumps({**TINY, "bos_token_id": 0, "eos_token_id": 0}))
         self.text.write_text("".join(f"{n} bottles stand on the wall, and {n} bottles stay.\n" for n in range(1000)))
 
@@ -28,20 +28,9 @@ class Runs:
         return self._train("--data", "random", *arguments, log=log, steps=steps)
 
     def _train(self, *arguments: object, log: str, steps: int) -> int:
-        common = ["--model", self.model, "--device", "cpu", "--batch-size", 2, "--seq-len", 16]
-        common += [
-            "--steps",
-            steps,
-            "--schedule",
-            "constant",
-            "--warmup",
-            5,
-            "--lr",
-            "1e-3",
-            "--log-json",
-            self.home / log,
-        ]
-        return main([str(word) for word in ("train", *common, *arguments)])
+        common = f"--device cpu --batch-size 2 --seq-len 16 --steps {steps} --schedule constant --warmup 5 --lr 1e-3"
+        files = ["--model", self.model, "--log-json", self.home / log]
+        return main([str(word) for word in ("train", *common.split(), *files, *arguments)])
 
     def rows(self, log: str = "log.jsonl", event: str | None = None) -> list[dict]:
         rows = [json.loads(line) for line in (self.home / log).read_text().splitlines()]

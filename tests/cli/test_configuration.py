@@ -1,5 +1,4 @@
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def read(tmp_path):
 
 def test_what_the_file_does_not_say_is_as_without_it(read):
     found = read({"gradient_clipping": 0.5})
-    assert (found.optimizer, found.schedule, found.memory.precision) == (None, None, None)
+    assert (found.optimizer, found.settings.schedule, found.memory.precision) == (None, None, None)
     assert found.flags == {"clip": 0.5, "accumulate": 1}
     assert read({}).flags == {"accumulate": 1}
     assert read({"fp16": {"enabled": False}}).memory.precision == "fp32"
@@ -52,7 +51,7 @@ def test_what_it_says_takes_the_place_of_the_defaults(read):
     )
     assert found.flags == {"accumulate": 3, "batch_size": 8}
     assert (found.optimizer.lr, found.optimizer.decoupled) == (0.5, True)
-    assert found.schedule == Schedule("WarmupCosineLR", {"total_num_steps": 9})
+    assert found.settings.schedule == Schedule("WarmupCosineLR", {"total_num_steps": 9})
     assert (found.memory.precision, found.memory.host_memory, found.memory.disk) == ("bf16", "1GiB", Path("spill"))
     assert found.memory.options.accumulate == 3
 
@@ -87,12 +86,12 @@ def test_what_it_says_takes_the_place_of_the_defaults(read):
             lambda c: c.memory.disk,
             Path("b"),
         ),
-        ({"scheduler": {"type": "OneCycle"}}, {"schedule": "constant"}, lambda c: c.schedule, None),
-        ({"scheduler": {"type": "OneCycle"}}, {"warmup": 3}, lambda c: c.schedule, None),
+        ({"scheduler": {"type": "OneCycle"}}, {"schedule": "constant"}, lambda c: c.settings.schedule, None),
+        ({"scheduler": {"type": "OneCycle"}}, {"warmup": 3}, lambda c: c.settings.schedule, None),
         (
             {"scheduler": {"type": "WarmupLR"}, "optimizer": {"params": {"lr": 1}}},
             {"lr": 0.5},
-            lambda c: (c.optimizer.lr, c.schedule),
+            lambda c: (c.optimizer.lr, c.settings.schedule),
             (0.5, Schedule("WarmupLR", {})),
         ),
     ],
@@ -139,6 +138,8 @@ def train(runs):
 
 ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
 CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2}}
+BF16 = {"bf16": {"enabled": True}, "patrickstar": {"options": {"compute": "bf16"}}}
+OVERFLOWS = {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 6, "warmup_num_steps": 2}}
 
 
@@ -147,58 +148,27 @@ COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 6, "warmup_num
     [
         {"optimizer": ADAM, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
         pytest.param({"optimizer": {**ADAM, "type": "AdamW"}, "scheduler": CYCLE}, marks=pytest.mark.campaign),
-        pytest.param(
-            {
-                "optimizer": ADAM,
-                "scheduler": COSINE,
-                "bf16": {"enabled": True},
-                "patrickstar": {"options": {"compute": "bf16"}},
-            },
-            marks=pytest.mark.campaign,
-        ),
+        pytest.param({"optimizer": ADAM, "scheduler": COSINE, **BF16}, marks=pytest.mark.campaign),
         {
             "scheduler": COSINE,
             "patrickstar": {"device": "emulated", "device_memory": "900KiB"},
             "default_chunk_size": 5000,
         },
+        {"optimizer": ADAM, "scheduler": COSINE, "gradient_clipping": 0.1, "fp16": OVERFLOWS},
     ],
-    ids=["l2", "cycle", "bf16", "device"],
+    ids=["l2", "cycle", "bf16", "device", "fp16"],
 )
 def test_plain_pytorch_gives_the_same_bits(train, runs, capsys, config):
     config = {"train_micro_batch_size_per_gpu": 2, **config}
     assert train(config, "--compare-plain") == 0
-    assert "plain PyTorch gives the same bits: every loss and all 17 tensors" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "plain PyTorch gives the same bits: every loss and all 17 tensors" in shown
+    assert ("a step was skipped" in shown) == ("fp16" in config)
     said = runs.rows(event="start")[0]["config"]
     assert (said["batch_size"], said["accumulate"]) == (2, config.get("gradient_accumulation_steps", 1))
     assert said["lr"] == (3e-3 if "optimizer" in config else 3e-4)
     assert said["schedule"] == config.get("scheduler", {"type": "cosine"})["type"]
     assert said["config"].endswith("engine.json")
-
-
-@pytest.mark.parametrize("compute", ["fp16", "fp32"])
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.campaign), 2])
-def test_plain_pytorch_skips_the_same_steps_of_a_run_in_fp16(train, capsys, compute, accumulate):
-    power = 127 if (compute, accumulate) == ("fp32", 2) else 18  # gradients that add up in fp32 have the range of fp32
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulate, "optimizer": ADAM}
-    config |= {"gradient_clipping": 0.1, "scheduler": COSINE, "patrickstar": {"options": {"compute": compute}}}
-    config["fp16"] = {"enabled": True, "initial_scale_power": power, "loss_scale_window": 2}
-    assert train(config, "--compare-plain", steps=8) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    found = re.search(
-        r"the same bits: every loss and all 17 tensors .*, and a loss scale of (\S+) after (\d) skipped", shown
-    )
-    assert found is not None, shown
-    assert shown.count("a step was skipped") == int(found[2])
-    assert 0 < int(found[2]) < 8
-
-
-def test_other_settings_give_other_losses(train, runs):
-    losses = []
-    for number, optimizer in enumerate((ADAM, {**ADAM, "type": "AdamW"}, {"params": {"lr": 1e-3}})):
-        assert train({"train_batch_size": 2, "optimizer": optimizer}, log=f"{number}.jsonl") == 0
-        losses.append(list(runs.losses(f"{number}.jsonl").values()))
-    assert losses[0][0] == losses[1][0] == losses[2][0]
-    assert len({row[-1] for row in losses}) == 3
 
 
 @pytest.mark.parametrize(
@@ -244,7 +214,7 @@ def test_the_same_config_gives_the_bits_of_an_engine(train, runs, fp16):
 
 def test_a_run_in_fp16_scales_its_loss_and_goes_on_where_it_stopped(train, runs, capsys):
     config = {"train_batch_size": 2, "optimizer": ADAM, "gradient_clipping": 0.1, "scheduler": COSINE}
-    config["fp16"] = {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}
+    config["fp16"] = OVERFLOWS
     assert train(config, steps=6, log="whole.jsonl") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert 0 < shown.count("a step was skipped: gradients overflowed at loss scale") < 4
@@ -263,12 +233,7 @@ def test_what_a_config_cannot_have_ends_with_status_2(train, capsys):
 
 
 def test_keys_without_effect_are_shown(train, capsys):
-    assert (
-        train(
-            {"train_batch_size": 2, "aio": {"queue_depth": 8}, "tensorboard": {"enabled": True}, "steps_per_print": 1},
-            steps=1,
-        )
-        == 0
-    )
+    config = {"train_batch_size": 2, "aio": {"queue_depth": 8}, "tensorboard": {"enabled": True}, "steps_per_print": 1}
+    assert train(config, steps=1) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "no effect here: aio.queue_depth, tensorboard.enabled, steps_per_print (" in shown

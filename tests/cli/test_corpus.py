@@ -72,28 +72,18 @@ def test_in_a_directory_what_is_no_text_is_skipped_and_counted(folder):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("name", "content", "says"),
     [
-        (b"", "the file is empty"),
-        (b" \n\t\n", "the file is empty"),
-        (b"caf\xe9", "not UTF-8 text: byte 3 is 0xe9"),
-        (b"ab\0cd", "not text: character 2 is a zero byte"),
+        ("given.txt", b"", "the file is empty"),
+        ("given.txt", b" \n\t\n", "the file is empty"),
+        ("given.txt", b"caf\xe9", "not UTF-8 text: byte 3 is 0xe9"),
+        ("given.txt", b"ab\0cd", "not text: character 2 is a zero byte"),
+        (".", b"\xff\xff", r"no text in this directory .1 files are not UTF-8 text"),
+        ("missing.txt", b"", "no such file or directory"),
     ],
 )
-def test_a_file_named_outright_that_is_no_text_is_refused(tmp_path, content, says):
-    path = tmp_path / "given.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=says) as error:
-        read_corpus([str(path)])
-    assert str(path) in str(error.value)
-
-
-def test_a_directory_without_text_is_refused(tmp_path):
-    (tmp_path / "only.bin").write_bytes(b"\xff\xff")
-    with pytest.raises(DataError, match=r"no text in this directory .1 files are not UTF-8 text"):
-        read_corpus([str(tmp_path)])
-
-
-def test_a_path_that_is_not_there_is_a_wrong_argument(tmp_path):
-    with pytest.raises(ConfigError, match="no such file or directory"):
-        read_corpus([str(tmp_path / "missing.txt")])
+def test_what_is_no_text_is_refused_by_name(tmp_path, name, content, says):
+    (tmp_path / "given.txt").write_bytes(content)
+    with pytest.raises(ConfigError if name == "missing.txt" else DataError, match=says) as error:
+        read_corpus([str(tmp_path / name)])
+    assert str(tmp_path / name) in str(error.value)

@@ -1,12 +1,11 @@
 import io
 import logging
+import math
 
 from rich.console import Console
 
 from patrickstar.cli.display import Display, NoteHandler, step_text
-from patrickstar.cli.event_log import StepRecord
 from patrickstar.units import MIB
-from tests.cli.test_event_log import SUMMARY
 
 
 class Clock:
@@ -17,7 +16,11 @@ class Clock:
         return self.now
 
 
-STEP = StepRecord(step=2, loss=6.5, seconds=2.0, tokens_per_second=64.0, grad_norm=None, peak={}, rss=1)
+STEP = {"loss": 6.5, "tokens_per_second": 64.0}
+SUMMARY = {"steps": 3, "seconds": 1.5, "tokens_per_second": 128.0, "parameters": 1, "model_data_bytes": 16}
+SUMMARY |= {"first_loss": 6.0, "last_loss": math.nan, "first_validation_loss": None, "validation_loss": 5.75}
+SUMMARY |= {"peak": {"host": 7}, "rss_peak_growth": 8, "moved_per_step": {"H>K": 2}}
+SUMMARY["predicted"] = {"peak": {"host": 1}, "moved": {"H>K": 2}}
 
 
 def display(**given):
@@ -44,6 +47,12 @@ def test_plain_lines_come_now_and_then_and_at_both_ends():
         "step 41/50, 1/s, 0:09 left  loss [41]",
         "step 50/50, 1/s, 0:00 left  loss [50]",
     ]
+    shown, out, clock = display()  # short work without a word to say is silent
+    with shown.progress("encoding", 100) as advance:
+        for _ in range(100):
+            clock.now += 0.05
+            advance(1)
+    assert out.getvalue() == ""
 
 
 def test_a_terminal_shows_progress_and_what_it_has_come_to():
@@ -53,15 +62,6 @@ def test_a_terminal_shows_progress_and_what_it_has_come_to():
         shown.note("saved")
         advance(1, "loss [2]")
     assert all(part in out.getvalue() for part in ("step", "2/4", "loss [2]", "saved"))
-
-
-def test_work_without_a_word_to_say_is_silent_in_a_log_where_it_is_short():
-    shown, out, clock = display()
-    with shown.progress("encoding", 100) as advance:
-        for _ in range(100):
-            clock.now += 0.05
-            advance(1)
-    assert out.getvalue() == ""
 
 
 def test_the_summary_sets_predicted_beside_measured():

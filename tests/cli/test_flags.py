@@ -37,31 +37,22 @@ def test_a_word_that_belongs_to_no_option_is_refused(arguments):
         parse(arguments)
 
 
-@pytest.mark.parametrize("word", ["cpu", "emulated", "cuda", "cuda:0", "cuda:13"])
-def test_devices_are_taken_as_they_are(word):
-    assert Device().convert(word, None, None) == word
-
-
-@pytest.mark.parametrize("word", ["CPU", "cuda:", "cuda:x", "cuda1", "", "mps"])
-def test_other_devices_are_refused(word):
-    with pytest.raises(click.UsageError, match="is none of cpu, emulated, cuda, cuda:N"):
-        Device().convert(word, None, None)
-
-
-@pytest.mark.parametrize("text", ["1048576", "4096B", "512MiB", "1.5GB", "70%"])
-def test_sizes_stay_as_written(text):
-    assert Size().convert(text, None, None) == text
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1", "101%", "3 apples", "8", "4096"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(click.UsageError):
-        Size().convert(text, None, None)
-
-
-def test_a_misspelt_word_is_told_its_neighbour():
-    with pytest.raises(click.UsageError, match=r'constnt. is none of constant, cosine; did you mean "constant"'):
-        Spelling("constant", "cosine").convert("constnt", None, None)
+@pytest.mark.parametrize(
+    ("kind", "text", "refused"),
+    [
+        *((Device(), word, None) for word in ("cpu", "emulated", "cuda", "cuda:0", "cuda:13")),
+        *((Device(), word, "is none of cpu, emulated, cuda, cuda:N") for word in ("CPU", "cuda:", "cuda:x", "", "mps")),
+        *((Size(), text, None) for text in ("1048576", "4096B", "512MiB", "1.5GB", "70%")),
+        *((Size(), text, "size=") for text in ("", "much", "-1", "101%", "3 apples", "8", "4096")),
+        (Spelling("constant", "cosine"), "constnt", r'constnt. is none of .*, cosine; did you mean "constant"'),
+    ],
+)
+def test_words_are_taken_as_written_or_refused(kind, text, refused):
+    if refused is None:
+        assert kind.convert(text, None, None) == text
+    else:
+        with pytest.raises(click.UsageError, match=refused):
+            kind.convert(text, None, None)
 
 
 def test_debug_is_heard_wherever_it_stands():

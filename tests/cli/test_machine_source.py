@@ -1,14 +1,14 @@
 """Plans for machines that are not here, by name or from a file."""
 
 import json
-from dataclasses import asdict
+from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 
 from patrickstar.cli.machine_source import MachineSource, write_machine
 from patrickstar.cli.machines import MACHINES
 from patrickstar.cli.main import main
-from patrickstar.cli.models import Gpt2
+from patrickstar.cli.models import Shape
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.fixed_costs import GPU_WORKSPACE_PERCENT
 from patrickstar.units import GIB, MIB, format_budget
@@ -58,7 +58,7 @@ def gpt(tmp_path):
 
     def write(layers, width, heads):
         path = tmp_path / f"gpt-{layers}.json"
-        settings = {**Gpt2(layers, width, heads, positions=4096).settings(), "gradient_checkpointing": True}
+        settings = {**Shape(layers, width, heads, positions=4096).settings(), "gradient_checkpointing": True}
         path.write_text(json.dumps(settings))
         return path
 
@@ -70,6 +70,32 @@ def plan(capsys, *arguments):
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
     return status, json.loads(captured.out) if captured.out else captured.err
+
+
+NAMES = ["v100-yard", "a100-superpod", "h200", "gpu-24g", "laptop-8g", "cpu"]
+
+
+def test_the_presets_are_there_and_listed(capsys):
+    assert list(MACHINES) == NAMES
+    assert main(["machines"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == NAMES
+
+
+def test_platforms_have_what_the_paper_says_of_them():
+    yard, superpod = MACHINES["v100-yard"], MACHINES["a100-superpod"]
+    assert (yard.devices, yard.device_bytes, yard.host_bytes) == (8, 32 * GIB, 240 * 10**9)
+    assert (superpod.devices, superpod.device_bytes, superpod.host_bytes) == (8, 40 * GIB, 10**12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_has_figures_for_what_it_has_and_none_for_what_it_has_not(name):
+    machine = MACHINES[name]
+    assert machine.host_bytes > machine.device_bytes / 2
+    has_device = [bool(v) for v in (machine.devices, machine.device_bytes, machine.fast_16bit, machine.link)]
+    assert len(set(has_device)) == 1
+    assert (machine.disk_bytes > 0) == (machine.disk_read > 0)
+    with pytest.raises(FrozenInstanceError):
+        machine.link = 0
 
 
 EXACT = {"in_backward": ("--step", "in_backward"), "deferred and clipped": ("--clip", 1)}
@@ -138,6 +164,14 @@ def test_every_machine_of_the_table_is_planned_for(name, model, capsys):
     alone = f"one rank, alone on the node: 1 of its {figures.devices} devices, and all of its host memory"
     assert (alone in out) is (figures.devices > 1)
     assert ("for the driver and CUDA's context" in out) is (figures.devices > 0)
+    # What is left for workspaces is what a session there leaves.
+    found = MachineSource.find(name)
+    assert figures.workspace_percent == (GPU_WORKSPACE_PERCENT if figures.devices else 0)
+    assert found.resources(check_arguments(device="emulated")).workspace_percent == 0
+    flags = ["--machine", name, "--model", str(model(1)), "--seq-len", "32"]
+    if figures.devices:
+        assert main(["plan", *flags, "--device-memory", "4GiB"]) == 0
+        assert "fixed costs (workspaces of kernels) 256.00 MiB, budget 4.00 GiB" in capsys.readouterr().out
 
 
 def test_fp16_is_no_default_of_a_step_that_it_cannot_take(model, capsys):
@@ -189,7 +223,7 @@ def test_what_a_machine_has_not_is_refused(arguments, why, model, capsys):
         ({"device_bytes": 1.5}, "device_bytes=1.5: expected a whole number"),
         ({"host_bytes": True}, "host_bytes=True"),
         ({"host_bytes": 0}, "every machine has host memory"),
-        ({"link": "fast"}, "link='fast': expected a number of 0 or more"),
+        ({"link": "fast"}, "link='fast': expected a finite number of 0 or more"),
         ({"devices": 0}, "devices=0 with device_bytes="),
         ({"context_bytes": GIB}, "nothing is left of device_bytes"),
         ({"workspace_percent": 100}, "nothing is left of a device's budget"),
@@ -197,21 +231,20 @@ def test_what_a_machine_has_not_is_refused(arguments, why, model, capsys):
         ({"device": 3}, "expected the name of the accelerator"),
         ({"host_byte": 3}, 'there is no such figure; did you mean "host_bytes"?'),
         ({"devices": 0, "device_bytes": 0, "context_bytes": 0}, "say on how many threads"),
+        (b"{", "not JSON"),
+        (b"[]", "expected a JSON object"),
+        (b"{}", "every machine has host memory"),
+        (b"\xff", "not JSON"),
     ],
 )
-def test_absurd_figures_are_refused_by_name(changed, why, machine, model, capsys):
-    status, err = plan(capsys, "--machine", machine(**changed), "--model", model(1))
-    assert status == 1
-    assert why in err
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "\xff"])
-def test_other_files_are_refused(text, tmp_path, model, capsys):
-    path = tmp_path / "machine.json"
-    path.write_bytes(text.encode("latin-1"))
+def test_absurd_figures_and_other_files_are_refused_by_name(changed, why, machine, model, capsys):
+    path = machine(**changed if isinstance(changed, dict) else {})
+    if isinstance(changed, bytes):
+        path.write_bytes(changed)
     status, err = plan(capsys, "--machine", path, "--model", model(1))
     assert status == 1
     assert err.startswith(f"patrickstar: MachineError: --machine {path}: ")
+    assert why in err
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
@@ -266,15 +299,3 @@ def test_an_h200_with_128_gib_holds_18b_exact_and_15b_clipped(shape, batch_size,
         assert row["minimum"]["host"] <= row["budget"]["host"]
     else:
         assert row["minimum"]["host"] > row["budget"]["host"]
-
-
-@pytest.mark.parametrize("name", [name for name, preset in MACHINES.items() if preset.devices])
-def test_a_preset_leaves_the_share_for_workspaces_that_a_session_there_does(name, model, capsys):
-    found = MachineSource.find(name)
-    assert found.resources(check_arguments(device="cuda")).workspace_percent == GPU_WORKSPACE_PERCENT
-    assert found.resources(check_arguments(device="emulated")).workspace_percent == 0
-    flags = ["--machine", name, "--model", str(model(1)), "--seq-len", "32", "--device-memory", "4GiB"]
-    assert main(["plan", *flags]) == 0
-    assert "fixed costs (workspaces of kernels) 256.00 MiB, budget 4.00 GiB" in capsys.readouterr().out
-    assert main(["plan", *flags, "--device", "emulated"]) == 0
-    assert "fixed costs" not in capsys.readouterr().out

@@ -5,20 +5,10 @@ from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.models import DEFAULT, MODELS, shape_named
 from patrickstar.errors import ConfigError
 
-ONE_OF_EACH = [
-    DEFAULT,
-    "gpt2",
-    "Bert",
-    "GPT2small",
-    "GPT_175B",
-    "llama-3.2-1b",
-    "llama-2-7b",
-    "mistral-7b",
-    "qwen2.5-0.5b",
-]
+ONE_OF_EACH = ["Bert", "GPT2small", "GPT_175B", "llama-3.2-1b", "llama-2-7b", "mistral-7b", "qwen2.5-0.5b"]
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", [DEFAULT, "gpt2", *ONE_OF_EACH])
 def test_the_count_of_parameters_is_that_of_the_model_that_transformers_builds(name):
     model = ModelSource.find(name).build_on_meta()
     assert sum(p.numel() for p in model.parameters()) == MODELS[name].numel()
@@ -36,16 +26,14 @@ def test_shapes_have_the_published_size(name, millions):
     assert round(MODELS[name].numel() / 1e6) == millions
 
 
-def test_the_default_has_more_than_100m_parameters_and_a_vocabulary_a_small_corpus_fills():
-    assert MODELS[DEFAULT].numel() > 100_000_000
-    assert MODELS[DEFAULT].vocab <= 8192
-
-
 def test_the_whole_table_of_the_original_is_there():
     original = [name for name in MODELS if not name.islower()]
     assert original[:3] == ["Bert", "Bertlarge", "GPT2small"]
     assert original[-1] == "GPT_454B"
     assert len(original) == 29
+    # What `make train` trains has a vocabulary that a small corpus can fill.
+    assert MODELS[DEFAULT].numel() > 100_000_000
+    assert MODELS[DEFAULT].vocab <= 8192
     assert all(MODELS[name].hidden % MODELS[name].heads == 0 for name in original)
 
 

@@ -33,21 +33,22 @@ def test_where_a_host_budget_binds_it_starts_over_once_with_the_same_arguments(e
     assert len(executed) == 1
 
 
-@pytest.mark.parametrize("given", [{"device": "emulated"}, {"device": "cuda:0"}, {"host_memory": None}])
-def test_where_no_budget_of_the_cpu_binds_it_goes_on(executed, given):
+@pytest.mark.parametrize(
+    ("given", "chosen", "library"),
+    [
+        ({"device": "emulated"}, {}, LIBRARY),
+        ({"device": "cuda:0"}, {}, LIBRARY),
+        ({"host_memory": None}, {}, LIBRARY),
+        ({}, {}, None),
+        ({}, {reexec.GUARD: "something"}, LIBRARY),
+        ({}, {"LD_PRELOAD": "something"}, LIBRARY),
+    ],
+    ids=["emulated", "cuda", "no budget", "no library", "guarded", "preloaded"],
+)
+def test_where_there_is_no_point_or_somebody_has_chosen_it_goes_on(executed, monkeypatch, given, chosen, library):
+    monkeypatch.setattr("patrickstar.memory.allocator.tcmalloc_library", lambda: library)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
     reexec.under_tcmalloc(**{"device": "cpu", "host_memory": "1GiB", **given})
     assert executed == []
-
-
-def test_without_the_library_it_goes_on(executed, monkeypatch):
-    monkeypatch.setattr("patrickstar.memory.allocator.tcmalloc_library", lambda: None)
-    reexec.under_tcmalloc(device="cpu", host_memory="1GiB")
-    assert executed == []
-
-
-@pytest.mark.parametrize("name", [reexec.GUARD, "LD_PRELOAD"])
-def test_whoever_has_chosen_keeps_their_allocator(executed, monkeypatch, name):
-    monkeypatch.setenv(name, "something")
-    reexec.under_tcmalloc(device="cpu", host_memory="1GiB")
-    assert executed == []
-    assert os.environ[name] == "something"
+    assert chosen.items() <= os.environ.items()

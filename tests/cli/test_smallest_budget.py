@@ -60,11 +60,13 @@ def test_a_run_fits_in_the_smallest_budget_and_less_is_refused_with_the_numbers(
     less = smallest * 9 // 10
     assert runs.train(*flags, f"{less}B", *more, steps=2, log="less") == 3
     assert runs.rows("less", "step") == []
+    shown = capsys.readouterr()
+    assert "validation" not in shown.out
     said = re.fullmatch(
         rf"patrickstar: BudgetError: {tier} memory is (.+) short at moment \d+ (?:forward|backward|step) \S+\n"
         r"  needed (.+) = chunk slots (.+) \(\d+ of .+\) \+ activations (.+);  budget (.+)\n"
         rf"  fits with: {tier}_memory >= (.+)  \|  .+\n",
-        capsys.readouterr().err,
+        shown.err,
     )
     assert said is not None
     short, needed, slots, activations, budget, fits = (parse_size(size, name="size") for size in said.groups())

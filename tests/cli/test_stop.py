@@ -11,31 +11,23 @@ def send(number):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_while_nothing_is_at_stake_a_signal_stops_at_once(number, status):
+def test_a_signal_stops_at_once_or_while_deferring_after_the_step_and_the_second_at_once(number, status):
+    said = []
     with StopSignals() as signals:
         with pytest.raises(Stopped) as stopped:
             send(number)
-        assert stopped.value.status == status
-        assert signals.requested is None
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_while_deferring_the_first_is_noted_and_the_second_stops_at_once(number, status):
-    said = []
-    with StopSignals() as signals, signals.deferring(said.append):
-        send(number)
-        assert signals.requested == status
-        assert said == ["stopping after this step; once more stops at once"]
-        with pytest.raises(Stopped):
-            send(signal.SIGINT)
-
-
-def test_after_deferring_a_signal_stops_at_once_again():
+        assert (stopped.value.status, signals.requested) == (status, None)
+        with signals.deferring(said.append):
+            send(number)
+            assert signals.requested == status
+            assert said == ["stopping after this step; once more stops at once"]
+            with pytest.raises(Stopped):
+                send(signal.SIGINT)
     with StopSignals() as signals:
         with signals.deferring(print):
             pass
         with pytest.raises(Stopped):
-            send(signal.SIGTERM)
+            send(number)
 
 
 def test_the_handlers_of_before_are_back_afterwards():

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from patrickstar.checkpoint import storage
-from patrickstar.cli import compare
+from patrickstar.cli import plain
 from patrickstar.cli.event_log import EventLog
 from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.plain_masters import PlainPrecision
 from patrickstar.memory.allocator import tcmalloc_library
 from patrickstar.memory.store import ChunkStore
 from patrickstar.units import MIB
@@ -63,15 +62,10 @@ def test_a_run_logs_its_start_every_step_and_a_summary(runs, capsys):
     assert "12/12" in capsys.readouterr().out
 
 
-def test_the_seed_decides_every_bit(runs):
-    for log, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert runs.train("--seed", seed, log=log, steps=2) == 0
-    assert runs.losses("a") == runs.losses("b")
-    assert not set(runs.losses("a").values()) & set(runs.losses("c").values())
-
-
 def test_stopping_and_resuming_gives_the_bits_of_not_stopping(runs, capsys):
     assert runs.train(steps=6, log="whole") == 0
+    assert runs.train("--seed", 2, steps=1, log="other") == 0
+    assert runs.losses("other")[1] != runs.losses("whole")[1]
     assert runs.train("--checkpoint-dir", runs.checkpoints, steps=3) == 0
     assert runs.saved() == ["step-00000003"]
     assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", steps=6) == 0
@@ -137,26 +131,17 @@ def test_a_second_signal_leaves_the_last_checkpoint_intact(runs, monkeypatch, wh
     assert runs.losses() == runs.losses("whole")
 
 
-def test_the_newest_checkpoints_stay(runs):
-    assert runs.train("--checkpoint-dir", runs.checkpoints, "--save-every", 2, "--keep", 2, steps=7) == 0
-    assert runs.saved() == ["step-00000006", "step-00000007"]
-
-
-def test_resuming_where_nothing_was_saved_starts_afresh_with_a_note(runs, capsys):
+def test_resuming_where_nothing_was_saved_starts_afresh_and_a_finished_run_takes_no_step(runs, capsys):
     assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume") == 0
     assert "no checkpoint to resume from yet: starting afresh" in capsys.readouterr().out
-    assert len(runs.losses()) == 4
-
-
-def test_resuming_a_finished_run_takes_no_step(runs):
-    assert runs.train("--checkpoint-dir", runs.checkpoints) == 0
     assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume") == 0
     assert len(runs.rows(event="step")) == 4
     assert runs.rows()[-1]["steps"] == 4
 
 
-def test_a_damaged_newest_checkpoint_is_refused_naming_the_newest_intact_one(runs, capsys):
-    assert runs.train("--checkpoint-dir", runs.checkpoints, "--save-every", 2) == 0
+def test_the_newest_checkpoints_stay_and_a_damaged_one_is_refused_naming_the_newest_intact_one(runs, capsys):
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--save-every", 1, "--keep", 3) == 0
+    assert runs.saved() == ["step-00000002", "step-00000003", "step-00000004"]
     damaged = max((runs.checkpoints / "step-00000004").glob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(damaged.read_bytes())
     data[-5] ^= 1
@@ -164,20 +149,34 @@ def test_a_damaged_newest_checkpoint_is_refused_naming_the_newest_intact_one(run
     assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", steps=6) == 1
     error = capsys.readouterr().err
     assert damaged.name in error
-    assert "step-00000002" in error
+    assert "step-00000003" in error
     assert len(runs.rows(event="step")) == 4
 
 
-def test_starting_afresh_over_another_runs_checkpoints_is_refused(runs, capsys):
-    assert runs.train("--checkpoint-dir", runs.checkpoints) == 0
-    assert runs.train("--checkpoint-dir", runs.checkpoints) == 2
-    assert "--resume goes on from it" in capsys.readouterr().err
+SAVED = ["--checkpoint-dir", "checkpoints"]
 
 
-def test_resuming_with_another_data_order_is_refused(runs, capsys):
-    assert runs.train("--checkpoint-dir", runs.checkpoints) == 0
-    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", "--seed", 5, steps=6) == 1
-    assert "seed was 0, is 5" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("before", "arguments", "status", "says"),
+    [
+        (SAVED, SAVED, 2, "--resume goes on from it"),
+        (SAVED, [*SAVED, "--resume", "--seed", 5, "--steps", 6], 1, "seed was 0, is 5"),
+        (None, ["--log-json", "missing/log.jsonl"], 1, "No such file or directory"),
+        (None, ["--data", "empty.txt"], 1, "is empty"),
+        (None, ["--data", "random"], 2, "random stands for random tokens and goes with nothing else"),
+        (None, ["--seq-len", 4000], 2, "this model has 64 positions"),
+        (None, ["--data", "missing.txt"], 2, "no such file or directory"),
+    ],
+)
+def test_what_a_run_cannot_do_has_its_status_and_its_message(
+    runs, capsys, monkeypatch, before, arguments, status, says
+):
+    monkeypatch.chdir(runs.home)
+    (runs.home / "empty.txt").touch()
+    if before is not None:
+        assert runs.train(*before) == 0
+    assert runs.train(*arguments) == status
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--clip", 0.1, "--accumulate", 3], ["--step", "in_backward"]])
@@ -217,76 +216,11 @@ def test_the_precision_is_chosen_here_and_said_in_a_line(runs, capsys, monkeypat
     assert "fast in" not in capsys.readouterr().out
 
 
-def gradients_that_are_not_rounded(precision):
-    return {"gradient": torch.float32}
-
-
-def weights_that_are_not_widened(precision):
-    return {"compute": precision.kept}
-
-
-@pytest.mark.parametrize("spoil", [gradients_that_are_not_rounded, weights_that_are_not_widened])
-def test_another_arithmetic_in_16_bits_fails_the_run(runs, capsys, monkeypatch, spoil):
-    monkeypatch.setattr("patrickstar.step.resources.computes_bf16", lambda: False)
-    monkeypatch.setattr(
-        "patrickstar.cli.run.PlainPrecision",
-        lambda **given: replace(said := PlainPrecision(**given), **spoil(said)),
-    )
-    assert runs.train("--compare-plain", "--precision", "bf16") == 1
-    assert "plain PyTorch gives other bits" in capsys.readouterr().out
-
-
 def test_a_difference_from_plain_pytorch_fails_the_run(runs, capsys, monkeypatch):
-    update = compare.update_
-    monkeypatch.setattr(
-        compare, "update_", lambda p, g, moments, hyper: update(p, g, moments, replace(hyper, eps=2e-8))
-    )
+    update = plain.update_
+    monkeypatch.setattr(plain, "update_", lambda p, g, moments, hyper: update(p, g, moments, replace(hyper, eps=2e-8)))
     assert runs.train("--compare-plain") == 1
     assert "plain PyTorch gives other bits" in capsys.readouterr().out
-
-
-def test_a_budget_moves_chunks_and_changes_no_bit(runs):
-    assert runs.train(log="whole") == 0
-    assert runs.train("--device", "emulated", "--device-memory", "900KiB", log="tight") == 0
-    assert runs.losses("tight") == runs.losses("whole")
-    moved = runs.rows("tight")[-1]["moved"]
-    assert moved["H>D"] > 0
-    assert runs.rows("whole")[-1]["moved"]["H>D"] == 0
-    assert runs.rows("tight")[-1]["peak"]["device"] <= 900 << 10
-
-
-@pytest.mark.parametrize(
-    "budget",
-    [
-        ["--host-memory", "4KiB", "--disk", "disk"],
-        # Evaluation would fit.
-        ["--device", "emulated", "--device-memory", "600KiB"],
-    ],
-)
-def test_what_does_not_fit_exits_3_before_anything_runs(runs, capsys, monkeypatch, budget):
-    monkeypatch.chdir(runs.home)
-    assert runs.train(*budget) == 3
-    shown = capsys.readouterr()
-    assert shown.err.startswith("patrickstar: BudgetError: ")
-    assert "fits with" in shown.err
-    assert "Traceback" not in shown.err
-    assert "validation" not in shown.out
-    assert runs.rows(event="step") == []
-
-
-@pytest.mark.parametrize(
-    ("content", "says"), [(b"", "is empty"), (b"\xff\xfe\x00", "not UTF-8"), (b"a\0b", "zero byte")]
-)
-def test_text_that_is_none_is_an_error_on_the_way(runs, capsys, content, says):
-    runs.text.write_bytes(content)
-    assert runs.train() == 1
-    assert says in capsys.readouterr().err
-
-
-def test_text_too_short_for_a_sequence_is_an_error_on_the_way(runs, capsys):
-    runs.text.write_text("a few words only, so that the tail is nothing\n")
-    assert runs.train() == 1
-    assert "less than one sequence of 16" in capsys.readouterr().err
 
 
 def test_files_that_are_no_text_are_skipped_in_one_warning(runs, capsys):
@@ -294,11 +228,6 @@ def test_files_that_are_no_text_are_skipped_in_one_warning(runs, capsys):
         (runs.home / name).write_bytes(b"\x89PNG\xff")
     assert runs.train("--data", runs.home) == 0
     assert capsys.readouterr().out.count("warning: skipped 2 files that are not UTF-8 text") == 1
-
-
-def test_a_log_that_cannot_be_written_is_an_error_on_the_way(runs, capsys):
-    assert runs.train("--log-json", runs.home / "missing" / "log.jsonl") == 1
-    assert "No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.campaign

@@ -17,8 +17,9 @@ from torch.nn.utils import parametrizations
 
 import patrickstar
 from patrickstar import LayoutError, StateError
-from patrickstar.deferred.deferred_init import deferred_by, initial_value
+from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.deferred.recording import DeferredRecorder
+from tests.parameters.toy import initial_value
 from tests.parity.compare import same_bits
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}

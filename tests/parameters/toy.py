@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
+from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.binding import Binding
 from patrickstar.plan.touches import UseCounts
@@ -185,3 +186,9 @@ def compare(
         assert owner.fetches > len(owner.layout.runs), "a run in which nothing moved proves nothing"
     assert not owner.binding.leases.held(), "a lease outlived its use"
     return owner
+
+
+def initial_value(parameter: Tensor) -> Tensor:
+    """A parameter's values: its data, or, built under `deferred_init()`, a tensor that is made now."""
+    recorder = deferred_by(parameter)
+    return parameter.data if recorder is None else recorder.value(parameter)

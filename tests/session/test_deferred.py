@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import patrickstar
 from patrickstar import BudgetError, LayoutError, StateError
-from patrickstar.deferred.deferred_init import deferred_by, initial_value
+from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.deferred.recording import DeferredRecorder
 from patrickstar.step.values import Weights
+from tests.parameters.toy import initial_value
 from tests.parity.compare import same_bits
 from tests.session.builders import Pair, adamw, expect_bits, is_ordinary, mlp, options, train, values
 from tests.session.deferred_child import MIB, in_child

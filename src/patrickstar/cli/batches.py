@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -14,8 +15,6 @@ from patrickstar.errors import CheckpointError
 
 # Held-out batches of one evaluation: enough to tell a fall from noise, few enough to cost no more than a few steps.
 VALIDATION_BATCHES: Final = 4
-# Streams of random tokens beside a position and the seed, so that no training batch is a validation batch.
-_TRAINING, _VALIDATION = 0, 1
 
 Batch = dict[str, torch.Tensor]
 
@@ -75,31 +74,32 @@ class Batches(BatchSource):
     def __init__(self, tokens: Tokens, **shape: Any) -> None:
         super().__init__(hashlib.sha256(tokens.tobytes()).hexdigest(), **shape)
         self._windows = _windows(tokens, self.seq_len, "training")
-        self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)
 
     def _rows(self) -> torch.Tensor:
-        return self._windows[[self._row(self.position + index) for index in range(self.batch_size)]]
+        count = len(self._windows)
+        places = (divmod(self.position + index, count) for index in range(self.batch_size))
+        return self._windows[[int(_order(self.seed, epoch, count)[place]) for epoch, place in places]]
 
-    def _row(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._windows))
-        if epoch != self._epoch:
-            # A generator of its own: the order must not depend on what the model draws, nor the other way round.
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % (1 << 63))
-            self._order, self._epoch = torch.randperm(len(self._windows), generator=generator), epoch
-        return int(self._order[place])
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> torch.Tensor:
+    # A generator of its own: the order must not depend on what the model draws, nor the other way round.
+    return torch.randperm(count, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63)))
 
 
 class RandomBatches(BatchSource):
-    """Random tokens; the seed and the position decide each batch, and nothing else does."""
+    """Random tokens; the seed and the position decide each batch, and nothing else does. `held_out`: others than training has."""
 
-    def __init__(self, vocab_size: int, **shape: Any) -> None:
+    def __init__(self, vocab_size: int, *, held_out: bool = False, **shape: Any) -> None:
         super().__init__(f"random of a vocabulary of {vocab_size}", **shape)
         self.vocab_size = vocab_size
+        self._held_out = held_out
 
     def _rows(self) -> torch.Tensor:
-        at = self.position // self.batch_size
-        return _draw(self.vocab_size, (self.batch_size, self.seq_len), seed=self.seed, stream=_TRAINING, at=at)
+        # A generator of its own, made anew: any position can be come back to, and what the model draws stays what it was.
+        mixed = (self.seed * 1_000_003 + self.position // self.batch_size) * 2 + self._held_out
+        generator = torch.Generator().manual_seed(mixed % (1 << 63))
+        return torch.randint(self.vocab_size, (self.batch_size, self.seq_len), generator=generator)
 
 
 def as_batch(rows: torch.Tensor, device: torch.device | None = None) -> Batch:
@@ -123,15 +123,6 @@ def validation_batches(
     return [as_batch(windows[rows], device) for rows in torch.tensor(chosen).split(batch_size)]
 
 
-def random_validation_batches(
-    vocab_size: int, *, batch_size: int, seq_len: int, device: torch.device | None = None
-) -> list[Batch]:
-    """Batches of other random tokens than training has, the same ones in every run."""
-    shape = (batch_size, seq_len)
-    drawn = [_draw(vocab_size, shape, seed=0, stream=_VALIDATION, at=at) for at in range(VALIDATION_BATCHES)]
-    return [as_batch(rows, device) for rows in drawn]
-
-
 def _windows(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:
     count = len(tokens) // seq_len
     if count == 0:
@@ -140,9 +131,3 @@ def _windows(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:
             "give more text, or a smaller --seq-len"
         )
     return torch.from_numpy(tokens[: count * seq_len].reshape(count, seq_len))
-
-
-def _draw(vocab_size: int, shape: tuple[int, int], *, seed: int, stream: int, at: int) -> torch.Tensor:
-    # A generator of its own, made anew: any position can be come back to, and what the model draws stays what it was.
-    mixed = ((seed * 1_000_003 + at) * 2 + stream) % (1 << 63)
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(mixed))

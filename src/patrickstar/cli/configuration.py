@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,30 +11,21 @@ from typing import Any, Final
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.read import read_config
 from patrickstar.config.json_file import read_json
-from patrickstar.config.settings import EngineSettings, OptimizerSettings, Schedule
+from patrickstar.config.settings import EngineSettings, OptimizerSettings
 from patrickstar.errors import ConfigError
 
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
-_DISKS: Final = (
-    "zero_optimization.offload_param",
-    "zero_optimization.offload_optimizer",
-    "client.nvme_base_dir",
-    "patrickstar.disk",
-)
-# Flags that say what one key says; the others are written out below.
+_OFFLOAD: Final = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+_DISKS: Final = (*_OFFLOAD, "client.nvme_base_dir", "patrickstar.disk")
+# Flags that say what one key says, and those that our own section has under the same name; the others are written out below.
 _KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "batch_size": "train_micro_batch_size_per_gpu",
         "accumulate": "gradient_accumulation_steps",
         "clip": "gradient_clipping",
-        "device": "patrickstar.device",
-        "device_memory": "patrickstar.device_memory",
-        "host_memory": "patrickstar.host_memory",
-        "disk": "patrickstar.disk",
-        "disk_memory": "patrickstar.disk_memory",
-        "step": "patrickstar.step",
     }
 )
+_OWN: Final = ("device", "device_memory", "host_memory", "disk", "disk_memory", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +35,7 @@ class Configuration:
     What it does not say is as without it: `None` and empty mappings stand for that.
 
     Attributes:
-        flags: values in the place of flags' defaults, by their names. optimizer, schedule: those of the config.
+        flags: values in the place of flags' defaults, by their names. optimizer: that of the config.
     """
 
     path: Path
@@ -53,7 +43,6 @@ class Configuration:
     memory: MemoryOptions
     flags: Mapping[str, Any]
     optimizer: OptimizerSettings | None
-    schedule: Schedule | None
 
 
 def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]) -> Configuration:
@@ -62,11 +51,9 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
     Raises:
         ConfigError: the config has problems, also with the flags in place; or a flag has nothing to say beside it.
     """
-    config = _with_flags(read_json(path), {name: given[name] for name in explicit})
-    try:
-        settings = read_config(config)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("config:", f"config {path}:", 1), problems=error.problems) from error
+    config = read_json(path)
+    instead = _instead(config, {name: given[name] for name in explicit})
+    settings = read_config(config, of=f"config {path}", instead=instead)
     said = settings.values
     if said.get("steps_per_print") is not None:
         why = "steps_per_print (`train` shows its progress, and --log-json has every step)"
@@ -87,51 +74,23 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
     if not any(key in said for key in _PRECISIONS):
         memory = replace(memory, precision=None)
     optimizer = settings.optimizer if any(key.startswith("optimizer.") for key in said) else None
-    return Configuration(path, settings, memory, flags, optimizer, schedule)
+    return Configuration(path, settings, memory, flags, optimizer)
 
 
-def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with flags in the place of the keys that say the same."""
-    changed = copy.deepcopy(dict(config))
+def _instead(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that flags stand in the place of, sections as a whole; and what the flags say, None where another key says it."""
+    instead: dict[str, Any] = {}
     for name, value in flags.items():
         if name == "disk":
-            for path in _DISKS:
-                _remove(changed, path)
+            instead |= dict.fromkeys(_DISKS)
         if name == "host_memory":
-            _remove(changed, "client.mem_tracer.overall_cpu_mem_ratio")
+            instead["client.mem_tracer.overall_cpu_mem_ratio"] = None
         if name in ("schedule", "warmup"):
-            _remove(changed, "scheduler")
+            instead["scheduler"] = None
         if name == "precision":
-            for path in _PRECISIONS:
-                _remove(changed, path)
-            _put(changed, "patrickstar.precision", value)
-        if name == "lr" and isinstance(changed.get("optimizer"), Mapping):
-            _put(changed, "optimizer.params.lr", value)
-        if name in _KEYS:
-            _put(changed, _KEYS[name], str(value) if isinstance(value, Path) else value)
-    return changed
-
-
-def _put(config: dict[str, Any], path: str, value: object) -> None:
-    """Sets a key, and the objects around it where they are missing; where one is no object, reading will tell."""
-
-    def put(within: dict[str, Any], name: str) -> None:
-        within[name] = value
-
-    _at(config, path, put, make=True)
-
-
-def _remove(config: dict[str, Any], path: str) -> None:
-    _at(config, path, lambda within, name: within.pop(name, None), make=False)
-
-
-def _at(config: dict[str, Any], path: str, act: Callable[[dict[str, Any], str], object], *, make: bool) -> None:
-    *around, name = path.split(".")
-    within: Any = config
-    for part in around:
-        if make and within.get(part) is None:
-            within[part] = {}
-        within = within.get(part)
-        if not isinstance(within, dict):
-            return
-    act(within, name)
+            instead |= {**dict.fromkeys(_PRECISIONS), "patrickstar.precision": value}
+        if name == "lr" and isinstance(config.get("optimizer"), Mapping):
+            instead["optimizer.params.lr"] = value
+        if name in (*_KEYS, *_OWN):
+            instead[_KEYS.get(name, f"patrickstar.{name}")] = str(value) if isinstance(value, Path) else value
+    return instead

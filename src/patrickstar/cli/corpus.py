@@ -72,25 +72,16 @@ def read_corpus(given: Sequence[str]) -> Corpus:
 def _library() -> Iterator[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts):
-            text = _text_or_none(path)
-            if text:
-                yield text
+        if _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts) and (text := _text_or_none(path)):
+            yield text
 
 
 def _read_directory(root: Path) -> tuple[dict[Path, str], int]:
     """All texts below a directory, hidden and empty files aside, and how many files are none."""
-    texts: dict[Path, str] = {}
-    skipped = 0
-    for path in sorted(root.rglob("*")):
-        if not path.is_file() or any(part.startswith(".") for part in path.relative_to(root).parts):
-            continue
-        text = _text_or_none(path)
-        if text is None:
-            skipped += 1
-        elif text:
-            texts[path.resolve()] = text
-    return texts, skipped
+    seen = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    shown = [path for path in seen if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    read = {path.resolve(): _text_or_none(path) for path in shown}
+    return {path: text for path, text in read.items() if text}, sum(text is None for text in read.values())
 
 
 def _text_or_none(path: Path) -> str | None:
@@ -116,29 +107,26 @@ def _read_file(path: Path) -> str:
 def _split(source: str, texts: list[str], *, skipped: int) -> Corpus:
     if not texts:
         raise DataError(f"no text in {source}; name text files or directories with --data")
-    digest = hashlib.sha256()
     marks = [hashlib.sha256(text.encode()).digest() for text in texts]
-    for mark in marks:
-        digest.update(mark)
     held = _held_out(texts, marks)
     if held:
         train = [text for index, text in enumerate(texts) if index not in held]
         validation = [texts[index] for index in sorted(held)]
     else:
-        largest = max(range(len(texts)), key=lambda index: (len(texts[index]), -index))
-        cut = len(texts[largest]) - int(len(texts[largest]) * MOST_HELD_OUT)
-        train = [text[:cut] if index == largest else text for index, text in enumerate(texts)]
-        validation = [texts[largest][cut:]]
-    return Corpus(source, tuple(train), tuple(validation), skipped, digest.hexdigest())
+        largest = max(texts, key=len)
+        cut = len(largest) - int(len(largest) * MOST_HELD_OUT)
+        train = list(texts)
+        train[texts.index(largest)], validation = largest[:cut], [largest[cut:]]
+    digest = hashlib.sha256(b"".join(marks)).hexdigest()
+    return Corpus(source, tuple(train), tuple(validation), skipped, digest)
 
 
-def _held_out(texts: Sequence[str], marks: Sequence[bytes]) -> frozenset[int]:
+def _held_out(texts: Sequence[str], marks: Sequence[bytes]) -> set[int]:
     """Files in the order of their digests (as good as random, and the same everywhere) until they are enough."""
-    total = sum(map(len, texts))
+    total, taken = sum(map(len, texts)), 0
     chosen: set[int] = set()
-    taken = 0
     for index in sorted(range(len(texts)), key=lambda index: (marks[index], index)):
         if taken < total * HELD_OUT and taken + len(texts[index]) <= total * MOST_HELD_OUT:
             chosen.add(index)
             taken += len(texts[index])
-    return frozenset(chosen) if taken >= total * LEAST_HELD_OUT else frozenset()
+    return chosen if taken >= total * LEAST_HELD_OUT else set()

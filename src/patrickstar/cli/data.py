@@ -13,7 +13,6 @@ from patrickstar.cli.batches import (
     Batches,
     BatchSource,
     RandomBatches,
-    random_validation_batches,
     validation_batches,
 )
 from patrickstar.cli.corpus import read_corpus
@@ -25,44 +24,28 @@ RANDOM: Final = "random"
 
 
 @dataclass(frozen=True, slots=True)
-class TextData:
-    """The tokens of a text."""
-
-    train: Tokens
-    held_out: Tokens
-    tokenizer: str
-    source: str
-
-    def batches(self, **shape: Any) -> BatchSource:
-        return Batches(self.train, **shape)
-
-    def validation(self, **shape: Any) -> list[Batch]:
-        return validation_batches(self.held_out, most=VALIDATION_BATCHES, **shape)
-
-    def row(self) -> dict[str, Any]:
-        """Entries for the log."""
-        counts = {"train_tokens": len(self.train), "validation_tokens": len(self.held_out)}
-        return {"corpus": self.source, "tokenizer": self.tokenizer, **counts}
-
-
-@dataclass(frozen=True, slots=True)
-class RandomData:
-    """Every token as likely as any other: a model's loss begins near the log of its vocabulary, and stays there."""
+class Data:
+    """Tokens of a text, those held out second; or random ones (None): a model's loss begins near the log of its vocabulary, and stays there."""
 
     vocab_size: int
+    text: tuple[Tokens, Tokens] | None = None
+    source: str = "random tokens"
+    tokenizer: str | None = None
 
     def batches(self, **shape: Any) -> BatchSource:
-        return RandomBatches(self.vocab_size, **shape)
+        return RandomBatches(self.vocab_size, **shape) if self.text is None else Batches(self.text[0], **shape)
 
     def validation(self, **shape: Any) -> list[Batch]:
-        return random_validation_batches(self.vocab_size, **shape)
+        if self.text is None:
+            source = RandomBatches(self.vocab_size, held_out=True, seed=0, **shape)
+            return [source.next() for _ in range(VALIDATION_BATCHES)]
+        return validation_batches(self.text[1], most=VALIDATION_BATCHES, **shape)
 
     def row(self) -> dict[str, Any]:
         """Entries for the log."""
-        return {"corpus": "random tokens", "tokenizer": None, "train_tokens": None, "validation_tokens": None}
-
-
-Data = TextData | RandomData
+        train, held_out = (None, None) if self.text is None else map(len, self.text)
+        about = {"corpus": self.source, "tokenizer": self.tokenizer}
+        return {**about, "train_tokens": train, "validation_tokens": held_out}
 
 
 def prepare_data(given: Sequence[str], *, vocab_size: int, own_tokenizer: Path | None, display: Display) -> Data:
@@ -79,7 +62,7 @@ def prepare_data(given: Sequence[str], *, vocab_size: int, own_tokenizer: Path |
                 f"leave it out, or the rest (a file of that name is ./{RANDOM})"
             )
         display.note(f"random tokens of a vocabulary of {vocab_size}: for benchmarks, there is nothing to learn")
-        return RandomData(vocab_size)
+        return Data(vocab_size)
     corpus = read_corpus(given)
     display.note(f"text: {corpus.source}, {corpus.nbytes / 1e6:.1f} MB")
     if corpus.skipped:
@@ -89,7 +72,7 @@ def prepare_data(given: Sequence[str], *, vocab_size: int, own_tokenizer: Path |
         train = encode(tokenizer, corpus.train, advance=advance)
         held_out = encode(tokenizer, corpus.validation, advance=advance)
     display.note(f"tokens: {_count(len(train))}, {_count(len(held_out))} held out; {tokenizer.description}")
-    return TextData(train, held_out, tokenizer.description, corpus.source)
+    return Data(vocab_size, (train, held_out), corpus.source, tokenizer.description)
 
 
 def _count(count: int) -> str:

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from patrickstar.cli.event_log import StepRecord, Summary
+from patrickstar.cli.event_log import Row
 from patrickstar.units import format_bytes
 
 # Where nobody looks at a terminal, a line this often tells a log's reader that the run lives.
@@ -21,10 +21,8 @@ PLAIN_EVERY_S: Final = 10.0
 Budgets = Mapping[str, int]
 
 
-class Advance(Protocol):
-    """Says how much more is done, and what it has come to."""
-
-    def __call__(self, more: int, text: str = "") -> None: ...
+Advance = Callable[..., None]
+"""Says how much more is done, and what it has come to: `advance(more, text="")`."""
 
 
 class Display:
@@ -75,30 +73,28 @@ class Display:
 
         return advance
 
-    def summary(self, summary: Summary, *, budgets: Budgets) -> None:
-        """A table of what the run came to: memory and traffic, predicted beside measured."""
-        table = Table(title="predicted and measured", title_justify="left", title_style="bold")
-        table.add_column("")
-        for column in ("predicted", "measured", "budget"):
-            table.add_column(column, justify="right")
-        predicted = summary.predicted
-        tiers = [tier for tier in ("device", "host", "disk") if summary.peak.get(tier) or predicted.peak.get(tier)]
+    def summary(self, summary: Row, *, budgets: Budgets) -> None:
+        """A table of what the run came to, of the log's last row: memory and traffic, predicted beside measured."""
+        columns = [Column(name, justify="right") for name in ("predicted", "measured", "budget")]
+        table = Table("", *columns, title="predicted and measured", title_justify="left", title_style="bold")
+        peaks, moved = summary["predicted"]["peak"], summary["predicted"]["moved"]
+        tiers = [tier for tier in ("device", "host", "disk") if summary["peak"].get(tier) or peaks.get(tier)]
         for tier in tiers:
-            sizes = [format_bytes(peak.get(tier, 0)) for peak in (predicted.peak, summary.peak)]
+            sizes = [format_bytes(peak.get(tier, 0)) for peak in (peaks, summary["peak"])]
             table.add_row(f"{tier} peak", *sizes, _of(budgets, tier))
-        on_host = tiers and "device" not in tiers
-        expected = format_bytes(predicted.peak.get("host", 0)) if on_host else ""
-        table.add_row("process growth", expected, format_bytes(summary.rss_peak_growth), _of(budgets, "host"))
-        for link in sorted(summary.moved_per_step.keys() | predicted.moved.keys()):
-            moved = [by_link.get(link, 0) for by_link in (predicted.moved, summary.moved_per_step)]
-            if any(moved):
-                table.add_row(f"{link} a step", *map(format_bytes, moved), "")
+        expected = format_bytes(peaks.get("host", 0)) if tiers and "device" not in tiers else ""
+        table.add_row("process growth", expected, format_bytes(summary["rss_peak_growth"]), _of(budgets, "host"))
+        for link in sorted(summary["moved_per_step"].keys() | moved.keys()):
+            nbytes = [by_link.get(link, 0) for by_link in (moved, summary["moved_per_step"])]
+            if any(nbytes):
+                table.add_row(f"{link} a step", *map(format_bytes, nbytes), "")
         self._console.print(table)
-        validation = f"{_number(summary.first_validation_loss)} -> {_number(summary.validation_loss)}"
-        self.note(f"loss {_number(summary.first_loss)} -> {_number(summary.last_loss)}, validation {validation}")
+        names = ("first_loss", "last_loss", "first_validation_loss", "validation_loss")
+        first, last, before, after = ("-" if summary[name] is None else f"{summary[name]:.4f}" for name in names)
+        self.note(f"loss {first} -> {last}, validation {before} -> {after}")
         self.note(
-            f"{summary.steps} steps, {summary.tokens_per_second:.0f} tokens/s, {_duration(summary.seconds)}; "
-            f"{summary.parameters / 1e6:.1f}M parameters, model data {format_bytes(summary.model_data_bytes)}"
+            f"{summary['steps']} steps, {summary['tokens_per_second']:.0f} tokens/s, {_duration(summary['seconds'])}; "
+            f"{summary['parameters'] / 1e6:.1f}M parameters, model data {format_bytes(summary['model_data_bytes'])}"
         )
 
 
@@ -114,9 +110,9 @@ class NoteHandler(logging.Handler):
         self._display.note(f"{prefix}{record.getMessage()}")
 
 
-def step_text(record: StepRecord, held: Mapping[str, int], budgets: Budgets) -> str:
-    """A step in a line: its loss and speed, and what each tier holds now."""
-    parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_second:.0f} tokens/s"]
+def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
+    """A step's row in a line: its loss and speed, and what each tier holds now."""
+    parts = [f"loss {step['loss']:.4f}", f"{step['tokens_per_second']:.0f} tokens/s"]
     for tier, nbytes in held.items():
         if nbytes:
             budget = _of(budgets, tier)
@@ -126,10 +122,6 @@ def step_text(record: StepRecord, held: Mapping[str, int], budgets: Budgets) -> 
 
 def _of(budgets: Budgets, tier: str) -> str:
     return format_bytes(budgets[tier]) if tier in budgets else ""
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _duration(seconds: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib
 import json
-import mmap
 import os
 import platform
 import resource
@@ -24,10 +23,10 @@ from patrickstar.cli.flags import debug_option, path
 from patrickstar.cli.machine_source import write_machine
 from patrickstar.cli.machines import MachinePreset
 from patrickstar.errors import DeviceError
+from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
-PAGE: Final = 4096
 # Of a package, the module that the verbs use; importing transformers itself imports next to nothing.
 _IMPORTED: Final = MappingProxyType({"rich": "rich.progress", "transformers": "transformers.models.gpt2.modeling_gpt2"})
 
@@ -51,7 +50,7 @@ class Finding:
 @path(
     "--measure",
     "FILE",
-    help="Write this machine's figures into a file that `plan --machine FILE` reads elsewhere. Speeds are not measured yet.",
+    says="Write this machine's figures into a file that `plan --machine FILE` reads elsewhere. Speeds are not measured yet.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
@@ -62,18 +61,18 @@ def doctor(disk: Path | None, measure: Path | None, as_json: bool) -> int:
         write_machine(_figures(disk), measure)
         where = f"{measure}: memory and types, for `patrickstar plan --machine {measure}`; speeds are not measured yet"
         findings.append(Finding("machine", where, str(measure)))
+    faults = [found.name for found in findings if found.fault]
     if as_json:
         row = {found.name: found.value for found in findings}
         advice = {found.name: found.advice for found in findings if found.advice}
-        faults = [found.name for found in findings if found.fault]
         click.echo(json.dumps({**row, "advice": advice, "faults": faults}))
-        return 1 if faults else 0
-    width = max(len(found.name) for found in findings)
-    for found in findings:
-        click.echo(f"{found.name:{width}}  {found.text}")
-        if found.advice:
-            click.echo(f"{'':{width}}  -> {found.advice}")
-    return 1 if any(found.fault for found in findings) else 0
+    else:
+        width = max(len(found.name) for found in findings)
+        for found in findings:
+            click.echo(f"{found.name:{width}}  {found.text}")
+            if found.advice:
+                click.echo(f"{'':{width}}  -> {found.advice}")
+    return 1 if faults else 0
 
 
 def examine(disk: Path | None) -> Iterator[Finding]:
@@ -133,12 +132,12 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
+    kernel, why = None, ""
     try:
         kernel = choose_kernel().name
     except DeviceError as error:
-        yield Finding("optimizer kernel", "none", None, str(error))
-    else:
-        yield Finding("optimizer kernel", kernel, kernel)
+        why = str(error)
+    yield Finding("optimizer kernel", kernel or "none", kernel, why)
 
 
 def _memory() -> Iterator[Finding]:
@@ -222,22 +221,17 @@ def _disk(directory: Path) -> Iterator[Finding]:
     except DeviceError as error:
         yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error), fault=True)
         return
-    direct, reason = _direct_io(where)
-    text = f"{directory}: {format_bytes(free)} free, direct I/O {'works' if direct else f'does not work ({reason})'}"
-    advice = "" if direct else "transfers will go through the page cache; a directory on ext4 or xfs is faster"
-    yield Finding("disk", text, {"directory": str(directory), "free": free, "direct_io": direct}, advice)
+    reason = _direct_io(where)
+    text = f"{directory}: {format_bytes(free)} free, direct I/O {f'does not work ({reason})' if reason else 'works'}"
+    advice = "transfers will go through the page cache; a directory on ext4 or xfs is faster" if reason else ""
+    yield Finding("disk", text, {"directory": str(directory), "free": free, "direct_io": not reason}, advice)
 
 
-def _direct_io(directory: Path) -> tuple[bool, str]:
-    """Tries one page, and leaves nothing behind."""
-    with mmap.mmap(-1, PAGE) as page:
-        try:
-            with tempfile.NamedTemporaryFile(dir=directory, prefix=".patrickstar-doctor-") as file:
-                descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-                try:
-                    os.pwrite(descriptor, page, 0)
-                    return os.preadv(descriptor, [page], 0) == PAGE, "short read"
-                finally:
-                    os.close(descriptor)
-        except OSError as error:
-            return False, "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
+def _direct_io(directory: Path) -> str:
+    """Reason for which files there cannot be transferred past the page cache, or "". Leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            FileIO().set_direct(file.fileno())
+    except OSError as error:
+        return "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
+    return ""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 
 from patrickstar.cli.stop import StopSignals
+from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.options import Options
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.units import MIB, parse_size
 
@@ -77,28 +81,21 @@ class Positive(click.ParamType):
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
-        if not (math.isfinite(number) and number > 0):
-            self.fail(f"{value!r} is not a finite number above 0", param, ctx)
-        return number
+        with suppress(ValueError):
+            if math.isfinite(number := float(value)) and number > 0:
+                return number
+        raise click.BadParameter(f"{value!r} is not a finite number above 0", ctx, param)
 
 
-def memory_flags(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The memory options among all flags of a verb, as `patrickstar.manage` calls them."""
+def memory_of(given: Mapping[str, Any]) -> MemoryOptions:
+    """The memory options among all flags of a verb, with clipping and accumulation, as `patrickstar.manage` takes them."""
     names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
-    return {name: given[name] for name in names}
+    options = Options(accumulate=given["accumulate"])
+    return check_arguments(**{name: given[name] for name in names}, max_grad_norm=given["clip"], options=options)
 
 
 def _together(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
-    def decorate(verb: Verb) -> Verb:
-        for decorator in reversed(decorators):
-            verb = decorator(verb)
-        return verb
-
-    return decorate
+    return lambda verb: reduce(lambda inner, decorator: decorator(inner), reversed(decorators), verb)
 
 
 def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -112,22 +109,17 @@ debug_option = click.option(
 
 
 def whole_number(
-    flag: str,
-    default: int | None = None,
-    *,
-    help: str,  # noqa: A002 - click's
-    least: int = 1,
-    most: int | None = None,
+    flag: str, default: int | None = None, *, says: str, least: int = 1, most: int | None = None
 ) -> Callable[[Verb], Verb]:
     """An option for a whole number between these."""
     kind = click.IntRange(min=least, max=most)
-    return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=help)
+    return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=says)
 
 
-def path(flag: str, metavar: str, *, help: str) -> Callable[[Verb], Verb]:  # noqa: A002 - click's
+def path(flag: str, metavar: str, *, says: str) -> Callable[[Verb], Verb]:
     """An option for the path of a file, or of a directory where it stands for one (`DIR`)."""
     kind = click.Path(path_type=Path, dir_okay=metavar == "DIR", file_okay=metavar != "DIR")
-    return click.option(flag, type=kind, metavar=metavar, help=help)
+    return click.option(flag, type=kind, metavar=metavar, help=says)
 
 
 clip_option = click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
@@ -152,9 +144,9 @@ memory_options = _together(
 
 batch_options = _together(
     click.option("--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."),
-    whole_number("--batch-size", 4, help="Sequences at a time."),
-    whole_number("--seq-len", 64, least=2, help="Tokens of a sequence."),
-    whole_number("--accumulate", 1, help="Batches of a step."),
+    whole_number("--batch-size", 4, says="Sequences at a time."),
+    whole_number("--seq-len", 64, least=2, says="Tokens of a sequence."),
+    whole_number("--accumulate", 1, says="Batches of a step."),
 )
 
 
@@ -165,16 +157,11 @@ class VariadicCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
-        taking = first = False
+        taking = False
         for word in args:
-            if word == self.variadic:
-                taking = first = True
-                spread.append(word)
-                continue
-            if word.startswith("-") and word != "-":
-                taking = False
-            if taking and not first:
+            is_option = word.startswith("-") and word != "-"
+            taking = word == self.variadic if is_option else taking
+            if taking and not is_option and spread[-1] != self.variadic:
                 spread.append(self.variadic)
-            first = False
             spread.append(word)
         return super().parse_args(ctx, spread)

@@ -8,13 +8,13 @@ from patrickstar.cli.machines import MACHINES
 from patrickstar.cli.models import MODELS
 from patrickstar.units import format_bytes
 
-Row = tuple[str, ...]
-
 
 @click.command()
 def models() -> None:
     """List what --model knows by name."""
-    rows: list[Row] = [("name", "family", "layers", "hidden", "heads", "vocabulary", "positions", "parameters")]
+    rows: list[tuple[str, ...]] = [
+        ("name", "family", "layers", "hidden", "heads", "vocabulary", "positions", "parameters")
+    ]
     for name, shape in MODELS.items():
         numbers = (shape.layers, shape.hidden, shape.heads, shape.vocab, shape.positions)
         numel = shape.numel()
@@ -26,7 +26,9 @@ def models() -> None:
 @click.command()
 def machines() -> None:
     """Machines with known figures, each one node."""
-    rows: list[Row] = [("name", "accelerators", "each", "host", "16-bit matmul", "link each way", "disk read")]
+    rows: list[tuple[str, ...]] = [
+        ("name", "accelerators", "each", "host", "16-bit matmul", "link each way", "disk read")
+    ]
     for name, machine in MACHINES.items():
         devices = f"{machine.devices} x {machine.device}" if machine.devices else "none"
         each = format_bytes(machine.device_bytes) if machine.devices else "-"
@@ -36,7 +38,7 @@ def machines() -> None:
     _table(rows)
 
 
-def _table(rows: list[Row]) -> None:
+def _table(rows: list[tuple[str, ...]]) -> None:
     """Prints columns, the first two flush left, so that `grep` and `awk` see plain lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -1,25 +1,26 @@
-"""The training loop: an ordinary PyTorch loop on a session, with a row for every step."""
+"""The training loop: an ordinary PyTorch loop on a session, with a row for every step; and the losses of a model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
+import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from patrickstar.cli.batches import BatchSource
+import patrickstar
+from patrickstar.cli.batches import Batch, BatchSource
 from patrickstar.cli.display import Budgets, Display, step_text
-from patrickstar.cli.event_log import EventLog, StepRecord
-from patrickstar.cli.losses import accumulate_gradients
+from patrickstar.cli.event_log import EventLog, Row
+from patrickstar.cli.predict import manage_arguments
 from patrickstar.cli.request import Request
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.stop import StopSignals
-
-if TYPE_CHECKING:
-    from patrickstar import Session
+from patrickstar.memory.allocator import release_free_memory
+from patrickstar.memory.process import resident_bytes
+from patrickstar.optim.configured import Scheduler, build_optimizer
 
 
 @dataclass(slots=True)
@@ -38,32 +39,38 @@ class Progress:
     """Of this process's steps."""
     moved_per_step: Mapping[str, int] = field(default_factory=dict)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _REMEMBERED}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in _REMEMBERED:
-            setattr(self, name, state[name])
-
 
 # Of a run, what it must know of its beginning when it goes on in another process.
 _REMEMBERED: Final = ("step", "first_loss", "last_loss", "first_validation_loss")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """All that a run works on."""
+    """A session, and all that a run works on."""
 
-    request: Request
-    model: nn.Module
-    session: Session
-    scheduler: LRScheduler
-    batches: BatchSource
-    progress: Progress
-    growth: ResidentGrowth
-    log: EventLog
-    display: Display
-    signals: StopSignals
+    def __init__(
+        self,
+        request: Request,
+        model: nn.Module,
+        batches: BatchSource,
+        *,
+        log: EventLog,
+        display: Display,
+        signals: StopSignals,
+    ) -> None:
+        self.request = request
+        self.model = model
+        self.batches = batches
+        self.progress = Progress()
+        self.log = log
+        self.display = display
+        self.signals = signals
+        optimizer = build_optimizer(model.parameters(), request.optimizer)
+        # What the text has left with the allocator would otherwise count as there before, and hide growth.
+        release_free_memory()
+        self.growth = ResidentGrowth(model)
+        self.session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments))
+        assert self.session.optimizer is not None
+        self.scheduler = Scheduler(self.session.optimizer, request.rates)
 
     def run(self, *, budgets: Budgets) -> None:
         """Steps to the end, or until a signal asks to stop; saves what was promised either way."""
@@ -72,10 +79,10 @@ class TrainingRun:
         shown = self.display.progress("step", request.steps, done=progress.step)
         with self.signals.deferring(self.display.note), shown as advance:
             while progress.step < request.steps and self.signals.requested is None:
-                record = self._step()
-                self.log.write(record.row())
+                row = self._step()
+                self.log.write(row)
                 # The process itself shows what the host holds, the session's peaks what the others do.
-                advance(1, step_text(record, {**record.peak, "host": self.growth.now()}, budgets))
+                advance(1, step_text(row, {**row["peak"], "host": self.growth.now()}, budgets))
                 if request.save_every and progress.step % request.save_every == 0:
                     self._save()
                     saved = progress.step
@@ -86,15 +93,16 @@ class TrainingRun:
         """Goes on from the newest checkpoint, which there is.
 
         Raises:
-            CheckpointError: it is damaged, or of another model or other data.
+            CheckpointError: it is damaged (the message names the newest that is not), or of another model or other data.
         """
-        assert self.request.folder is not None
-        extra = self.request.folder.load(self.session)
+        assert self.request.checkpoint_dir is not None
+        extra = self.session.load_checkpoint(self.request.checkpoint_dir)
         self.batches.load_state_dict(extra["batches"])
         self.scheduler.load_state_dict(extra["scheduler"])
-        self.progress.load_state_dict(extra["progress"])
+        for name in _REMEMBERED:
+            setattr(self.progress, name, extra["progress"][name])
 
-    def _step(self) -> StepRecord:
+    def _step(self) -> Row:
         session, progress, request = self.session, self.progress, self.request
         assert session.optimizer is not None
         before = session.stats()
@@ -121,18 +129,59 @@ class TrainingRun:
         progress.seconds += seconds
         progress.tokens += tokens
         progress.moved_per_step = {link: nbytes - before.moved.get(link, 0) for link, nbytes in stats.moved.items()}
-        return StepRecord(
-            step=progress.step,
-            loss=loss,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            grad_norm=norm,
-            peak=dict(stats.peak),
-            rss=self.growth.resident(),
-        )
+        return {
+            "event": "step",
+            "step": progress.step,
+            "loss": loss,
+            "loss_hex": loss.hex(),  # every bit, and `nan` and `inf`, for which JSON has no number
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "grad_norm": norm,
+            "peak": dict(stats.peak),
+            "rss": resident_bytes(),
+        }
 
     def _save(self) -> None:
-        if self.request.folder is not None:
-            extra = {"batches": self.batches, "scheduler": self.scheduler, "progress": self.progress}
-            where = self.request.folder.save(self.session, extra=extra)
+        directory = self.request.checkpoint_dir
+        if directory is not None:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            place = {name: getattr(self.progress, name) for name in _REMEMBERED}
+            extra = {"batches": self.batches, "scheduler": self.scheduler, "progress": place}
+            where = self.session.save_checkpoint(directory, extra=extra, keep=self.request.keep)
             self.display.note(f"saved {where}")
+
+
+def accumulate_gradients(
+    model: nn.Module,
+    batches: BatchSource,
+    accumulate: int,
+    *,
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    after_backward: Callable[[], None] = lambda: None,
+) -> float:
+    """Forward and backward of one step's micro-batches, of losses that are scaled; gives the mean of those that are not.
+
+    Every micro-batch has the same number of tokens, so `loss / accumulate` is what one large batch would have given.
+    """
+    total = 0.0
+    for _ in range(accumulate):
+        loss = model(**batches.next()).loss
+        scale(loss if accumulate == 1 else loss / accumulate).backward()
+        after_backward()
+        total += loss.item()
+    return total / accumulate
+
+
+def validation_loss(model: nn.Module, batches: Sequence[Batch], *, advance: Callable[[int], None]) -> float:
+    """The mean loss over held-out batches, without gradients and without dropout."""
+    training = model.training
+    model.eval()
+    total = 0.0
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                total += model(**batch).loss.item()
+                advance(1)
+    finally:
+        model.train(training)
+    return total / len(batches)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from patrickstar.cli.json_object import read_object
-from patrickstar.cli.machines import MACHINES, RATES, MachinePreset
+from patrickstar.cli.machines import BOTH, MACHINES, RATES, MachinePreset
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.config.json_file import read_json
+from patrickstar.config.kinds import RATE, TEXT, WHOLE, Kind
 from patrickstar.errors import ConfigError, Error, nearest
 from patrickstar.units import MIB, format_bytes
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from patrickstar.step.resources import Resources
 
 _GRANULE_BYTES: Final = 2 * MIB  # of the driver's virtual memory, on every device so far
-_TYPES_16BIT: Final = ("bf16", "fp16")
 
 
 class MachineError(Error):
@@ -143,31 +143,30 @@ def write_machine(figures: MachinePreset, path: Path) -> None:
 
 
 def _read(path: Path) -> MachinePreset:
-    row = read_object(path, flag="--machine", damaged=MachineError)
-    known = [field.name for field in fields(MachinePreset)]
-    problems = [f"{name}: there is no such figure{nearest(name, known)}" for name in row if name not in known]
-    problems += [problem for name in known if name in row for problem in _problems(name, row[name])]
-    if "host_bytes" not in row:
-        problems.append("host_bytes is missing")
+    row = read_json(path, what="--machine", damaged=MachineError)
+    problems = [f"{name}: there is no such figure{nearest(name, _KINDS)}" for name in row if name not in _KINDS]
+    given = {name: (kind, row[name]) for name, kind in _KINDS.items() if name in row}
+    problems += [f"{name}={v!r}: expected {kind.words}" for name, (kind, v) in given.items() if not kind.takes(v)]
     if not problems:
-        found = MachinePreset(**{**row, "fast_16bit": tuple(row.get("fast_16bit", ()))})
+        found = MachinePreset(**{"host_bytes": 0} | {name: kind.convert(v) for name, (kind, v) in given.items()})
         problems = _together(found)
         if not problems:
             return found
     raise MachineError(f"--machine {path}: " + "\n  ".join(problems))
 
 
-def _problems(name: str, value: Any) -> list[str]:
-    if name == "device":
-        well, expected = isinstance(value, str), "the name of the accelerator, or an empty text"
-    elif name == "fast_16bit":
-        well = isinstance(value, list) and all(item in _TYPES_16BIT for item in value)
-        expected = "a list of bf16 and fp16"
-    else:
-        kind, what = (int | float, "a number") if name in RATES else (int, "a whole number")
-        well = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-        expected = f"{what} of 0 or more"
-    return [] if well else [f"{name}={value!r}: expected {expected}"]
+def _are_types(value: Any) -> bool:
+    return isinstance(value, list) and all(item in BOTH for item in value)
+
+
+_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
+    {
+        **dict.fromkeys(MachinePreset.__dataclass_fields__, WHOLE),
+        **dict.fromkeys(RATES, RATE),
+        "device": Kind("the name of the accelerator, or an empty text", TEXT.takes),
+        "fast_16bit": Kind("a list of bf16 and fp16", _are_types, tuple),
+    }
+)
 
 
 def _together(found: MachinePreset) -> list[str]:

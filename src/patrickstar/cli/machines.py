@@ -63,76 +63,50 @@ class MachinePreset:
 
 
 RATES: Final = ("matmul_16bit", "link", "disk_read")
+BOTH: Final = ("bf16", "fp16")
+
+
+def _with_gpus(
+    devices: int,
+    device: str,
+    device_gib: int,
+    *,
+    tflops: float,
+    link: float,
+    host_bytes: int,
+    disk_tb: int = 0,
+    disk_read: float = 0.0,
+    fast: tuple[str, ...] = BOTH,
+) -> MachinePreset:
+    """A node with accelerators of one kind; rates of `link` and `disk_read` in GB/s."""
+    return MachinePreset(
+        host_bytes=host_bytes,
+        disk_bytes=disk_tb * 1000 * GB,
+        device=device,
+        devices=devices,
+        device_bytes=device_gib * GIB,
+        context_bytes=GIB,
+        workspace_percent=GPU_WORKSPACE_PERCENT,
+        fast_16bit=fast,
+        matmul_16bit=tflops * TERA,
+        link=link * GB,
+        disk_read=disk_read * GB,
+    )
+
 
 MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
     {
-        "v100-yard": MachinePreset(
-            host_bytes=240 * GB,
-            device="V100-SXM2-32GB",
-            devices=8,
-            device_bytes=32 * GIB,
-            fast_16bit=("fp16",),
-            matmul_16bit=125 * TERA,
-            link=15.75 * GB,
-            context_bytes=GIB,
-            workspace_percent=GPU_WORKSPACE_PERCENT,
+        "v100-yard": _with_gpus(8, "V100-SXM2-32GB", 32, tflops=125, link=15.75, host_bytes=240 * GB, fast=("fp16",)),
+        "a100-superpod": _with_gpus(8, "A100-SXM4-40GB", 40, tflops=312, link=31.5, host_bytes=1000 * GB),
+        "h200": _with_gpus(1, "H200-SXM-141GB", 139, tflops=989, link=63, host_bytes=128 * GIB, disk_tb=1, disk_read=7),
+        "gpu-24g": _with_gpus(
+            1, "RTX 4090 24GB", 24, tflops=165.2, link=31.5, host_bytes=64 * GIB, disk_tb=2, disk_read=7
         ),
-        "a100-superpod": MachinePreset(
-            host_bytes=1000 * GB,
-            device="A100-SXM4-40GB",
-            devices=8,
-            device_bytes=40 * GIB,
-            fast_16bit=("bf16", "fp16"),
-            matmul_16bit=312 * TERA,
-            link=31.5 * GB,
-            context_bytes=GIB,
-            workspace_percent=GPU_WORKSPACE_PERCENT,
-        ),
-        "h200": MachinePreset(
-            host_bytes=128 * GIB,
-            disk_bytes=1000 * GB,
-            device="H200-SXM-141GB",
-            devices=1,
-            device_bytes=139 * GIB,
-            fast_16bit=("bf16", "fp16"),
-            matmul_16bit=989 * TERA,
-            link=63 * GB,
-            disk_read=7 * GB,
-            context_bytes=GIB,
-            workspace_percent=GPU_WORKSPACE_PERCENT,
-        ),
-        "gpu-24g": MachinePreset(
-            host_bytes=64 * GIB,
-            disk_bytes=2000 * GB,
-            device="RTX 4090 24GB",
-            devices=1,
-            device_bytes=24 * GIB,
-            fast_16bit=("bf16", "fp16"),
-            matmul_16bit=165.2 * TERA,
-            link=31.5 * GB,
-            disk_read=7 * GB,
-            context_bytes=GIB,
-            workspace_percent=GPU_WORKSPACE_PERCENT,
-        ),
-        "laptop-8g": MachinePreset(
-            host_bytes=32 * GIB,
-            disk_bytes=1000 * GB,
-            device="RTX 4060 Laptop 8GB",
-            devices=1,
-            device_bytes=8 * GIB,
-            fast_16bit=("bf16", "fp16"),
-            matmul_16bit=30 * TERA,
-            link=15.75 * GB,
-            disk_read=3.5 * GB,
-            context_bytes=GIB,
-            workspace_percent=GPU_WORKSPACE_PERCENT,
+        "laptop-8g": _with_gpus(
+            1, "RTX 4060 Laptop 8GB", 8, tflops=30, link=15.75, host_bytes=32 * GIB, disk_tb=1, disk_read=3.5
         ),
         "cpu": MachinePreset(
-            host_bytes=24 * GIB,
-            disk_bytes=100 * GB,
-            threads=2,
-            matmul_16bit=0.047 * TERA,
-            disk_read=0.9 * GB,
+            host_bytes=24 * GIB, disk_bytes=100 * GB, threads=2, matmul_16bit=0.047 * TERA, disk_read=0.9 * GB
         ),
     }
 )

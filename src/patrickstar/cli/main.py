@@ -88,13 +88,16 @@ def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
         click.echo(help_text.format_message(), err=True)
         return 2
     except click.ClickException as error:
-        return _refuse(error, invocation, text=_of_click(error), status=error.exit_code)
+        context = getattr(error, "ctx", None)
+        where = f" (see `{context.command_path} --help`)" if context else ""
+        return _refuse(error, invocation, text=f"{error.format_message()}{where}", status=error.exit_code)
     except BrokenPipeError:
         # Whoever read our output has gone: there is nobody left to tell. Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        return _refuse(error, invocation, text=_of_exception(error), status=_status(error))
+        status = 3 if isinstance(error, BudgetError) else 2 if isinstance(error, ConfigError) else 1
+        return _refuse(error, invocation, text=_of_exception(error), status=status)
     return status if isinstance(status, int) else 0
 
 
@@ -104,18 +107,6 @@ def _refuse(error: Exception, invocation: Invocation, *, text: str, status: int)
     paragraph = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
     click.echo(f"patrickstar: {paragraph}", err=True)
     return status
-
-
-def _status(error: Exception) -> int:
-    if isinstance(error, BudgetError):
-        return 3
-    return 2 if isinstance(error, ConfigError) else 1
-
-
-def _of_click(error: click.ClickException) -> str:
-    context = getattr(error, "ctx", None)
-    where = f" (see `{context.command_path} --help`)" if context else ""
-    return f"{error.format_message()}{where}"
 
 
 def _of_exception(error: Exception) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patrickstar.cli.json_object import read_object
 from patrickstar.cli.models import shape_named
+from patrickstar.config.json_file import read_json
 from patrickstar.errors import ConfigError, Error
 
 if TYPE_CHECKING:
@@ -37,26 +37,21 @@ class ModelSource:
             ConfigError: nothing of that name, or not a model's configuration.
         """
         path = Path(name)
-        if path.is_dir():
-            return cls._of_directory(path)
         if path.is_file():
-            return cls(name, read_object(path, flag="--model", damaged=ConfigError))
-        if path.suffix == ".json" or len(path.parts) > 1:
-            raise ConfigError(f"--model {name}: no such file or directory")
-        return cls(name, shape_named(name).settings())
-
-    @classmethod
-    def _of_directory(cls, path: Path) -> ModelSource:
+            return cls(name, read_json(path, what="--model"))
+        if not path.is_dir():
+            if path.suffix == ".json" or len(path.parts) > 1:
+                raise ConfigError(f"--model {name}: no such file or directory")
+            return cls(name, shape_named(name).settings())
         config = path / "config.json"
         if not config.is_file():
             raise ConfigError(f"--model {path}: the directory has no config.json")
-        settings = read_object(config, flag="--model", damaged=ConfigError)
-        if not list(path.glob("*.safetensors")):
+        if not any(path.glob("*.safetensors")):
             raise ConfigError(
                 f"--model {path}: the directory has no *.safetensors weights (other formats are not read); "
                 f"to start from fresh weights pass --model {config}"
             )
-        return cls(str(path), settings, weights=path)
+        return cls(str(path), read_json(config, what="--model"), weights=path)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -127,15 +122,13 @@ class ModelSource:
 
     def _complete(self, model: nn.Module) -> nn.Module:
         """The model, if its files have all of its tensors: others would be drawn afresh. Else raises ModelError."""
-        from patrickstar.checkpoint.matching import Wanted, match
         from patrickstar.checkpoint.naming import naming_of
         from patrickstar.checkpoint.weight_files import WeightFiles
-        from patrickstar.session.loading import tensors_of
+        from patrickstar.session.loading import matched, tensors_of
 
         if self.weights is not None:
-            wanted = [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors_of(model).items()]
             with closing(WeightFiles(self.weights)) as files:
-                missing = match(files, wanted, naming_of(model)).missing
+                missing = matched(tensors_of(model), files, naming_of(model)).missing
             if missing:
                 raise ModelError(
                     f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from patrickstar.cli.flags import batch_options, clip_option, debug_option, memory_flags, memory_options
+from patrickstar.cli.flags import batch_options, clip_option, debug_option, memory_of, memory_options
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import predict, predicted, with_precision
-from patrickstar.config.arguments import check_arguments
-from patrickstar.config.options import Options
 from patrickstar.units import format_budget, format_bytes
 
 if TYPE_CHECKING:
@@ -41,23 +39,15 @@ def plan(**given: Any) -> int:
     """Say whether a model fits, its peaks by tier, and the bytes that a step moves."""
     from patrickstar.step.budgets import find_resources
 
-    arguments = check_arguments(
-        **memory_flags(given), max_grad_norm=given["clip"], options=Options(accumulate=given["accumulate"])
-    )
+    arguments = memory_of(given)
     machine = None if given["machine"] is None else MachineSource.find(given["machine"])
     source = ModelSource.find(given["model"])
     check_length(source.config(), given["seq_len"])
     has = find_resources(arguments) if machine is None else machine.resources(arguments)
     arguments, chosen = with_precision(arguments, has)
     model = source.build_on_meta()
-    forecast = predict(
-        model,
-        batch_size=given["batch_size"],
-        seq_len=given["seq_len"],
-        clip=given["clip"] is not None,
-        arguments=arguments,
-        has=has,
-    )
+    shape = {name: given[name] for name in ("batch_size", "seq_len")}
+    forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has)
     if machine is not None:
         machine.expect_within(forecast.budget, has)
     precision = str(arguments.precision)
@@ -66,14 +56,13 @@ def plan(**given: Any) -> int:
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
         said = [*([] if machine is None else machine.lines(arguments, has)), *filter(None, [chosen])]
-        for line in [*said, *_lines(source.name, forecast, precision=precision)]:
-            click.echo(line)
+        click.echo("\n".join([*said, *_lines(source.name, forecast, precision=precision)]))
     return 0 if forecast.fits else DOES_NOT_FIT
 
 
 def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
     return {
-        "predicted": predicted(forecast).row(),
+        "predicted": predicted(forecast),
         "fits": forecast.fits,
         "minimum": dict(forecast.minimum),
         "budget": dict(forecast.budget),

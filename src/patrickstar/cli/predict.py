@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from patrickstar.cli.event_log import Predicted
 from patrickstar.config.arguments import MemoryOptions
 
 if TYPE_CHECKING:
@@ -54,12 +53,12 @@ def manage_arguments(arguments: MemoryOptions) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names}
 
 
-def predicted(forecast: Forecast) -> Predicted:
-    """The part that every report has."""
+def predicted(forecast: Forecast) -> dict[str, Any]:
+    """The part that every report has: peak by tier; of one step, bytes by link and (later) seconds."""
     peak = dict(forecast.peak)
     if forecast.fits:
         peak["host"] += forecast.beside_bytes
-    return Predicted(peak=peak, moved=dict(forecast.moved))
+    return {"peak": peak, "moved": dict(forecast.moved), "step_seconds": None}
 
 
 def start_row(forecast: Forecast) -> dict[str, Any]:
@@ -77,6 +76,6 @@ def start_row(forecast: Forecast) -> dict[str, Any]:
     return {
         "parameters": forecast.parameters,
         "model_data_bytes": forecast.model_data_bytes,
-        "predicted": predicted(forecast).row(),
+        "predicted": predicted(forecast),
         "plan": plan,
     }

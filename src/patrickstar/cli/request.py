@@ -1,25 +1,50 @@
-"""A request of `train`: all that was asked for, checked."""
+"""A request of `train`: all that was asked for, checked; and the learning rates of its flags."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from patrickstar.cli.checkpoints import CheckpointFolder
 from patrickstar.cli.configuration import Configuration
 from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.schedule import WarmupSchedule
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.schedules import Rates, ScheduledRates
 
-__all__ = ["BETAS", "EPS", "WEIGHT_DECAY", "Request"]
-
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 WEIGHT_DECAY = 0.01
+SCHEDULES: Final = ("constant", "cosine")
+# Where the cosine ends, as a share of the peak: the last steps should still learn something.
+LOWEST: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupSchedule:
+    """The factor on `--lr` of each step; steps count from 0, as `torch.optim.lr_scheduler.LambdaLR` counts them."""
+
+    kind: str
+    warmup: int
+    steps: int
+
+    def factor(self, step: int) -> float:
+        """The factor on the peak rate: rises to 1 at the end of the warmup, then stays, or falls as (1 + cos) / 2 to `LOWEST`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.kind == "constant" or self.steps <= self.warmup:
+            return 1.0
+        share = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
+        return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * share))
+
+    def lr(self, done: int, base: float) -> float:
+        """The rate after `done` steps."""
+        return base * self.factor(done)
+
+    def betas(self, done: int) -> None:
+        """The optimizer's own, always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +52,11 @@ class Request:
     """A request of the command line. Attributes are its flags, where nothing else is said.
 
     Attributes:
-        arguments: of `manage`. folder: of checkpoints; None: nothing is saved.
+        arguments: of `manage`. warmup: the schedule that flags ask for.
     """
 
     source: ModelSource
     arguments: MemoryOptions
-    folder: CheckpointFolder | None
     configuration: Configuration | None
     warmup: WarmupSchedule
 
@@ -44,7 +68,9 @@ class Request:
     lr: float
     clip: float | None
     seed: int
+    checkpoint_dir: Path | None
     save_every: int | None
+    keep: int
     resume: bool
     compare_plain: bool
     log_json: Path | None
@@ -52,7 +78,7 @@ class Request:
     @property
     def rates(self) -> Rates:
         """The rates of the config's scheduler, where it has one, else of the flags."""
-        of_config = None if self.configuration is None else self.configuration.schedule
+        of_config = None if self.configuration is None else self.configuration.settings.schedule
         return self.warmup if of_config is None else ScheduledRates(of_config)
 
     @property

@@ -18,10 +18,6 @@ class ResidentGrowth:
         reset_peak()
         self._base = resident_bytes() - present
 
-    def resident(self) -> int:
-        """The size of the whole process now."""
-        return resident_bytes()
-
     def now(self) -> int:
         """Bytes that the process has grown by now."""
         return max(0, resident_bytes() - self._base)

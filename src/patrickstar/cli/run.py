@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,25 +15,22 @@ import torch
 from torch import nn
 
 import patrickstar
+from patrickstar.checkpoint import rng
 from patrickstar.cli.batches import Batch
-from patrickstar.cli.compare import Comparison, ManagedRun, PlainRun, RandomState, compare_plain, digests
+from patrickstar.cli.checkpoints import saved_steps
+from patrickstar.cli.compare import Comparison, ManagedRun, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
-from patrickstar.cli.event_log import EventLog, Summary
-from patrickstar.cli.loop import Progress, TrainingRun
-from patrickstar.cli.losses import validation_loss
+from patrickstar.cli.event_log import EventLog
+from patrickstar.cli.loop import TrainingRun, validation_loss
 from patrickstar.cli.model_source import check_length
-from patrickstar.cli.plain_masters import PLAIN_FP32, PlainPrecision
-from patrickstar.cli.plain_scale import Scaling
-from patrickstar.cli.predict import manage_arguments, predict, predicted, start_row, with_precision
+from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling
+from patrickstar.cli.predict import predict, predicted, start_row, with_precision
 from patrickstar.cli.request import Request
-from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.engine.initialize import memory_for
-from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.filesystem import expect_usable
-from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.step.budgets import find_resources
 from patrickstar.step.precision import find_precision
 
@@ -53,36 +50,33 @@ def run(request: Request, signals: StopSignals) -> int:
             request.configuration.settings.tell(logging.getLogger("patrickstar"))
         config = request.source.config()
         check_length(config, request.seq_len)
-        resuming = request.resume and request.folder is not None and bool(request.folder.steps())
+        resuming = request.resume and bool(saved_steps(request.checkpoint_dir))
         if request.resume and not resuming:
             display.note("no checkpoint to resume from yet: starting afresh")
         with EventLog(request.log_json, append=resuming) as log:
-            foreseen = _foresee(request, display)  # what does not fit reads no text
+            request, model, forecast = _foresee(request, display)  # what does not fit reads no text
             data = prepare_data(
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
-            managed = _train(foreseen, data, display, signals, log, resuming=resuming)
+            device = _device(request.arguments)
+            batches = data.batches(**request.shape, seed=request.seed, device=device)
+            validation = data.validation(**request.shape, device=device)
+            log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
+            display.note(f"computes on {_name_of(request.arguments, device)}")
+            parts: dict[str, Any] = {"log": log, "display": display, "signals": signals}
+            managed = _train(TrainingRun(request, model, batches, **parts), validation, forecast, resuming=resuming)
         if signals.requested is not None:
             return signals.requested
-        if request.compare_plain:
-            gc.collect()  # the session and all it holds: a module and its hooks refer to each other
-            verdict = _compare(foreseen.request, data, display, managed)
-            display.note(str(verdict))
-            return 0 if verdict.equal else 1
-        return 0
+        if not request.compare_plain:
+            return 0
+        gc.collect()  # the session and all it holds: a module and its hooks refer to each other
+        verdict = _compare(request, data, display, managed)
+        display.note(str(verdict))
+        return 0 if verdict.equal else 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Foreseen:
-    """A run that fits. `request`: with the arguments of `manage` as they will be."""
-
-    request: Request
-    model: nn.Module
-    forecast: Forecast
-
-
-def _foresee(request: Request, display: Display) -> _Foreseen:
-    """Builds the model and looks at what a step takes.
+def _foresee(request: Request, display: Display) -> tuple[Request, nn.Module, Forecast]:
+    """Builds the model, chooses what was left open of the request, and looks at what a step takes.
 
     Raises:
         BudgetError: it does not fit.
@@ -99,57 +93,29 @@ def _foresee(request: Request, display: Display) -> _Foreseen:
     forecast = predict(model, **request.shape, clip=request.clip is not None, arguments=arguments)
     if forecast.refused is not None:
         raise forecast.refused
-    return _Foreseen(replace(request, arguments=arguments), model, forecast)
+    return replace(request, arguments=arguments), model, forecast
 
 
-def _train(
-    foreseen: _Foreseen, data: Data, display: Display, signals: StopSignals, log: EventLog, *, resuming: bool
-) -> ManagedRun:
-    request, model, forecast = foreseen.request, foreseen.model, foreseen.forecast
-    device = _device(request.arguments)
-    batches = data.batches(**request.shape, seed=request.seed, device=device)
-    validation = data.validation(**request.shape, device=device)
-    log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
-    display.note(
-        f"computes on {_name_of(device)}"
-        if request.arguments.device != "emulated"
-        else "computes on an emulated device"
-    )
-    optimizer = build_optimizer(model.parameters(), request.optimizer)
-    # What the text has left with the allocator would otherwise count as there before, and hide growth.
-    release_free_memory()
-    growth = ResidentGrowth(model)
-    session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments))
+def _train(training: TrainingRun, validation: Sequence[Batch], forecast: Forecast, *, resuming: bool) -> ManagedRun:
+    request, progress, signals = training.request, training.progress, training.signals
     with ExitStack() as end:
-        end.callback(session.close, keep_weights=False)  # nobody wants them as tensors any more, and they may not fit
-        assert session.optimizer is not None
-        training = TrainingRun(
-            request=request,
-            model=model,
-            session=session,
-            scheduler=Scheduler(session.optimizer, request.rates),
-            batches=batches,
-            progress=Progress(),
-            growth=growth,
-            log=log,
-            display=display,
-            signals=signals,
-        )
+        # Nobody wants the weights as tensors any more, and they may not fit.
+        end.callback(training.session.close, keep_weights=False)
         if resuming:
             training.resume()
-        progress = training.progress
         if progress.first_validation_loss is None:
-            progress.first_validation_loss = _validate(model, validation, display)
-        random_state = RandomState.now()
+            progress.first_validation_loss = _validate(training, validation)
+        random_state = rng.capture()
         training.run(budgets=forecast.budget)
         if signals.requested is None:
-            progress.validation_loss = _validate(model, validation, display)
+            progress.validation_loss = _validate(training, validation)
         summary = _summary(training, forecast)
-        log.write(summary.row())
-        display.summary(summary, budgets=forecast.budget)
+        training.log.write(summary)
+        training.display.summary(summary, budgets=forecast.budget)
         if request.log_json is not None:
-            display.note(f"log: {request.log_json}")
-        final = digests(session.state_dict()) if request.compare_plain and signals.requested is None else {}
+            training.display.note(f"log: {request.log_json}")
+        compares = request.compare_plain and signals.requested is None
+        final = digests(training.session.state_dict()) if compares else {}
         return ManagedRun(progress.losses, final, random_state, _scaling(training))
 
 
@@ -198,7 +164,9 @@ def _device(arguments: MemoryOptions) -> torch.device:
     return torch.device(has.device if has.on_gpu else "cpu")
 
 
-def _name_of(device: torch.device) -> str:
+def _name_of(arguments: MemoryOptions, device: torch.device) -> str:
+    if arguments.device == "emulated":
+        return "an emulated device"
     if device.type == "cpu":
         return f"the CPU, on {torch.get_num_threads()} threads"
     return f"the GPU {device} ({torch.cuda.get_device_name(device)})"
@@ -224,10 +192,10 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % (1 << 32))  # noqa: NPY002 - models draw from the global one
 
 
-def _validate(model: nn.Module, batches: Sequence[Batch], display: Display) -> float:
-    with display.progress("validation", len(batches)) as advance:
-        loss = validation_loss(model, batches, advance=advance)
-    display.note(f"validation loss {loss:.4f}")
+def _validate(training: TrainingRun, batches: Sequence[Batch]) -> float:
+    with training.display.progress("validation", len(batches)) as advance:
+        loss = validation_loss(training.model, batches, advance=advance)
+    training.display.note(f"validation loss {loss:.4f}")
     return loss
 
 
@@ -236,7 +204,7 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
     flags = ("steps", "batch_size", "seq_len", "accumulate", "clip", "seed", "resume")
     given = ("device", "precision", "device_memory", "host_memory", "disk_memory", "step")
     disk, configuration = request.arguments.disk, request.configuration
-    of_config = None if configuration is None else configuration.schedule
+    of_config = None if configuration is None else configuration.settings.schedule
     return {
         "model": request.source.name,
         "model_config": dict(request.source.settings),
@@ -253,24 +221,26 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
     }
 
 
-def _summary(training: TrainingRun, forecast: Forecast) -> Summary:
+def _summary(training: TrainingRun, forecast: Forecast) -> dict[str, Any]:
+    """The log's last row. `moved` is all that was moved, evaluation included; `moved_per_step` what the last step moved."""
     progress, stats = training.progress, training.session.stats()
-    return Summary(
-        steps=progress.step,
-        first_loss=progress.first_loss,
-        last_loss=progress.last_loss,
-        first_validation_loss=progress.first_validation_loss,
-        validation_loss=progress.validation_loss,
-        peak=stats.peak,
-        rss_peak_growth=training.growth.peak(),
-        moved=stats.moved,
-        moved_per_step=progress.moved_per_step,
-        predicted=predicted(forecast),
-        model_data_bytes=forecast.model_data_bytes,
-        parameters=forecast.parameters,
-        seconds=progress.seconds,
-        tokens_per_second=progress.tokens / progress.seconds if progress.seconds else 0.0,
-    )
+    return {
+        "event": "summary",
+        "steps": progress.step,
+        "first_loss": progress.first_loss,
+        "last_loss": progress.last_loss,
+        "first_validation_loss": progress.first_validation_loss,
+        "validation_loss": progress.validation_loss,
+        "peak": dict(stats.peak),
+        "rss_peak_growth": training.growth.peak(),
+        "moved": dict(stats.moved),
+        "moved_per_step": progress.moved_per_step,
+        "predicted": predicted(forecast),
+        "model_data_bytes": forecast.model_data_bytes,
+        "parameters": forecast.parameters,
+        "seconds": progress.seconds,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
+    }
 
 
 @contextmanager

@@ -46,7 +46,6 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned, it takes
-        self._previous.clear()
 
     @contextmanager
     def deferring(self, say: Callable[[str], None]) -> Iterator[None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,15 +35,8 @@ _CACHE_FORMAT: Final = "1"
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token; the one after the bytes, where there is one, separates documents."""
 
-    vocab_size: int
-
-    @property
-    def description(self) -> str:
-        return "bytes"
-
-    @property
-    def separator(self) -> int | None:
-        return BYTES if self.vocab_size > BYTES else None
+    separator: int | None
+    description: str = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
@@ -54,12 +47,8 @@ class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library: trained here, or the one that came with a model's weights."""
 
     tokenizer: Any
+    separator: int | None
     description: str
-
-    @property
-    def separator(self) -> int | None:
-        found: int | None = self.tokenizer.token_to_id(END_OF_TEXT)
-        return found
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -82,20 +71,18 @@ def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) 
     if vocab_size < BYTES:
         raise ConfigError(f"the model has {vocab_size} tokens; text needs at least the {BYTES} bytes")
     if vocab_size <= ENOUGH_FOR_BYTES:
-        return ByteTokenizer(vocab_size)
-    description = f"byte-level BPE of {vocab_size} tokens"
+        return ByteTokenizer(BYTES if vocab_size > BYTES else None)
     file = _cache_file(corpus, vocab_size)
-    cached = _read_cached(file, vocab_size)
-    if cached is None:
-        cached = _train(corpus, vocab_size)
-        _write_cached(file, cached)
-    return LibraryTokenizer(cached, description)
+    tokenizer = _read_cached(file, vocab_size)
+    if tokenizer is None:
+        tokenizer = _train(corpus, vocab_size)
+        _write_cached(file, tokenizer)
+    return LibraryTokenizer(tokenizer, tokenizer.token_to_id(END_OF_TEXT), f"byte-level BPE of {vocab_size} tokens")
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int], None]) -> Tokens:
     """All documents as one stream of tokens; tells `advance` how many documents each round has done."""
-    separator = tokenizer.separator
-    end = np.empty(0, np.int32) if separator is None else np.array([separator], np.int32)
+    end = np.array([] if tokenizer.separator is None else [tokenizer.separator], np.int32)
     pieces: list[Tokens] = []
     for start in range(0, len(texts), _TOGETHER):
         some = texts[start : start + _TOGETHER]
@@ -114,9 +101,10 @@ def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
     # A batch has no padding and no truncation of its own: documents are cut into windows later.
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    if tokenizer.get_vocab_size() > vocab_size:
-        raise DataError(f"{path}: {tokenizer.get_vocab_size()} tokens, but the model has {vocab_size}")
-    return LibraryTokenizer(tokenizer, f"the model's own tokenizer, {tokenizer.get_vocab_size()} tokens")
+    count = tokenizer.get_vocab_size()
+    if count > vocab_size:
+        raise DataError(f"{path}: {count} tokens, but the model has {vocab_size}")
+    return LibraryTokenizer(tokenizer, tokenizer.token_to_id(END_OF_TEXT), f"the model's own tokenizer, {count} tokens")
 
 
 def _train(corpus: Corpus, vocab_size: int) -> Any:
@@ -135,19 +123,13 @@ def _train(corpus: Corpus, vocab_size: int) -> Any:
     return tokenizer
 
 
-def _cache_file(corpus: Corpus, vocab_size: int) -> Path | None:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    try:
-        home = home.expanduser()
-    except RuntimeError:  # nobody's home
-        return None
+def _cache_file(corpus: Corpus, vocab_size: int) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '')}/.cache"
     what = f"{_CACHE_FORMAT} {_library().__version__} {vocab_size} {corpus.digest}"
-    return home / "patrickstar" / f"tokenizer-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
+    return Path(home) / "patrickstar" / f"tokenizer-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
 
 
-def _read_cached(file: Path | None, vocab_size: int) -> Any | None:
-    if file is None or not file.is_file():
-        return None
+def _read_cached(file: Path, vocab_size: int) -> Any | None:
     try:
         tokenizer = _library().Tokenizer.from_file(str(file))
     except Exception:  # the library raises a bare Exception; a damaged copy is as good as none
@@ -155,20 +137,16 @@ def _read_cached(file: Path | None, vocab_size: int) -> Any | None:
     return tokenizer if BYTES < tokenizer.get_vocab_size() <= vocab_size else None
 
 
-def _write_cached(file: Path | None, tokenizer: Any) -> None:
+def _write_cached(file: Path, tokenizer: Any) -> None:
     """Writes a tokenizer aside and renames it, so that nobody ever reads half a file."""
-    if file is None:
-        return
-    aside: str | None = None
-    try:
+    aside = file.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, aside = tempfile.mkstemp(dir=file.parent, prefix=".tokenizer-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(tokenizer.to_str())
-        Path(aside).replace(file)
-    except OSError:
-        if aside is not None:
-            Path(aside).unlink(missing_ok=True)
+        try:
+            aside.write_text(tokenizer.to_str(), encoding="utf-8")
+            aside.replace(file)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def _library() -> Any:

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from patrickstar.cli import reexec
-from patrickstar.cli.checkpoints import CheckpointFolder
+from patrickstar.cli.checkpoints import check_unused
 from patrickstar.cli.configuration import Configuration, configure
 from patrickstar.cli.flags import (
     Invocation,
@@ -19,16 +19,13 @@ from patrickstar.cli.flags import (
     batch_options,
     clip_option,
     debug_option,
-    memory_flags,
+    memory_of,
     memory_options,
     path,
     whole_number,
 )
 from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.request import Request
-from patrickstar.cli.schedule import SCHEDULES, WarmupSchedule
-from patrickstar.config.arguments import check_arguments
-from patrickstar.config.options import Options
+from patrickstar.cli.request import SCHEDULES, Request, WarmupSchedule
 from patrickstar.errors import ConfigError
 
 
@@ -40,11 +37,11 @@ from patrickstar.errors import ConfigError
     metavar="PATH...",
     help="Text files or directories; the Python standard library's sources where left out; random: random tokens.",
 )
-@whole_number("--steps", 100, help="Steps in all, resumed ones included.")
+@whole_number("--steps", 100, says="Steps in all, resumed ones included.")
 @click.option(
     "--lr", type=Positive(), metavar="X", default=3e-4, show_default=True, help="Peak learning rate of AdamW."
 )
-@whole_number("--warmup", least=0, help="Steps until the peak.  [default: a tenth of the steps, at most 100]")
+@whole_number("--warmup", least=0, says="Steps until the peak.  [default: a tenth of the steps, at most 100]")
 @click.option(
     "--schedule",
     type=Spelling(*SCHEDULES),
@@ -53,40 +50,40 @@ from patrickstar.errors import ConfigError
     help="Learning rate after the warm-up.",
 )
 @clip_option
-@whole_number("--seed", 0, least=0, most=(1 << 63) - 1, help="Of weights, dropout and data order.")
+@whole_number("--seed", 0, least=0, most=(1 << 63) - 1, says="Of weights, dropout and data order.")
 @memory_options
-@path("--checkpoint-dir", "DIR", help="Save here at the end, on Ctrl-C and on SIGTERM.")
-@whole_number("--save-every", help="And every so many steps.")
-@whole_number("--keep", 2, help="How many of the newest checkpoints stay.")
+@path("--checkpoint-dir", "DIR", says="Save here at the end, on Ctrl-C and on SIGTERM.")
+@whole_number("--save-every", says="And every so many steps.")
+@whole_number("--keep", 2, says="How many of the newest checkpoints stay.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, where there is one.")
 @click.option(
     "--compare-plain", is_flag=True, help="Run the same steps in plain PyTorch too; fail unless every bit is equal."
 )
-@path("--log-json", "FILE", help="A JSON object a line: start, every step, summary.")
+@path("--log-json", "FILE", says="A JSON object a line: start, every step, summary.")
 @path(
     "--config",
     "FILE.json",
-    help="Optimizer, scheduler, precision, clipping, batch and memory in the form of DeepSpeed and PatrickStar 0.4.6. What it does not say is as "
+    says="Optimizer, scheduler, precision, clipping, batch and memory in the form of DeepSpeed and PatrickStar 0.4.6. What it does not say is as "
     "without it; flags that are given win.",
 )
 @debug_option
 @click.pass_obj
 def train(invocation: Invocation, **given: Any) -> int:
     """Train a causal language model on text, under a memory budget."""
-    configuration = _configure(given)
-    if configuration is None:
-        arguments = check_arguments(
-            **memory_flags(given), max_grad_norm=given["clip"], options=Options(accumulate=given["accumulate"])
-        )
+    configuration: Configuration | None = None
+    if given["config"] is None:
+        arguments = memory_of(given)
     else:
+        context = click.get_current_context()
+        explicit = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        configuration = configure(given["config"], given, explicit=explicit)
         arguments = configuration.memory
         given |= configuration.flags
     steps, warmup = given["steps"], given["warmup"]
     _check_together(given)
     source = ModelSource.find(given["model"])
-    folder = CheckpointFolder(given["checkpoint_dir"], keep=given["keep"]) if given["checkpoint_dir"] else None
-    if folder is not None and not given["resume"]:
-        folder.check_unused()
+    if not given["resume"]:
+        check_unused(given["checkpoint_dir"])
     if invocation.may_reexecute:
         reexec.under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
 
@@ -95,21 +92,11 @@ def train(invocation: Invocation, **given: Any) -> int:
     parts: dict[str, Any] = {
         "source": source,
         "arguments": arguments,
-        "folder": folder,
         "configuration": configuration,
         "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
     }
     flags = {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
     return run(Request(**parts, **flags), invocation.signals)
-
-
-def _configure(given: dict[str, Any]) -> Configuration | None:
-    """The request of `--config`, with the flags that stand on the command line in the place of its keys."""
-    if given["config"] is None:
-        return None
-    context = click.get_current_context()
-    explicit = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    return configure(given["config"], given, explicit=explicit)
 
 
 def _check_together(given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A config from a file of JSON."""
+"""Files of one JSON object: configs, and what flags of the command line name."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from patrickstar.errors import ConfigError
+from patrickstar.errors import ConfigError, Error
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object that a file has.
+def read_json(
+    path: str | os.PathLike[str], *, what: str = "config", damaged: type[Error] = ConfigError
+) -> dict[str, Any]:
+    """The object that a file has. `what`: the file is, in messages.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON (with line and column), or has a key twice in one object.
+        ConfigError: it cannot be read. damaged: it is no JSON (with line and column), no object, or has a key twice in one object.
     """
     try:
-        found = json.loads(Path(path).read_bytes().decode(), object_pairs_hook=_once, parse_constant=_no_number)
+        found = json.loads(Path(path).read_bytes().decode(), object_pairs_hook=_once)
     except OSError as problem:
-        raise ConfigError(f"config {path}: {problem.strerror or problem}") from problem
+        raise ConfigError(f"{what} {path}: {problem.strerror or problem}") from problem
     except (ValueError, RecursionError) as problem:  # no UTF-8, no JSON; nested, or digits, beyond all measure
-        raise ConfigError(f"config {path}: {problem}") from problem
+        raise damaged(f"{what} {path}: not JSON: {problem}") from problem
     if not isinstance(found, dict):
-        raise ConfigError(f"config {path}: expected an object, as in {{...}}, not {type(found).__name__}")
+        raise damaged(f"{what} {path}: expected a JSON object, as in {{...}}, not {type(found).__name__}")
     return found
 
 
@@ -32,7 +34,3 @@ def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"twice in one object: {', '.join(twice)}; which one counts is anybody's guess")
     return dict(entries)
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")

@@ -19,7 +19,7 @@ from patrickstar.hooks import watch_parameters
 from patrickstar.parameters.functions import ESCAPES, accessor
 from patrickstar.torch_private import Plain
 
-__all__ = ["deferred_by", "deferred_init", "initial_value", "is_building", "present_and_absent_bytes"]
+__all__ = ["deferred_by", "deferred_init", "is_building", "present_and_absent_bytes"]
 
 _SET_DATA = accessor("data", "__set__")
 _HANDS_OUT = ESCAPES | {Tensor.tolist}
@@ -64,12 +64,6 @@ def deferred_by(parameter: Tensor) -> DeferredRecorder | None:
     """The record of the values of a parameter that was built under `deferred_init()`; None: it has them."""
     recorder: DeferredRecorder | None = getattr(type(parameter), "deferred_by", None)
     return recorder
-
-
-def initial_value(parameter: Tensor) -> Tensor:
-    """A parameter's values: its data, or a tensor of its shape and strides that is made now, and belongs to the caller."""
-    recorder = deferred_by(parameter)
-    return parameter.data if recorder is None else recorder.value(parameter)
 
 
 def present_and_absent_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,6 @@ from patrickstar.errors import ConfigError, StateError
 from patrickstar.session.session import Session
 
 __all__ = ["Engine", "LoadedKeys"]
-
-_log = logging.getLogger("patrickstar")
 
 
 class LoadedKeys(NamedTuple):
@@ -42,7 +39,6 @@ class Engine(nn.Module):
         *,
         accumulate: int,
         micro_batch_size: int | None = None,
-        steps_per_print: int | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -51,9 +47,6 @@ class Engine(nn.Module):
 
         self._accumulate = accumulate
         self._micro_batch_size = micro_batch_size
-        self._steps_per_print = steps_per_print
-        if steps_per_print is not None:
-            optimizer.on_boundary = self._print
         self.train()
 
     @property
@@ -177,17 +170,6 @@ class Engine(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise StateError("an engine cannot be copied or pickled: copy engine.module, or use save_checkpoint(dir)")
-
-    def _print(self) -> None:
-        groups = self.optimizer.param_groups
-        if self.global_steps % (self._steps_per_print or 1) == 0:
-            _log.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                self.global_steps,
-                self.skipped_steps,
-                self.get_lr(),
-                [group["betas"] for group in groups],
-            )
 
 
 def _expect_no_tag(tag: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn
 
@@ -14,6 +15,8 @@ from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.session.session import Session
 
 __all__ = ["EngineOptimizer"]
+
+_log = logging.getLogger("patrickstar")
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -28,7 +31,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         lr_scheduler: that of the config, or None.
     """
 
-    def __init__(self, session: Session, *, accumulate: int, lr_scheduler: LRScheduler | None) -> None:
+    def __init__(
+        self, session: Session, *, accumulate: int, lr_scheduler: LRScheduler | None, steps_per_print: int | None
+    ) -> None:
         assert session.optimizer is not None, "a session that trains has one"
         self._managed: ManagedOptimizer = session.optimizer
         # Not Optimizer.__init__, which makes groups of its own: what unpickling calls sets up hooks and nothing else.
@@ -36,8 +41,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._session = session
         self._accumulate = accumulate
         self.lr_scheduler = lr_scheduler
-        self.on_boundary: Callable[[], None] | None = None
-        """Called after every step."""
+        self._steps_per_print = steps_per_print
 
         self.global_steps = 0
         self.skipped_steps = 0
@@ -87,8 +91,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
         if scaler.is_enabled():
             scaler.update()
-        if self.on_boundary is not None:
-            self.on_boundary()
+        if self._steps_per_print is not None and self.global_steps % self._steps_per_print == 0:
+            rates, betas = ([group[name] for group in self.param_groups] for name in ("lr", "betas"))
+            _log.info("step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, rates, betas)
         return loss
 
     # As in ManagedOptimizer: torch would run the global hooks once more.

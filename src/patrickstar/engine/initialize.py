@@ -66,15 +66,9 @@ def initialize_engine(
     if session.unclosed is not None:
         session.unclosed.detach()  # the original has no close(): its loop just ends
     scheduler = None if settings.schedule is None else Scheduler(session.optimizer, ScheduledRates(settings.schedule))
-    optimizer = EngineOptimizer(session, accumulate=settings.accumulate, lr_scheduler=scheduler)
-    engine = Engine(
-        model,
-        session,
-        optimizer,
-        accumulate=settings.accumulate,
-        micro_batch_size=settings.micro_batch_size,
-        steps_per_print=settings.values.get("steps_per_print"),
-    )
+    accumulate, printed = settings.accumulate, settings.values.get("steps_per_print")
+    optimizer = EngineOptimizer(session, accumulate=accumulate, lr_scheduler=scheduler, steps_per_print=printed)
+    engine = Engine(model, session, optimizer, accumulate=accumulate, micro_batch_size=settings.micro_batch_size)
     return engine, optimizer
 
 

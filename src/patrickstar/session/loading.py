@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from patrickstar.checkpoint.matching import Wanted, match
-from patrickstar.checkpoint.naming import naming_of
+from patrickstar.checkpoint.matching import Match, Wanted, match
+from patrickstar.checkpoint.naming import Naming, naming_of
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import WEIGHT
@@ -20,7 +20,7 @@ from patrickstar.plan.residency import Residency
 from patrickstar.session.buffers import persistent_buffers
 from patrickstar.step.budgets import Budgets
 
-__all__ = ["Loading", "tensors_of"]
+__all__ = ["Loading", "matched", "tensors_of"]
 
 _log = logging.getLogger("patrickstar")
 _PIECE_NUMEL = 1 << 20
@@ -44,8 +44,7 @@ class Loading:
         self._model = model
         self._naming = naming_of(model)
         self._files = WeightFiles(path)
-        wanted = [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors.items()]
-        found = match(self._files, wanted, self._naming)
+        found = matched(tensors, self._files, self._naming)
         origins = {id(tensor): found.origins[keys[0]] for keys, tensor in tensors.items() if keys[0] in found.origins}
         self._origins = {parameters[tensor]: origin for tensor, origin in origins.items() if tensor in parameters}
         self._buffers = {
@@ -57,7 +56,7 @@ class Loading:
         self._values: dict[str, Tensor] = {}
         _tell(path, "of the model are not in the files and keep the values they have", found.missing)
         _tell(path, "in the files are none of the model's and are not used", found.unexpected)
-        _log.info("%s: %d of %d tensors of the model", path, len(found.origins), len(wanted))
+        _log.info("%s: %d of %d tensors of the model", path, len(found.origins), len(tensors))
 
     def read(self, name: str) -> Tensor:
         """A parameter's value, of the type it has in its file."""
@@ -101,6 +100,11 @@ def tensors_of(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
     for name, parameter in model.named_parameters():  # a hook may have left it out, or put a copy there
         keys.setdefault(id(parameter), (name,))
     return {aliases: tensors[tensor] for tensor, aliases in keys.items()}
+
+
+def matched(tensors: Mapping[tuple[str, ...], Tensor], files: WeightFiles, naming: Naming) -> Match:
+    """Holds files against tensors by their keys."""
+    return match(files, [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors.items()], naming)
 
 
 def _fit_twice(named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> bool:

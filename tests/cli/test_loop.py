@@ -1,17 +1,17 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from patrickstar.cli.batches import Batches, validation_batches
-from patrickstar.cli.losses import accumulate_gradients, validation_loss
+from patrickstar.cli.loop import accumulate_gradients, validation_loss
+from patrickstar.cli.request import LOWEST, WarmupSchedule
 
 TOKENS = (np.arange(400, dtype=np.int32) ** 2) % 13
-
-
-class Output:
-    def __init__(self, loss):
-        self.loss = loss
 
 
 class Model(nn.Module):
@@ -25,7 +25,9 @@ class Model(nn.Module):
     def forward(self, input_ids, labels):
         self.seen.append(input_ids)
         logits = self.dropout(self.embedding(input_ids))
-        return Output(nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 13), labels[:, 1:].reshape(-1)))
+        return SimpleNamespace(
+            loss=nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 13), labels[:, 1:].reshape(-1))
+        )
 
 
 def batches(batch_size):
@@ -56,13 +58,32 @@ def test_validation_has_no_dropout_and_leaves_the_model_as_it_was():
 def test_a_model_that_was_not_training_stays_so_and_so_it_is_after_an_error():
     model = Model().eval()
     held_out = validation_batches(TOKENS, batch_size=2, seq_len=10, most=3)
-    validation_loss(model, held_out, advance=ignore)
+    validation_loss(model, held_out, advance=print)
     assert not model.training
     model.train()
     with pytest.raises(TypeError):
-        validation_loss(model, [{"wrong": 1}], advance=ignore)
+        validation_loss(model, [{"wrong": 1}], advance=print)
     assert model.training
 
 
-def ignore(_count):
-    """Nobody wants to know how far it is."""
+# learning rates
+
+
+def test_it_rises_in_equal_steps_and_the_first_step_already_learns():
+    schedule = WarmupSchedule("constant", warmup=4, steps=100)
+    assert [schedule.factor(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_the_cosine_falls_to_its_lowest_at_the_end():
+    schedule = WarmupSchedule("cosine", warmup=10, steps=110)
+    assert schedule.factor(10) == 1.0
+    assert schedule.factor(60) == pytest.approx((1 + LOWEST) / 2)
+    assert schedule.factor(110) == pytest.approx(LOWEST)
+
+
+@given(kind=st.sampled_from(["constant", "cosine"]), warmup=st.integers(0, 50), steps=st.integers(1, 60))
+def test_every_factor_is_positive_and_at_most_one(kind, warmup, steps):
+    schedule = WarmupSchedule(kind, warmup, steps)
+    factors = [schedule.factor(step) for step in range(steps + 5)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors[warmup:] == sorted(factors[warmup:], reverse=True)

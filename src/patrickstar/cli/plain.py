@@ -1,0 +1,248 @@
+"""The steps of a run in plain PyTorch, what `--compare-plain` compares with.
+
+The update is written out below in the order of operations that defines it (`docs/bits.md`), in torch's own operations; so are clipping, masters
+and the rounding of 16-bit weights. The gradients are autograd's. Of the library's arithmetic only the rule of the loss scale takes part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.cli.batches import BatchSource
+from patrickstar.cli.loop import accumulate_gradients
+from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.settings import OptimizerSettings
+from patrickstar.optim.scale_rule import ScaleRule
+from patrickstar.optim.schedules import Rates
+from patrickstar.parameters.bound import names_by_id
+
+# Elements whose squares are summed together, in fp64, as rows of a tree: part of the definition of the norm.
+NORM_BLOCK: Final = 65_536
+NORM_ROW: Final = 16
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Scaling of losses. `scale`: the one at the end. `skipped`: steps whose gradients overflowed."""
+
+    scale: float
+    skipped: int
+
+    def __str__(self) -> str:
+        return f"a loss scale of {self.scale:.10g} after {self.skipped} skipped steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainPrecision:
+    """The type that weights are rounded to, and the type that they compute in.
+
+    Attributes:
+        kept: bfloat16 or float16; float32: nothing is rounded. compute: that, or float32: then a weight is the very same rounded value, in fp32.
+        gradient: what one backward's gradients are rounded to; float32: not at all, because several add up.
+        keep_fp32: names of modules that stay fp32 whole, beside those that the model lists. loss_scale: of losses; None: they are not scaled.
+    """
+
+    kept: torch.dtype
+    compute: torch.dtype
+    gradient: torch.dtype
+    keep_fp32: Sequence[str] = ()
+    loss_scale: LossScale | None = None
+
+
+PLAIN_FP32 = PlainPrecision(kept=torch.float32, compute=torch.float32, gradient=torch.float32)
+
+
+@dataclass(slots=True)
+class Moments:
+    """The state of AdamW for one parameter."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    steps: int = 0
+
+
+class PlainRun:
+    """The steps of a run, from the model, batches and schedule that the managed run began with.
+
+    The model is narrowed to 16 bits, with fp32 masters beside. Batch norm, and modules that the model itself lists in `_keep_in_fp32_modules`,
+    stay fp32 whole: each is its own master. In fp32 all do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: BatchSource,
+        *,
+        optimizer: OptimizerSettings,
+        schedule: Rates,
+        clip: float | None,
+        accumulate: int,
+        precision: PlainPrecision = PLAIN_FP32,
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.clip = clip
+        self.accumulate = accumulate
+        self.precision = precision
+
+        whole = {id(t) for module in _whole(model, precision) for t in (*module.parameters(), *module.buffers())}
+        self._whole = {name for name, parameter in model.named_parameters() if id(parameter) in whole}
+        self._masters = {name: self._narrowed(name, parameter) for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = buffer.to(torch.float32 if id(buffer) in whole else precision.compute)
+        self._gradients: dict[str, Tensor] = {}
+        self._moments: dict[str, Moments] = {}
+        self._scale = None if precision.loss_scale is None else ScaleRule(precision.loss_scale)
+        self._done = 0
+        self._skipped = 0
+
+    def _narrowed(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """Rounds a weight to what is kept of it, and gives its master."""
+        master = parameter.detach()
+        if name in self._whole:
+            return master
+        rounded = narrow(master, self.precision.kept)
+        # Strides stay as they are: torch may choose another kernel by them.
+        strides, device = parameter.stride(), parameter.device
+        weight = torch.empty_strided(parameter.shape, strides, dtype=self.precision.compute, device=device)
+        parameter.data = weight.copy_(rounded)
+        # Of what is frozen the rounded weight is all there is.
+        return master if parameter.requires_grad else rounded.float()
+
+    def step(self) -> float:
+        """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
+        rule = self._scale
+        scaled = {} if rule is None else {"scale": torch.tensor(rule.scale).mul}
+        loss = accumulate_gradients(self.model, self.batches, self.accumulate, after_backward=self._gather, **scaled)
+        gradients = {name: self._gradients[name] for name in self._masters if name in self._gradients}
+        self._gradients = {}
+        with torch.no_grad():
+            if rule is not None and unscale_(gradients.values(), rule):
+                self._skipped += 1
+            else:
+                self._update(gradients)
+        return loss
+
+    def _gather(self) -> None:
+        """Adds the gradients of a backward that is over to the sums, in fp32."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                kept = parameter.grad if name in self._whole else parameter.grad.to(self.precision.gradient)
+                wide = kept.float()
+                if name in self._gradients:
+                    self._gradients[name].add_(wide)
+                else:
+                    self._gradients[name] = wide
+                parameter.grad = None
+
+    def _update(self, gradients: Mapping[str, Tensor]) -> None:
+        if self.clip is not None:
+            clip_(list(gradients.values()), self.clip)
+        lr, betas = self.schedule.lr(self._done, self.optimizer.lr), self.schedule.betas(self._done)
+        hyper = replace(self.optimizer, lr=lr, betas=betas or self.optimizer.betas)
+        for name, gradient in gradients.items():
+            master = self._masters[name]
+            if name not in self._moments:
+                self._moments[name] = Moments(torch.zeros_like(master), torch.zeros_like(master))
+            update_(master, gradient, self._moments[name], hyper)
+        for name, parameter in self.model.named_parameters():
+            if name not in self._whole:
+                parameter.data.copy_(narrow(self._masters[name], self.precision.kept))
+        self._done += 1
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """Scaling of the losses so far."""
+        return None if self._scale is None else Scaling(self._scale.scale, self._skipped)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's, with masters for parameters."""
+        names = names_by_id(dict(self.model.named_parameters()))
+        state = self.model.state_dict(keep_vars=True)
+        return {key: self._masters[names[id(value)]] if id(value) in names else value for key, value in state.items()}
+
+
+def update_(p: Tensor, g: Tensor, moments: Moments, hyper: OptimizerSettings) -> None:
+    """One update of Adam for a parameter, in place, in fp32. Scalars are computed in double and rounded once."""
+    beta1, beta2 = hyper.betas
+    m, v = moments.exp_avg, moments.exp_avg_sq
+    moments.steps += 1
+    if hyper.decoupled:
+        p.mul_(1 - hyper.lr * hyper.weight_decay)
+    elif hyper.weight_decay:
+        g = g.add(p, alpha=hyper.weight_decay)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    # torch's own fp32 root is off by one bit now and then; rounded from fp64 it is the IEEE root.
+    root = v.double().sqrt_().float()
+    root.div_(math.sqrt(1 - beta2**moments.steps)).add_(hyper.eps)
+    p.addcdiv_(m, root, value=-hyper.lr / (1 - beta1**moments.steps))
+
+
+def unscale_(gradients: Iterable[Tensor], rule: ScaleRule) -> bool:
+    """Divides fp32 gradients by the scale, which ends the scale's step; gives whether any gradient had overflowed."""
+    overflowed, reciprocal = False, torch.tensor(1 / rule.scale)
+    for gradient in gradients:
+        overflowed = overflowed or not bool(torch.isfinite(gradient).all())
+        gradient.mul_(reciprocal)
+    rule.update(overflowed=overflowed)
+    return overflowed
+
+
+def clip_(gradients: Sequence[Tensor], max_norm: float) -> None:
+    """Scales gradients in place so that their global norm is at most `max_norm`."""
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
+    for gradient in gradients:
+        in_memory_order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+        for block in gradient.permute(in_memory_order).reshape(-1).split(NORM_BLOCK):
+            total += sum_of_squares(block)
+    norm = total.sqrt().float()
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def sum_of_squares(block: Tensor) -> Tensor:
+    """The squares of a block, in fp64, added as `docs/bits.md` has it: rows of 16 pairwise, then halves of the row that is left."""
+    squares = block.new_zeros(NORM_BLOCK, dtype=torch.float64)
+    squares[: len(block)] = block
+    rows = squares.square_().view(-1, NORM_ROW)
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    row = rows[0]
+    while len(row) > 1:
+        row = row[: len(row) // 2] + row[len(row) // 2 :]
+    return row[0]
+
+
+def narrow(master: Tensor, kept: torch.dtype) -> Tensor:
+    """The weight of a master: fp16 rounds ties to even, as torch does; bf16 away from zero, as a split master must.
+
+    Half of the last place that is kept carries where it must.
+    """
+    if kept is torch.float16:
+        return master.half()
+    rounded = (master.contiguous().view(torch.int32) + 0x8000) & -0x10000
+    return rounded.view(torch.float32).to(torch.bfloat16).view(master.shape)
+
+
+def _whole(model: nn.Module, precision: PlainPrecision) -> Iterator[nn.Module]:
+    if precision.kept is torch.float32:
+        yield model
+        return
+    listed = (*precision.keep_fp32, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+    for path, module in model.named_modules():
+        if isinstance(module, _BATCH_NORMS) or any(f".{name}." in f".{path}." for name in listed):
+            yield module
