@@ -27,6 +27,7 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.bound import placeholder
 from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
+from patrickstar.parameters.transforms import expect_no_transform
 
 __all__ = ["STEP", "AssembledOwner", "AssembledRecord", "AssembledTensors", "title"]
 
@@ -190,6 +191,7 @@ class AssembledTensors:
 
     def _another(self, of: AssembledRecord, func: Callable[..., Any]) -> Tensor:
         """Another stand-in for the same bytes (`detach()`, `.data`), with the version counter that torch gives it."""
+        expect_no_transform(f"an alias of {title(of.source.key)}")
         made: Tensor = func(of.tensor())
         if of.depth:
             made.data = of.source.standin

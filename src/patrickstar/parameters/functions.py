@@ -23,10 +23,12 @@ __all__ = [
     "NEEDS_NO_DATA",
     "REPOINTS",
     "SHAPE_ONLY",
+    "STRIDED",
     "Effects",
     "accessor",
     "counted",
     "effects_of",
+    "from_offset",
     "is_of_several",
     "one_by_one",
     "uncounted",
@@ -136,6 +138,15 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").partition(".")[0]
 
 
+STRIDED = frozenset(
+    getattr(module, name)
+    for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
+    for module in (Tensor, torch)
+    if hasattr(module, name)
+)
+"""Functions whose argument `storage_offset` counts from the start of memory: from that of the parameter, which does not begin where its slot does."""
+
+
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
 """Functions that ask to be told of a gradient."""
 
@@ -179,6 +190,16 @@ def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., 
         return result
 
     return run_and_count
+
+
+def from_offset(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, offset: int) -> Any:
+    """The arguments of one of `STRIDED`, with a `storage_offset`, where it is given, that counts from this offset."""
+    place = 4 if func.__name__ == "as_strided_scatter" else 3
+    if kwargs.get("storage_offset") is not None:
+        return args, {**kwargs, "storage_offset": kwargs["storage_offset"] + offset}
+    if len(args) > place and args[place] is not None:
+        return [*args[:place], args[place] + offset, *args[place + 1 :]], kwargs
+    return args, kwargs
 
 
 def one_by_one(

@@ -10,6 +10,7 @@ Note [Saved tensors]
     it. There our hooks are pushed as a weight is unpacked, for as long as its node runs: before each node torch sets its thread's state, hooks
     included, to what it was when the backward was called. Not in the backward of a `torch.autograd.Function`, which may have contexts of its
     own open around what it unpacks; nor where hooks are forbidden: there the alias is kept, and holds its slot.
+    Hooks of the user's are given weights too, as torch gives them. What they give back of one is packed as where it lies if it is an alias still.
     Under hooks torch does not check that a saved tensor is unchanged: both kinds carry the version they had, and unpacking checks it.
 """
 
@@ -29,6 +30,7 @@ from patrickstar.torch_private import (
     backward_makes_graph,
     inside_node_of_torch,
     is_checkpoints,
+    saves_on_cpu,
     top_saved_tensors_hooks,
     transform_level,
 )
@@ -78,6 +80,13 @@ class SlotView(NamedTuple):
         if self.is_conjugated:
             alias = torch._conj(alias)
         return torch._neg_view(alias) if self.is_negated else alias
+
+
+class SavedSliceUnderneath(NamedTuple):
+    """An alias of a managed parameter that the hooks underneath ours have given back as one."""
+
+    saved: SavedSlice
+    unpack: Callable[[Any], torch.Tensor]
 
 
 class SavedTensor(NamedTuple):
@@ -134,13 +143,18 @@ class SavedTensors:
         """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before."""
         underneath = top_saved_tensors_hooks()
         is_recomputed = underneath is not None and is_checkpoints(underneath)
+        takes_weights = underneath is not None and not is_recomputed and not saves_on_cpu(underneath)
 
-        def pack(tensor: torch.Tensor) -> SavedSlice | SavedTensor | SavedUnderneath:
-            found = self._find(tensor)
-            if found is not None:
-                key, offset_bytes, owner = found
-                with Plain():
-                    return SavedSlice(key, SlotView.of(tensor, offset_bytes), owner, owner._version, is_recomputed)
+        def pack(tensor: torch.Tensor) -> SavedSlice | SavedSliceUnderneath | SavedTensor | SavedUnderneath:
+            saved = self._slice(tensor, is_recomputed=is_recomputed)
+            if saved is not None and underneath is not None and takes_weights:
+                packed = underneath[0](tensor)
+                saved = self._slice(packed, is_recomputed=False) if isinstance(packed, torch.Tensor) else None
+                if saved is None:
+                    return SavedUnderneath(packed, underneath[1])
+                return SavedSliceUnderneath(saved, underneath[1])
+            if saved is not None:
+                return saved
             if type(tensor) is not torch.Tensor:
                 tensor = self._lasting(tensor)
             if underneath is not None:
@@ -149,7 +163,16 @@ class SavedTensors:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 
-    def unpack(self, saved: SavedSlice | SavedTensor | SavedUnderneath) -> torch.Tensor:
+    def _slice(self, tensor: torch.Tensor, *, is_recomputed: bool) -> SavedSlice | None:
+        """A tensor as an alias of a managed parameter; None where it is none."""
+        found = self._find(tensor)
+        if found is None:
+            return None
+        key, offset_bytes, owner = found
+        with Plain():
+            return SavedSlice(key, SlotView.of(tensor, offset_bytes), owner, owner._version, is_recomputed)
+
+    def unpack(self, saved: SavedSlice | SavedSliceUnderneath | SavedTensor | SavedUnderneath) -> torch.Tensor:
         """The saved tensor again. RuntimeError where it has been changed since, with the text PyTorch would have used."""
         match saved:
             case SavedSlice():
@@ -164,6 +187,8 @@ class SavedTensors:
                 if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():
                     self.around_use().__enter__()  # torch takes them away
                 return alias
+            case SavedSliceUnderneath():
+                return saved.unpack(self.unpack(saved.saved))
             case SavedTensor():
                 if saved.tensor._version != saved.version:
                     raise RuntimeError(changed_message(tuple(saved.tensor.shape), saved.tensor._version, saved.version))
