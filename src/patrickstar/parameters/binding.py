@@ -126,7 +126,11 @@ class Binding:
         self.places = Places(self.records)
         self.changes = Changes(owner, self.records, take=self.lease, owners_of=self._owners_of, keys_of=self._keys_of)
         self._saved = SavedTensors(
-            self._find, self._fetch, self.assembled.lasting, was_recomputed=self.changes.was_recomputed
+            self._find,
+            self._fetch,
+            self.assembled.lasting,
+            standin=lambda parameter: self._bound[id(parameter)].standin,
+            was_recomputed=self.changes.was_recomputed,
         )
         self.gradients = GradientAccess(
             self.records, owner, self.lock, assembled=self.assembled, undress=self._undress, use=gradients

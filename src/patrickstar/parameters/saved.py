@@ -26,6 +26,7 @@ from patrickstar.memory.leases import WeightKey
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.torch_private import (
     Plain,
+    Seen,
     are_saved_tensors_hooks_allowed,
     backward_makes_graph,
     inside_node_of_torch,
@@ -89,6 +90,14 @@ class SavedSliceUnderneath(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
 
+class SavedSliceRecomputed(NamedTuple):
+    """An alias of a managed parameter that gradient checkpointing counts among what it makes again: unpacked, it has the forward run again."""
+
+    saved: SavedSlice
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
 class SavedTensor(NamedTuple):
     """A saved tensor that is no alias of a managed parameter, with no hooks underneath ours."""
 
@@ -101,6 +110,9 @@ class SavedUnderneath(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
+
+
+Saved = SavedSlice | SavedSliceUnderneath | SavedSliceRecomputed | SavedTensor | SavedUnderneath
 
 
 def changed_message(shape: tuple[int, ...], now: int, then: int) -> str:
@@ -122,7 +134,7 @@ class SavedTensors:
     Args:
         find: gives (unit or copy, offset in bytes, parameter) of a tensor over a slot or copy, or None.
         fetch: gives a 1-D tensor over the unit's slot, fetching the unit where it is not resident, or the copy.
-        lasting: gives what may be kept of any other tensor.
+        lasting: gives what may be kept of any other tensor. standin: gives a tensor of a parameter's shape and type that holds no slot.
         was_recomputed: whether a recomputation of a forward has left a parameter at a version.
     """
 
@@ -132,20 +144,27 @@ class SavedTensors:
         fetch: Callable[[WeightKey], torch.Tensor],
         lasting: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
         *,
+        standin: Callable[[torch.nn.Parameter], torch.Tensor],
         was_recomputed: Callable[[torch.Tensor, int], bool],
     ) -> None:
         self._find = find
         self._fetch = fetch
         self._lasting = lasting
+        self._standin = standin
         self._was_recomputed = was_recomputed
 
     def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before."""
+        if not are_saved_tensors_hooks_allowed():
+            raise StateError(
+                "a use of a managed parameter where hooks of saved tensors are forbidden (torch.autograd.graph.disable_saved_tensors_hooks, which "
+                "transforms of torch.func are, too): what is saved of it could not be found again. Use it outside of that context"
+            )
         underneath = top_saved_tensors_hooks()
         is_recomputed = underneath is not None and is_checkpoints(underneath)
         takes_weights = underneath is not None and not is_recomputed and not saves_on_cpu(underneath)
 
-        def pack(tensor: torch.Tensor) -> SavedSlice | SavedSliceUnderneath | SavedTensor | SavedUnderneath:
+        def pack(tensor: torch.Tensor) -> Saved:
             saved = self._slice(tensor, is_recomputed=is_recomputed)
             if saved is not None and underneath is not None and takes_weights:
                 packed = underneath[0](tensor)
@@ -153,6 +172,11 @@ class SavedTensors:
                 if saved is None:
                     return SavedUnderneath(packed, underneath[1])
                 return SavedSliceUnderneath(saved, underneath[1])
+            if saved is not None and underneath is not None and is_recomputed:
+                # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot.
+                nothing = torch.as_strided(self._standin(saved.owner), tensor.shape, [0] * tensor.dim())
+                is_alike = nothing.dtype is tensor.dtype
+                return SavedSliceRecomputed(saved, underneath[0](nothing if is_alike else tensor), underneath[1])
             if saved is not None:
                 return saved
             if type(tensor) is not torch.Tensor:
@@ -172,7 +196,7 @@ class SavedTensors:
         with Plain():
             return SavedSlice(key, SlotView.of(tensor, offset_bytes), owner, owner._version, is_recomputed)
 
-    def unpack(self, saved: SavedSlice | SavedSliceUnderneath | SavedTensor | SavedUnderneath) -> torch.Tensor:
+    def unpack(self, saved: Saved) -> torch.Tensor:
         """The saved tensor again. RuntimeError where it has been changed since, with the text PyTorch would have used."""
         match saved:
             case SavedSlice():
@@ -189,9 +213,14 @@ class SavedTensors:
                 return alias
             case SavedSliceUnderneath():
                 return saved.unpack(self.unpack(saved.saved))
+            case SavedSliceRecomputed():
+                with Seen():  # off where a loss of the user's class runs its backward, in which a forward runs again
+                    saved.unpack(saved.packed)
+                return self.unpack(saved.saved)
             case SavedTensor():
                 if saved.tensor._version != saved.version:
                     raise RuntimeError(changed_message(tuple(saved.tensor.shape), saved.tensor._version, saved.version))
                 return saved.tensor
             case SavedUnderneath():
-                return saved.unpack(saved.packed)
+                with Seen():
+                    return saved.unpack(saved.packed)
