@@ -130,6 +130,7 @@ class AssembledTensors:
         return tensor
 
     def _made(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
+        expect_no_transform(f"a use of {title(key)}")
         with torch.inference_mode(False):
             source = AssembledValue(key, shape_only, self._nan(shape_only.dtype).expand(shape_only.shape))
             made = torch.empty(0, dtype=shape_only.dtype, device=self._device)

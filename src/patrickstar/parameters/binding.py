@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GradientUse, PlaneRef
+from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors
 from patrickstar.parameters.attributes import Attributes, DetachedAliases
@@ -33,6 +34,7 @@ from patrickstar.parameters.bound import BoundParameter, Places, make_records, n
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
 from patrickstar.parameters.functions import (
+    SCATTERS,
     STRIDED,
     Effects,
     counted,
@@ -226,8 +228,13 @@ class Binding:
             answer = self._answer(func, args[0], args, kwargs) if args else NotImplemented
             if answer is not NotImplemented:
                 return answer
+            if func in SCATTERS:
+                raise StateError(
+                    "as_strided_scatter() of a managed parameter: its backward takes the start of memory, where others lie, for that of the "
+                    "parameter. Use it on a copy, weight.clone()"
+                )
             if func in STRIDED:
-                args, kwargs = from_offset(func, args, kwargs, offset=self._start(args[0]))
+                args, kwargs = from_offset(args, kwargs, offset=self._start(args[0]))
             found = Found()
             self._search(args, found)
             if kwargs:

@@ -26,6 +26,6 @@ def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _stays(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Tells whether a floating input is of the type, or is taken as it is by autocast: where fp32 computes, that chooses the type of each operation."""
+    """Tells whether a floating input is of the type, or has 16 bits under autocast that fp32 would undo: each operation chooses a type there."""
     widens = dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor.dtype is dtype or (widens and torch.is_autocast_enabled(tensor.device.type))

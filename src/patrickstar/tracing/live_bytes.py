@@ -124,10 +124,11 @@ class LiveBytes(TorchDispatchMode):
         if backward_id() != -1:
             return
         modes = _get_current_dispatch_mode_stack()
-        if any(_is_over(mode) and mode._is_lowest for mode in modes):
-            without_dispatch_modes(lambda mode: _is_over(mode) and mode._is_lowest)
+        over = [mode for mode in modes if isinstance(mode, LiveBytes) and mode._retired]
+        if any(mode._is_lowest for mode in over):
+            without_dispatch_modes(lambda mode: isinstance(mode, LiveBytes) and mode._retired and mode._is_lowest)
             modes = _get_current_dispatch_mode_stack()
-        while modes and _is_over(modes[-1]):
+        while modes and modes[-1] in over:
             modes.pop().__exit__(None, None, None)
 
     @staticmethod
@@ -135,7 +136,3 @@ class LiveBytes(TorchDispatchMode):
         """Tells whether several meters count on this thread: then each counts what is made for the others too."""
         counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes) and mode.counts]
         return len(counting) > 1
-
-
-def _is_over(mode: Any) -> bool:
-    return isinstance(mode, LiveBytes) and mode._retired
