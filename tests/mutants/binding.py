@@ -75,7 +75,7 @@ BINDING: tuple[Mutant, ...] = (
         without("are_saved_tensors_hooks_allowed()"), f"{SAVED}::test_where_hooks_are_forbidden_weights_are_held"
     ),
     Fault("packing-does-not-delegate-to-the-hooks-underneath", "parameters.saved:SavedTensors.around_use.pack").by(
-        never("underneath", nth=3), f"{HANDED_ON}::test_hooks_of_the_users_are_given_the_activations_of_plain_pytorch"
+        never("underneath", nth=3), f"{HANDED_ON}::test_hooks_of_the_users_are_given_what_those_of_plain_pytorch_are"
     ),
     Fault("no-version-check-of-weights-at-unpacking", "parameters.saved:SavedTensors.unpack").by(
         replace("now != saved.version", "False"),
