@@ -38,6 +38,7 @@ SLOW: Final = frozenset(
         "session/test_gradient_homes.py",
         "session/test_hand_changes.py",
         "session/test_layerdrop.py",
+        "session/test_random_programs.py",
         "session/test_scripts.py",
         "session/test_sequences.py",
         "session/test_simulation.py",

@@ -18,10 +18,11 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = [
     "Plain",
+    "Seen",
     "Undispatched",
     "Unseen",
     "allocated_bytes",
@@ -42,12 +43,14 @@ __all__ = [
     "is_profiled",
     "one_thread_here",
     "overrides_are_on",
+    "push_lowest",
     "refuse_reads",
     "saves_on_cpu",
     "storage_at",
     "top_saved_tensors_hooks",
     "transform_level",
     "unprofiled",
+    "without_dispatch_modes",
     "without_modes",
     "writes_by_schema",
 ]
@@ -57,6 +60,9 @@ Plain = torch._C.DisableTorchFunctionSubclass
 
 Unseen = torch._C.DisableTorchFunction
 """Context in which neither tensor subclasses nor modes see what is called."""
+
+Seen = torch._C._EnableTorchFunction
+"""Context in which tensor subclasses and modes see what is called, whatever is switched off around it."""
 
 Undispatched = torch._C._DisableTorchDispatch
 """Context in which dispatch modes do not see what is called: under a mode that makes tensors fake, real ones are computed with."""
@@ -130,6 +136,21 @@ def without_modes() -> Iterator[None]:
             _pop_function_mode()
         for mode in reversed(modes):
             _push_function_mode(mode)
+
+
+def without_dispatch_modes(left: Callable[[Any], bool]) -> None:
+    """Takes modes off the stack of those that see operations, wherever in it they are: those of which `left` is true."""
+    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+    for mode in reversed(modes):
+        if not left(mode):
+            _push_mode(mode)
+
+
+def push_lowest(mode: Any) -> None:
+    """Puts a mode below all others on the stack of those that see operations: the others can be left while it is on."""
+    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+    for other in (mode, *reversed(modes)):
+        _push_mode(other)
 
 
 call_without_hooks_of_all_modules = FunctionType(

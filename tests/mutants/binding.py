@@ -18,7 +18,7 @@ BINDING: tuple[Mutant, ...] = (
         "tests/session/test_double_backward.py::test_a_backward_that_differentiates_what_it_has_saved[deferred]",
     ),
     Fault("saved-tensors-are-not-bound-to-slots", "parameters.saved:SavedTensors.around_use.pack").by(
-        assign("found", "None"), f"{SAVED}::test_gradients_are_those_of_the_weights_that_the_forward_used"
+        assign("saved", "None", nth=1), f"{SAVED}::test_gradients_are_those_of_the_weights_that_the_forward_used"
     ),
     Fault("a-saved-slice-is-read-from-the-start-of-its-unit", "parameters.saved:SlotView.over").by(
         replace("self.offset_bytes // size", "0"), f"{SAVED}::test_inplace_operations_after_a_layer"
@@ -26,6 +26,30 @@ BINDING: tuple[Mutant, ...] = (
     Fault("a-saved-view-loses-its-conjugation", "parameters.saved:SlotView.over").by(
         drop("if self.is_conjugated: ..."),
         f"{REPORTS}::test_a_view_of_a_weight_keeps_its_traits_until_backward[conjugated]",
+    ),
+    Fault("changes-of-many-under-a-meter-are-not-counted", "parameters.functions:counted.run_and_count").by(
+        drop("increment_version"),
+        f"{REPORTS}::test_a_change_of_many_weights_in_one_operation_is_noticed_under_a_meter[True]",
+    ),
+    Fault("an-offset-counts-from-the-start-of-the-slot", "parameters.binding:Binding.handle").by(
+        never("STRIDED"),
+        f"{REPORTS}::test_an_offset_of_storage_counts_from_the_start_of_the_parameter[by name]",
+    ),
+    Fault("an-inputs-class-is-lost-where-it-meets-a-parameter", "parameters.binding:Binding._use").by(
+        drop("if foreign and not others: ..."),
+        f"{REPORTS}::test_what_is_computed_of_an_input_of_a_class_is_of_that_class[False]",
+    ),
+    Fault("checkpointing-does-not-count-weights", "parameters.saved:SavedTensors.around_use.pack").by(
+        never("is_recomputed"), f"{REPORTS}::test_a_block_that_saves_nothing_but_weights_is_recomputed[False]"
+    ),
+    Fault("hooks-of-the-users-are-not-given-weights", "parameters.saved:SavedTensors.around_use.pack").by(
+        never("takes_weights"), f"{SAVED}::test_hooks_of_the_users_are_called_for_weights_too"
+    ),
+    Fault("a-meter-is-above-the-users-modes", "tracing.live_bytes:LiveBytes.switch_on").by(
+        never("_is_lowest"), f"{REPORTS}::test_a_mode_around_a_forward_alone_is_left_after_it"
+    ),
+    Fault("autocast-is-given-fp32-for-16-bits", "tracing.cast_inputs:_stays").by(
+        assign("widens", "False"), f"{REPORTS}::test_inputs_of_16_bits_under_autocast_are_taken_as_they_are"
     ),
     Fault("a-placeholder-can-be-read", "parameters.bound:placeholder").by(
         drop("refuse_reads"), f"{REPORTS}::test_a_placeholder_that_no_check_sees_cannot_be_read[grad_and_value]"
@@ -51,7 +75,7 @@ BINDING: tuple[Mutant, ...] = (
         without("are_saved_tensors_hooks_allowed()"), f"{SAVED}::test_where_hooks_are_forbidden_weights_are_held"
     ),
     Fault("packing-does-not-delegate-to-the-hooks-underneath", "parameters.saved:SavedTensors.around_use.pack").by(
-        never("underneath"), f"{HANDED_ON}::test_hooks_of_the_users_are_given_the_activations_of_plain_pytorch"
+        never("underneath", nth=3), f"{HANDED_ON}::test_hooks_of_the_users_are_given_what_those_of_plain_pytorch_are"
     ),
     Fault("no-version-check-of-weights-at-unpacking", "parameters.saved:SavedTensors.unpack").by(
         replace("now != saved.version", "False"),

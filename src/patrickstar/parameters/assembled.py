@@ -27,6 +27,7 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.bound import placeholder
 from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
+from patrickstar.parameters.transforms import expect_no_transform
 
 __all__ = ["STEP", "AssembledOwner", "AssembledRecord", "AssembledTensors", "title"]
 
@@ -129,6 +130,7 @@ class AssembledTensors:
         return tensor
 
     def _made(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
+        expect_no_transform(f"a use of {title(key)}")
         with torch.inference_mode(False):
             source = AssembledValue(key, shape_only, self._nan(shape_only.dtype).expand(shape_only.shape))
             made = torch.empty(0, dtype=shape_only.dtype, device=self._device)
@@ -190,6 +192,7 @@ class AssembledTensors:
 
     def _another(self, of: AssembledRecord, func: Callable[..., Any]) -> Tensor:
         """Another stand-in for the same bytes (`detach()`, `.data`), with the version counter that torch gives it."""
+        expect_no_transform(f"an alias of {title(of.source.key)}")
         made: Tensor = func(of.tensor())
         if of.depth:
             made.data = of.source.standin

@@ -16,6 +16,7 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.functions import ESCAPES, HOOKS, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
+from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.torch_private import backward_id
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ class Attributes:
         self._binding.gradients.set(bound, value)
 
     def _detach(self, bound: BoundParameter) -> Tensor:
+        expect_no_transform(f"an alias of {bound.name}")
         return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())
 
     def _get_data(self, bound: BoundParameter) -> Tensor:
+        expect_no_transform(f"an alias of {bound.name}")
         return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().data)
 
     def _in_its_slot(self, bound: BoundParameter) -> Tensor:

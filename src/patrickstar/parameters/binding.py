@@ -26,13 +26,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GradientUse, PlaneRef
+from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors
 from patrickstar.parameters.attributes import Attributes, DetachedAliases
 from patrickstar.parameters.bound import BoundParameter, Places, make_records, names_by_id, with_tiles
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
-from patrickstar.parameters.functions import Effects, counted, effects_of, is_of_several, one_by_one
+from patrickstar.parameters.functions import (
+    SCATTERS,
+    STRIDED,
+    Effects,
+    counted,
+    effects_of,
+    from_offset,
+    is_of_several,
+    one_by_one,
+)
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.parameter import alias_classes, parameter_class
@@ -118,7 +128,11 @@ class Binding:
         self.places = Places(self.records)
         self.changes = Changes(owner, self.records, take=self.lease, owners_of=self._owners_of, keys_of=self._keys_of)
         self._saved = SavedTensors(
-            self._find, self._fetch, self.assembled.lasting, was_recomputed=self.changes.was_recomputed
+            self._find,
+            self._fetch,
+            self.assembled.lasting,
+            standin=lambda parameter: self._bound[id(parameter)].standin,
+            was_recomputed=self.changes.was_recomputed,
         )
         self.gradients = GradientAccess(
             self.records, owner, self.lock, assembled=self.assembled, undress=self._undress, use=gradients
@@ -197,8 +211,13 @@ class Binding:
 
     # one use
 
-    def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a torch function with managed parameters, or aliases of slots, among its arguments."""
+    def handle(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Sequence[Any] = ()
+    ) -> Any:
+        """The result of a torch function with managed parameters, or aliases of slots, among its arguments.
+
+        `foreign`: classes of the user's among them. They have declined, since ours is another, and are asked again where ours has its bytes.
+        """
         if self._in_tiles and func in TILED:
             by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled)
             if by_tiles is not None:
@@ -209,6 +228,13 @@ class Binding:
             answer = self._answer(func, args[0], args, kwargs) if args else NotImplemented
             if answer is not NotImplemented:
                 return answer
+            if func in SCATTERS:
+                raise StateError(
+                    "as_strided_scatter() of a managed parameter: its backward takes the start of memory, where others lie, for that of the "
+                    "parameter. Use it on a copy, weight.clone()"
+                )
+            if func in STRIDED:
+                args, kwargs = from_offset(args, kwargs, offset=self._start(args[0]))
             found = Found()
             self._search(args, found)
             if kwargs:
@@ -219,7 +245,7 @@ class Binding:
             if effects.is_foreach and len(found.parameters) + len(found.assembled) > 1 and is_of_several(args, kwargs):
                 self.assembled.expect_room(found.assembled)
                 return one_by_one(self.handle, func, args, kwargs)
-            return self._use(func, args, kwargs, found=found, effects=effects, others=found.others)
+            return self._use(func, args, kwargs, found=found, effects=effects, others=found.others, foreign=foreign)
 
     def _answer(self, func: Callable[..., Any], first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function that needs no bytes of its first argument; NotImplemented where it is a use of them."""
@@ -232,7 +258,20 @@ class Binding:
             assembled = self.assembled.of(first)
             assert assembled is not None
             return self.assembled.answer(func, assembled, args, kwargs)
+        if func is Tensor.storage_offset and type(first) is self._alias_class:
+            return func(first) - self._start(first)
         return NotImplemented
+
+    def _start(self, tensor: Any) -> int:
+        """The elements, of a tensor's own type, by which the parameter that it is, or a view of, begins after what is leased."""
+        bound = self.bound(tensor)
+        if bound is not None:
+            return bound.view[2]
+        found = self._find(tensor) if type(tensor) is self._alias_class else None
+        if found is None:
+            return 0
+        bound = self._bound[id(found[2])]
+        return bound.view[2] * bound.shape_only.element_size() // int(tensor.element_size())
 
     def _tiled(self, tensor: object) -> BoundParameter | None:
         return self._in_tiles.get(id(tensor))
@@ -285,8 +324,13 @@ class Binding:
         found: Found,
         effects: Effects,
         others: Sequence[Binding],
+        foreign: Sequence[Any] = (),
     ) -> Any:
+        if transform_level() is not None:
+            expect_no_transform(f"{getattr(func, '__name__', func)}() of a managed parameter")
         run = partial(others[0]._join, func, others[1:]) if others else func
+        if foreign and not others:
+            run = partial(_asking, foreign, func)
         if effects.is_foreach:
             run = counted(func, run)
         if found.assembled or (found.aliases and self.leases.assembled_bytes()):
@@ -304,8 +348,6 @@ class Binding:
         found: Found,
         effects: Effects,
     ) -> Any:
-        if transform_level() is not None:
-            expect_no_transform(f"{getattr(func, '__name__', func)}() of a managed parameter")
         if found.aliases:
             self._owner.carry_out_pending()
         self.enter(found.parameters)
@@ -343,6 +385,8 @@ class Binding:
         """Gives parameters bytes. Each `enter` has one `leave`."""
         if not found:
             return
+        if transform_level() is not None:
+            expect_no_transform(f"a use of {found[0].name}")
         with self.lock:
             touches = found[0].touches
             if len(found) > 1:
@@ -389,7 +433,8 @@ class Binding:
     def dress(self, result: Any) -> Any:
         """The result of a use, in which views of slots now have the class `Alias`."""
         if isinstance(result, Tensor):
-            if type(result) is self._base and result.layout is torch.strided and self.leases.locate(result) is not None:
+            is_new = not hasattr(type(result), "managed_by")
+            if is_new and result.layout is torch.strided and self.leases.locate(result) is not None:
                 result.__class__ = self._alias_class
         elif isinstance(result, list | tuple):
             for item in result:
@@ -435,3 +480,8 @@ class Binding:
             finally:
                 self.leave([bound])
             return nn.Parameter(data, bound.parameter.requires_grad)
+
+
+def _asking(kinds: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a function as the first of some classes of tensors would have it."""
+    return kinds[0].__torch_function__(func, tuple(kinds), args, kwargs)

@@ -22,11 +22,14 @@ __all__ = [
     "HOOKS",
     "NEEDS_NO_DATA",
     "REPOINTS",
+    "SCATTERS",
     "SHAPE_ONLY",
+    "STRIDED",
     "Effects",
     "accessor",
     "counted",
     "effects_of",
+    "from_offset",
     "is_of_several",
     "one_by_one",
     "uncounted",
@@ -136,6 +139,19 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").partition(".")[0]
 
 
+STRIDED = frozenset(
+    getattr(module, name)
+    for name in ("as_strided", "as_strided_", "as_strided_copy")
+    for module in (Tensor, torch)
+    if hasattr(module, name)
+)
+"""Functions whose argument `storage_offset` counts from the start of memory: from that of the parameter, which does not begin where its slot does."""
+
+
+SCATTERS = frozenset({Tensor.as_strided_scatter, torch.as_strided_scatter})
+"""Functions whose backward takes the start of memory for that of the tensor."""
+
+
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
 """Functions that ask to be told of a gradient."""
 
@@ -157,9 +173,9 @@ REPOINTS = frozenset(
 
 
 def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, with the versions of what `func` writes in lists counted up where torch does not do that, as for those of `_foreach_`."""
+    """`run`, with the versions of what `func` writes in lists counted up where torch does not do that: `_fused_`, and `_foreach_` under a mode."""
     name = _name(func)
-    if name.startswith("_foreach_"):
+    if not name.endswith("_"):
         return run
     operation: OpOverloadPacket = getattr(torch.ops.aten, name)
     schema = getattr(operation, operation.overloads()[0])._schema
@@ -172,13 +188,23 @@ def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., 
     ]
 
     def run_and_count(*args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **kwargs)
         lists = [args[place] if place < len(args) else kwargs.get(name, ()) for place, name in written]
-        tensors: list[Tensor] = [tensor for value in lists for tensor in value]
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        tensors: list[Tensor] = [tensor for value in lists for tensor in value if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        result = run(*args, **kwargs)
+        same = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version == version]
+        torch.autograd.graph.increment_version(same)
         return result
 
     return run_and_count
+
+
+def from_offset(args: Sequence[Any], kwargs: Mapping[str, Any], *, offset: int) -> Any:
+    """The arguments of one of `STRIDED`, with a `storage_offset`, where it is given, that counts from this offset."""
+    if kwargs.get("storage_offset") is not None:
+        return args, {**kwargs, "storage_offset": kwargs["storage_offset"] + offset}
+    tensor, *layout, given = args if len(args) > 3 else (*args, None)
+    return (args if given is None else [tensor, *layout, given + offset]), kwargs
 
 
 def one_by_one(

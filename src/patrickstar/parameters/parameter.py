@@ -18,8 +18,10 @@ __all__ = ["alias_classes", "parameter_class"]
 class Handler(Protocol):
     """The binding, as far as the classes of its parameters know it."""
 
-    def handle(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a torch function with parameters or aliases of the binding among its arguments."""
+    def handle(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Sequence[type] = ()
+    ) -> Any:
+        """The result of a torch function with parameters or aliases of the binding among its arguments, and tensors of the user's own classes."""
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
         """An ordinary parameter with the values of a managed one."""
@@ -33,7 +35,7 @@ def parameter_class(binding: Handler, base: type[Tensor]) -> type[Any]:
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return binding.handle(func, args, kwargs or {})
+            return binding.handle(func, args, kwargs or {}, _others(types) if len(types) > 1 else ())
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
@@ -57,7 +59,7 @@ def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], t
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return binding.handle(func, args, kwargs or {})
+            return binding.handle(func, args, kwargs or {}, _others(types) if len(types) > 1 else ())
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
             if id(self) not in memo:
@@ -81,6 +83,11 @@ def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], t
         """A gradient, or state of the optimizer, that lies in chunks. See Note [Assembled tensors] in `assembled.py`."""
 
     return Alias, Detached, Assembled
+
+
+def _others(types: Sequence[type]) -> list[type]:
+    """The classes among these that are no session's."""
+    return [kind for kind in types if not hasattr(kind, "managed_by")]
 
 
 def _ordinary_copy(alias: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Note [Saved tensors]
     it. There our hooks are pushed as a weight is unpacked, for as long as its node runs: before each node torch sets its thread's state, hooks
     included, to what it was when the backward was called. Not in the backward of a `torch.autograd.Function`, which may have contexts of its
     own open around what it unpacks; nor where hooks are forbidden: there the alias is kept, and holds its slot.
+    Hooks of the user's are given weights too, as torch gives them. What they give back of one is packed as where it lies if it is an alias still.
     Under hooks torch does not check that a saved tensor is unchanged: both kinds carry the version they had, and unpacking checks it.
 """
 
@@ -25,10 +26,12 @@ from patrickstar.memory.leases import WeightKey
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.torch_private import (
     Plain,
+    Seen,
     are_saved_tensors_hooks_allowed,
     backward_makes_graph,
     inside_node_of_torch,
     is_checkpoints,
+    saves_on_cpu,
     top_saved_tensors_hooks,
     transform_level,
 )
@@ -80,6 +83,21 @@ class SlotView(NamedTuple):
         return torch._neg_view(alias) if self.is_negated else alias
 
 
+class SavedSliceUnderneath(NamedTuple):
+    """An alias of a managed parameter that the hooks underneath ours have given back as one."""
+
+    saved: SavedSlice
+    unpack: Callable[[Any], torch.Tensor]
+
+
+class SavedSliceRecomputed(NamedTuple):
+    """An alias of a managed parameter that gradient checkpointing counts among what it makes again: unpacked, it has the forward run again."""
+
+    saved: SavedSlice
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
 class SavedTensor(NamedTuple):
     """A saved tensor that is no alias of a managed parameter, with no hooks underneath ours."""
 
@@ -92,6 +110,9 @@ class SavedUnderneath(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
+
+
+Saved = SavedSlice | SavedSliceUnderneath | SavedSliceRecomputed | SavedTensor | SavedUnderneath
 
 
 def changed_message(shape: tuple[int, ...], now: int, then: int) -> str:
@@ -113,7 +134,7 @@ class SavedTensors:
     Args:
         find: gives (unit or copy, offset in bytes, parameter) of a tensor over a slot or copy, or None.
         fetch: gives a 1-D tensor over the unit's slot, fetching the unit where it is not resident, or the copy.
-        lasting: gives what may be kept of any other tensor.
+        lasting: gives what may be kept of any other tensor. standin: gives a tensor of a parameter's shape and type that holds no slot.
         was_recomputed: whether a recomputation of a forward has left a parameter at a version.
     """
 
@@ -123,24 +144,41 @@ class SavedTensors:
         fetch: Callable[[WeightKey], torch.Tensor],
         lasting: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
         *,
+        standin: Callable[[torch.nn.Parameter], torch.Tensor],
         was_recomputed: Callable[[torch.Tensor, int], bool],
     ) -> None:
         self._find = find
         self._fetch = fetch
         self._lasting = lasting
+        self._standin = standin
         self._was_recomputed = was_recomputed
 
     def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before."""
+        if not are_saved_tensors_hooks_allowed():
+            raise StateError(
+                "a use of a managed parameter where hooks of saved tensors are forbidden (torch.autograd.graph.disable_saved_tensors_hooks, which "
+                "transforms of torch.func are, too): what is saved of it could not be found again. Use it outside of that context"
+            )
         underneath = top_saved_tensors_hooks()
         is_recomputed = underneath is not None and is_checkpoints(underneath)
+        takes_weights = underneath is not None and not is_recomputed and not saves_on_cpu(underneath)
 
-        def pack(tensor: torch.Tensor) -> SavedSlice | SavedTensor | SavedUnderneath:
-            found = self._find(tensor)
-            if found is not None:
-                key, offset_bytes, owner = found
-                with Plain():
-                    return SavedSlice(key, SlotView.of(tensor, offset_bytes), owner, owner._version, is_recomputed)
+        def pack(tensor: torch.Tensor) -> Saved:
+            saved = self._slice(tensor, is_recomputed=is_recomputed)
+            if saved is not None and underneath is not None and takes_weights:
+                packed = underneath[0](tensor)
+                saved = self._slice(packed, is_recomputed=False) if isinstance(packed, torch.Tensor) else None
+                if saved is None:
+                    return SavedUnderneath(packed, underneath[1])
+                return SavedSliceUnderneath(saved, underneath[1])
+            if saved is not None and underneath is not None and is_recomputed:
+                # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot.
+                nothing = torch.as_strided(self._standin(saved.owner), tensor.shape, [0] * tensor.dim())
+                is_alike = nothing.dtype is tensor.dtype
+                return SavedSliceRecomputed(saved, underneath[0](nothing if is_alike else tensor), underneath[1])
+            if saved is not None:
+                return saved
             if type(tensor) is not torch.Tensor:
                 tensor = self._lasting(tensor)
             if underneath is not None:
@@ -149,7 +187,16 @@ class SavedTensors:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 
-    def unpack(self, saved: SavedSlice | SavedTensor | SavedUnderneath) -> torch.Tensor:
+    def _slice(self, tensor: torch.Tensor, *, is_recomputed: bool) -> SavedSlice | None:
+        """A tensor as an alias of a managed parameter; None where it is none."""
+        found = self._find(tensor)
+        if found is None:
+            return None
+        key, offset_bytes, owner = found
+        with Plain():
+            return SavedSlice(key, SlotView.of(tensor, offset_bytes), owner, owner._version, is_recomputed)
+
+    def unpack(self, saved: Saved) -> torch.Tensor:
         """The saved tensor again. RuntimeError where it has been changed since, with the text PyTorch would have used."""
         match saved:
             case SavedSlice():
@@ -164,9 +211,16 @@ class SavedTensors:
                 if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():
                     self.around_use().__enter__()  # torch takes them away
                 return alias
+            case SavedSliceUnderneath():
+                return saved.unpack(self.unpack(saved.saved))
+            case SavedSliceRecomputed():
+                with Seen():  # off where a loss of the user's class runs its backward, in which a forward runs again
+                    saved.unpack(saved.packed)
+                return self.unpack(saved.saved)
             case SavedTensor():
                 if saved.tensor._version != saved.version:
                     raise RuntimeError(changed_message(tuple(saved.tensor.shape), saved.tensor._version, saved.version))
                 return saved.tensor
             case SavedUnderneath():
-                return saved.unpack(saved.packed)
+                with Seen():
+                    return saved.unpack(saved.packed)

@@ -32,7 +32,7 @@ class Metering:
         leases, executor = weakref.proxy(self._executor.store.leases), weakref.proxy(self._executor)
         is_slot, at_change = partial(Leases.is_counted, leases), partial(Executor.live_changed, executor)
         meter = LiveBytes(is_slot, at_change, on_device=self._on_device)
-        meter.__enter__()
+        meter.switch_on()
         self._abandoned = weakref.finalize(self, meter.retire)
         self._abandoned.atexit = False
         self._meter = self._executor.meter = meter

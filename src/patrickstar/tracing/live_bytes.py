@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.torch_private import Plain, backward_id
+from patrickstar.torch_private import Plain, backward_id, push_lowest, without_dispatch_modes
 
 __all__ = ["LiveBytes"]
 
@@ -53,6 +53,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self.counts = True
         self._retired = False
+        self._is_lowest = False
         self._makes_new: dict[Any, bool] = {}
 
     @property
@@ -104,22 +105,31 @@ class LiveBytes(TorchDispatchMode):
         self._live += nbytes
         return True
 
-    def retire(self) -> None:
-        """Ends counting; the mode is left as soon as it is the innermost one of this thread.
+    def switch_on(self) -> None:
+        """Switches the mode on: below those of the user's, which may be left while it is on."""
+        self._is_lowest = bool(_get_current_dispatch_mode_stack())
+        if self._is_lowest:
+            push_lowest(self)
+        else:
+            self.__enter__()
 
-        Modes can be left only innermost first, and two sessions' steps may overlap in any order.
-        """
+    def retire(self) -> None:
+        """Ends counting; the mode is left at once where it is the lowest or the innermost one of this thread, else when it is that."""
         self.counts, self._retired = False, True
         self.leave_retired()
 
     @staticmethod
     def leave_retired() -> None:
         """Leaves retired modes that can be left now. From inside a backward none can: the engine puts the stack back as it was."""
-        while backward_id() == -1:
+        if backward_id() != -1:
+            return
+        modes = _get_current_dispatch_mode_stack()
+        over = [mode for mode in modes if isinstance(mode, LiveBytes) and mode._retired]
+        if any(mode._is_lowest for mode in over):
+            without_dispatch_modes(lambda mode: isinstance(mode, LiveBytes) and mode._retired and mode._is_lowest)
             modes = _get_current_dispatch_mode_stack()
-            if not modes or not (isinstance(modes[-1], LiveBytes) and modes[-1]._retired):
-                return
-            modes[-1].__exit__(None, None, None)
+        while modes and modes[-1] in over:
+            modes.pop().__exit__(None, None, None)
 
     @staticmethod
     def is_shared() -> bool:
