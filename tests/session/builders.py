@@ -98,6 +98,24 @@ class WithLoss(nn.Module):
         return loss
 
 
+class Adapted(nn.Module):
+    """A frozen base with low-rank adapters beside each layer, as LoRA has them."""
+
+    def __init__(self, layers: int = 4, rank: int = 4) -> None:
+        super().__init__()
+        self.base = mlp(layers=layers)
+        self.base.requires_grad_(False)
+        torch.manual_seed(7)
+        self.down = nn.ModuleList(nn.Linear(WIDTH, rank, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(rank, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self.down)):
+            linear, act = self.base[2 * number], self.base[2 * number + 1]
+            x = act(linear(x) + self.up[number](self.down[number](x)))
+        return x
+
+
 def step_with_loss(model: nn.Module, optimizer: Any, number: int = 0, *, rows: int = 4) -> Tensor:
     loss = model(batch(number, rows=rows))
     loss.backward()

@@ -330,65 +330,7 @@ def test_weights_swapped_with_an_average_for_an_evaluation(make_pair: MakePair) 
 # aliases that outlive the moment
 
 
-def test_an_alias_made_before_steps_sees_and_makes_changes_after_them(make_pair: MakePair) -> None:
-    pair = make_pair()
-    aliases = [(model[0].weight.detach(), model[2].weight.data) for model in (pair.plain, pair.model)]
-    pair.train(2)
-    for detached, data in aliases:
-        detached.mul_(2)
-        data[3].add_(1)
-    assert all(same_bits(a, b) for a, b in zip(*aliases, strict=True))
-    pair.train(1, first=2)
-    pair.expect_same()
-
-
-def test_a_view_that_is_held_over_a_step_sees_and_makes_changes_after_it(make_pair: MakePair) -> None:
-    """Of the view alone: the parameter itself, whose use would carry the step out, is not touched."""
-
-    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        with torch.no_grad():
-            view = model[0].weight.view(-1)
-        backward(model)
-        optimizer.step()
-        seen = view.detach().clone()
-        with torch.no_grad():
-            view.mul_(0.5)
-        optimizer.zero_grad()
-        return seen
-
-    pair = make_pair()
-    want, got = pair.each(act)
-    assert same_bits(want, got)
-    pair.train(1, first=1)
-    pair.expect_same()
-
-
-def test_a_numpy_view_that_is_kept_over_steps_sees_and_makes_changes(make_pair: MakePair) -> None:
-    pair = make_pair()
-    views = [model[0].weight.detach().numpy() for model in (pair.plain, pair.model)]
-    pair.train(2)
-    assert (views[0] == views[1]).all()
-    for view in views:
-        view[1] = 0.5
-    pair.train(1, first=2)
-    for view in views:
-        view[2] *= 2
-    del views, view
-    pair.train(2, first=3)
-    pair.expect_same()
-
-
 # write
-
-
-def test_write_sets_a_value(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    with torch.no_grad():
-        pair.plain[2].weight.copy_(torch.full((32, 32), 0.25))
-    pair.session.write("2.weight", torch.full((32, 32), 0.25))
-    pair.train(1, first=1)
-    pair.expect_same()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
@@ -397,17 +339,6 @@ def test_write_takes_other_types_and_strides(make_pair: MakePair, dtype: torch.d
     value = torch.arange(1024).reshape(32, 32).t().to(dtype)
     pair.session.write("0.weight", value)
     assert same_bits(value.float().contiguous(), pair.session.state_dict()["0.weight"])
-
-
-def test_write_comes_after_a_pending_step(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: optimizer.step())
-    with torch.no_grad():
-        pair.plain[2].weight.zero_()
-    pair.session.write("2.weight", torch.zeros(32, 32))
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.expect_same()
 
 
 def test_write_refuses_what_is_not_there_or_of_another_shape(make_pair: MakePair) -> None:

@@ -294,23 +294,6 @@ def test_a_closure_is_called_and_its_loss_given_back(make_pair: MakePair) -> Non
     pair.expect_same()
 
 
-def test_a_step_without_gradients_changes_nothing(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    for _ in range(2):
-        pair.each(lambda model, optimizer: optimizer.step())
-    pair.train(1, first=1)
-    pair.expect_same()
-
-
-def test_a_step_that_is_called_twice_updates_twice(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.step(), optimizer.zero_grad()))
-    pair.train(1, first=1)
-    pair.expect_same()
-
-
 # groups and freezing
 
 
@@ -344,30 +327,6 @@ def test_a_group_of_other_parameters_is_refused_and_leaves_the_groups(make_pair:
         pair.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
     assert len(pair.original.param_groups) == 1
     pair.train(1)
-    pair.expect_same()
-
-
-def test_parameters_thaw_and_freeze(make_pair: MakePair) -> None:
-    def switch(model: nn.Module, optimizer: Any, learns: bool) -> None:
-        model[4].requires_grad_(learns)
-        model[8].weight.requires_grad = learns
-
-    pair = make_pair(before=lambda model, _: switch(model, _, False))
-    pair.train(2)
-    pair.each(switch, True)
-    pair.train(2, first=2)
-    pair.each(switch, False)
-    pair.train(2, first=4)
-    pair.expect_same()
-
-
-def test_a_parameter_that_is_frozen_with_a_gradient_is_still_updated_from_it(make_pair: MakePair) -> None:
-    """As in PyTorch, where `.grad` outlives `requires_grad`."""
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: model[2].requires_grad_(False))
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.train(1, first=1)
     pair.expect_same()
 
 

@@ -91,41 +91,6 @@ def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(
     pair.expect_same()
 
 
-def test_what_a_group_says_after_the_call_is_of_the_next_step(pending: Pair) -> None:
-    for optimizer in (pending.plain_optimizer, pending.optimizer):
-        optimizer.param_groups[0]["lr"] *= 10
-        optimizer.param_groups[0]["weight_decay"] = 0.5
-    pending.train(2, first=3)
-    pending.expect_same()
-
-
-def test_a_step_that_clips_has_its_own_factor_and_the_next_one_another(
-    make_pair: MakePair, machine: dict[str, Any]
-) -> None:
-    pair = make_pair(**machine)
-
-    def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-        (model(batch(number)).square().mean() * (1 + 50 * number)).backward()
-        norm = clip(model, 1e-3 * (1 + number))
-        optimizer.step()
-        optimizer.zero_grad()
-        return norm
-
-    def clip(model: nn.Module, most: float) -> torch.Tensor:
-        if model is pair.model:
-            return pair.session.clip_grad_norm_(most)
-        norm = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt().float()
-        factor = (torch.tensor(most, dtype=torch.float32) / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in model.parameters():
-            parameter.grad.mul_(factor)
-        return norm
-
-    for number in range(4):
-        pair.each(step, number)
-    assert any(entry is not None for entry in woven_updates(pair))
-    pair.expect_same()
-
-
 LOOKS: dict[str, Callable[[Pair, Path], Any]] = {
     "a weight": lambda pair, _: pair.session.state_dict()["4.weight"],
     "an evaluation": lambda pair, _: _evaluate(pair),

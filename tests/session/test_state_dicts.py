@@ -292,16 +292,6 @@ def test_an_optimizers_state_of_another_model_is_refused_before_anything_has_cha
     expect_bits(held, everything(pair.session))
 
 
-def test_a_state_dict_taken_between_step_and_zero_grad_is_of_after_the_step(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: optimizer.step())
-    pair.expect_same()
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.train(1, first=1)
-    pair.expect_same()
-
-
 def test_an_optimizers_state_that_does_not_fit_names_save_checkpoint(tmp_path: Path) -> None:
     model = mlp()
     keywords = {"device": "cpu", "host_memory": TIGHT + SLOT, "disk": tmp_path / "disk"}
