@@ -173,10 +173,21 @@ class Pair:
         torch.set_rng_state(state)
         return want, act(self.model, self.optimizer, *args, **keywords)
 
-    def train(self, steps: int = 3, *, first: int = 0) -> None:
-        """Trains both; every loss must be the same."""
-        want, got = self.each(train, steps, first=first)
-        assert same_bits(want, got), f"losses {got.tolist()}, plain PyTorch has {want.tolist()}"
+    def same(self, act: Callable[..., Any], *args: Any, **keywords: Any) -> None:
+        """As `each`; what it gives is the same."""
+        want, got = self.each(act, *args, **keywords)
+        assert alike(want, got), f"{got}, plain PyTorch has {want}"
+
+    def train(self, steps: int = 3, *, first: int = 0, by: Callable[..., Any] | None = None) -> None:
+        """Trains both by steps of the ordinary loop, or these; every loss must be the same."""
+        if by is None:
+            self.same(train, steps, first=first)
+        for number in range(first, first + steps) if by is not None else ():
+            self.same(by, number)
+
+    def step(self) -> None:
+        """What comes after a backward, for both."""
+        self.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
 
     def expect_same(self) -> None:
         """Weights, buffers, moments and counts of updates have the same bits, and bytes have moved."""
@@ -187,6 +198,18 @@ class Pair:
         """So have the gradients."""
         want = {name: p.grad for name, p in self.plain.named_parameters() if p.grad is not None}
         assert not (found := compare_mappings("gradient of", want, dict(self.session.gradients()))), "\n".join(found)
+
+
+def alike(want: Any, got: Any) -> bool:
+    """Whether two results, tensors in lists too, have the same bits."""
+    if isinstance(want, Tensor):
+        return same_bits(want, got)
+    if isinstance(want, list | tuple):
+        return len(want) == len(got) and all(map(alike, want, got))
+    return bool(want == got)
+
+
+MakePair = Callable[..., Pair]
 
 
 def assert_same(plain: nn.Module, plain_optimizer: Any, session: patrickstar.Session) -> None:

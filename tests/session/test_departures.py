@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from patrickstar import StateError
 from tests.parity.compare import same_bits
-from tests.session.builders import SLOT, Pair, backward, batch, loss_of, mlp, train_step
-
-MakePair = Callable[..., Pair]
+from tests.session.builders import SLOT, MakePair, backward, batch, loss_of, mlp, train_step
 
 
 def evaluate(model: nn.Module, _: Any) -> torch.Tensor:
@@ -86,8 +84,7 @@ def test_what_is_outside_of_the_trace_is_correct_and_the_next_step_planned(
     pair = make_pair(**on_disk)
     pair.train(2)
     assert pair.session.stats().planned_steps == 2
-    want, got = pair.each(departure)
-    assert want is None or same_bits(want, got)
+    pair.same(departure)
     before = pair.session.stats()
     pair.train(2, first=2)
     pair.expect_same()
@@ -117,8 +114,7 @@ def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_
 
     pair = make_pair(**on_disk)
     for _ in range(2):
-        want, got = pair.each(act)
-        assert same_bits(want, got)
+        pair.same(act)
     pair.expect_same()
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
 
@@ -132,8 +128,7 @@ def test_a_functional_call_with_other_parameters_works_or_is_refused(make_pair: 
     pair = make_pair(device="emulated", device_memory=12 * SLOT)
     pair.train(1)
     try:
-        want, got = pair.each(act)
-        assert same_bits(want, got)
+        pair.same(act)
     except StateError:
         pass
     pair.train(2, first=1)
@@ -319,9 +314,7 @@ def test_generate_between_steps(make_pair: MakePair, how: str, on_disk: dict[str
     want, got = pair.each(generate)
     assert want.tolist() == got.tolist()
     before = pair.session.stats().planned_steps
-    for number in range(2, 4):
-        want, got = pair.each(step_on_text, number)
-        assert same_bits(want, got)
+    pair.train(2, first=2, by=step_on_text)
     pair.expect_same()
     assert pair.session.stats().planned_steps == before + 2, pair.session.stats().reason
 
@@ -345,8 +338,7 @@ def test_generate_on_a_device_with_a_bound(make_pair: MakePair) -> None:
 def test_sequences_of_other_lengths_each_have_their_plan(make_pair: MakePair) -> None:
     pair = make_pair(gpt2, device="emulated", device_memory="256KiB")
     for number, length in enumerate((8, 5, 8, 6, 5, 8)):
-        want, got = pair.each(step_on_text, number, length=length)
-        assert same_bits(want, got)
+        pair.same(step_on_text, number, length=length)
     pair.expect_same()
     assert pair.session.stats().planned_steps == 6
 
@@ -357,9 +349,7 @@ def test_recomputed_blocks(make_pair: MakePair, reentrant: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
     pair = make_pair(gpt2, before=recompute, device="emulated", device_memory="256KiB")
-    for number in range(3):
-        want, got = pair.each(step_on_text, number)
-        assert same_bits(want, got)
+    pair.train(3, by=step_on_text)
     pair.expect_same()
     assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
 

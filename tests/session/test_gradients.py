@@ -18,6 +18,7 @@ from tests.session.builders import (
     ROOMY,
     SLOT,
     WIDTH,
+    MakePair,
     Pair,
     assert_same,
     backward,
@@ -26,8 +27,6 @@ from tests.session.builders import (
     mlp,
     train_step,
 )
-
-MakePair = Callable[..., Pair]
 
 
 def test_gradients_iterates_over_names_in_registration_order(make_pair: MakePair) -> None:
@@ -65,7 +64,7 @@ def test_an_activation_is_never_taken_for_a_weight_whose_lease_has_ended(make_pa
     for number in range(3):
         pair.each(backward, number)
         pair.expect_same_gradients()
-        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.step()
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -107,8 +106,7 @@ def test_autograd_grad_gives_gradients_to_the_caller_only(
     make_pair: MakePair, on_disk: dict[str, Any], inputs: Any
 ) -> None:
     pair = make_pair(**on_disk)
-    want, got = pair.each(lambda model, _: torch.autograd.grad(loss_of(model), inputs(model)))
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    pair.same(lambda model, _: torch.autograd.grad(loss_of(model), inputs(model)))
     assert list(pair.session.gradients()) == []
     pair.train(1)
     pair.expect_same()
@@ -222,14 +220,11 @@ def test_zeroing_between_forward_and_backward_is_planned_once_it_is_known(
     make_pair: MakePair, machine: dict[str, Any], step: Callable[..., Any], roomy: bool
 ) -> None:
     pair = make_pair(**(ROOMY if roomy else machine))
-    for number in range(5):
-        want, got = pair.each(step, number)
-        assert same_bits(want, got)
+    pair.train(5, by=step)
     stats = pair.session.stats()
     assert (stats.planned_steps, stats.reactive_steps) == (4, 1), stats.reason
     pair.train(2, first=5)  # and now it is not
-    want, got = pair.each(step, 7)
-    assert same_bits(want, got)
+    pair.same(step, 7)
     if not roomy:
         pair.expect_same()
 
@@ -255,7 +250,7 @@ def test_two_graphs_and_one_backward_add_up_as_autograd_adds(make_pair: MakePair
     pair = make_pair(**on_disk)
     pair.each(lambda model, _: (loss_of(model, 0) + 2 * loss_of(model, 1)).backward())
     pair.expect_same_gradients()
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(1, first=2)
     pair.expect_same()
 
@@ -274,7 +269,7 @@ def test_max_grad_norm_clips_at_every_step(make_pair: MakePair) -> None:
     for number in range(2):
         pair.each(backward, number)
         clip_plain(pair.plain, 1e-3)
-        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.step()
     pair.expect_same()
 
 
@@ -401,7 +396,5 @@ def test_a_functional_use_counts_like_a_modules(make_pair: MakePair, on_disk: di
         return loss.detach()
 
     pair = make_pair(**on_disk)
-    for number in range(3):
-        want, got = pair.each(regularised, number)
-        assert same_bits(want, got)
+    pair.train(3, by=regularised)
     pair.expect_same()

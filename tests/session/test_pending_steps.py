@@ -22,11 +22,21 @@ from patrickstar.testing.inside import manage_inside
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
 from tests.lanes import LANES
-from tests.session.builders import EMULATED, LAYERS, MACHINES, TIGHT, Pair, adamw, backward, batch, mlp, options
+from tests.session.builders import (
+    EMULATED,
+    LAYERS,
+    MACHINES,
+    TIGHT,
+    MakePair,
+    Pair,
+    adamw,
+    backward,
+    batch,
+    mlp,
+    options,
+)
 from tests.session.masters import managed_step
 from tests.session.test_disk_tier import arm
-
-MakePair = Callable[..., Pair]
 
 
 def pending_of(pair: Pair) -> Any:
@@ -81,8 +91,7 @@ def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(
         return loss.detach().clone()
 
     for number in range(5):
-        want, got = pair.each(step, number)
-        assert torch.equal(want, got)
+        pair.same(step, number)
         assert len(pending_of(pair).waiting) == LAYERS, "nothing has looked at the model"
         assert len(pending_of(pair).frees) == (0 if zero in ("before backward", "never") else LAYERS)
     assert len([entry for entry in woven_updates(pair) if entry is not None]) == LAYERS
@@ -340,8 +349,7 @@ def test_a_forward_that_goes_another_way_has_what_it_needs_updated(
     pair = make_pair(Skips, **machine)
     for number in range(8):
         pair.plain.skipped = pair.model.skipped = 4 if number in (3, 6) else None
-        want, got = pair.each(lambda model, optimizer, number: _one_step(model, optimizer, number), number)
-        assert torch.equal(want, got)
+        pair.same(lambda model, optimizer, number: _one_step(model, optimizer, number), number)
     assert pair.session.stats().planned_steps >= 5, pair.session.stats().reason
     pair.expect_same()
 

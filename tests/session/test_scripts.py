@@ -45,7 +45,7 @@ LINES = (
     "forward backward step data(3)*=.5 zero forward backward step data(2)+=.1 forward drop zero forward backward step",
     "forward backward step average(3)*=.5 zero forward backward average(1)+=.1 step average(0)=0 average(11)",
     "keep train back forward backward back step evaluate",
-    "forward backward step save weight(0)*=.5 zero forward backward load train",
+    "forward backward step save weight(0)*=.5 zero forward backward load evaluate train",
     "forward backward lr*=.5 step lr*=.5 zero forward backward step",
     "train save resume train(2) resume evaluate",
     "resume train copy planned(1)",

@@ -19,7 +19,7 @@ from tests.session.builders import (
     ROOMY,
     SLOT,
     TIGHT,
-    Pair,
+    MakePair,
     adamw,
     backward,
     batch,
@@ -31,8 +31,6 @@ from tests.session.builders import (
     train,
     values,
 )
-
-MakePair = Callable[..., Pair]
 
 
 def normed() -> nn.Module:
