@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.session.builders import EMULATED, MACHINES, SLOT, TIGHT, Adapted
+from tests.session.builders import EMULATED, MACHINES, ROOMY, SLOT, TIGHT, Adapted
 from tests.session.masters import KINDS
 from tests.session.script import Script
 
@@ -38,6 +38,7 @@ LINES = (
     # several backwards
     "forward backward forward backward train forward backward step",
     "forward forward backward backward step zero",
+    "forward backward forward backward forward backward limit(.01) step zero forward backward step",
     "forward backward(keep) backward step zero forward backward step",
     "forward differentiate(3) forward backward step zero",
     # weights and moments by hand
@@ -110,6 +111,13 @@ IN_BACKWARD = (
 )
 """With `step="in_backward"`."""
 
+PLACES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    **MACHINES,
+    "roomy": lambda disk: ROOMY,
+    "unbounded": lambda disk: {"device": "cpu"},
+}
+"""Also those on which nothing has to move, and where gradients stay the tensors that autograd makes."""
+
 ALONE = "grad(0)=1 step zero"
 
 ADAPTED = (
@@ -125,7 +133,7 @@ def runs(lines: Sequence[str], *, fp16: bool = True) -> list[tuple[str, str, str
     """Each in every precision on every machine."""
     return [
         (line, kind, machine)
-        for line, kind, machine in product(lines, ("fp32", *KINDS), MACHINES)
+        for line, kind, machine in product(lines, ("fp32", *KINDS), PLACES)
         if (fp16 and line not in (*ADDING, ALONE)) or not kind.startswith("fp16")
     ]
 
@@ -133,19 +141,19 @@ def runs(lines: Sequence[str], *, fp16: bool = True) -> list[tuple[str, str, str
 @pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(LINES + ADDING))
 def test_a_line_means_what_it_means_in_plain_pytorch(line: str, kind: str, machine: str, tmp_path: Path) -> None:
-    run(line, kind, **MACHINES[machine](tmp_path / "disk"))
+    run(line, kind, **PLACES[machine](tmp_path / "disk"))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(IN_BACKWARD, fp16=False))
 def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine: str, tmp_path: Path) -> None:
-    run(line, kind, step="in_backward", **MACHINES[machine](tmp_path / "disk"))
+    run(line, kind, step="in_backward", **PLACES[machine](tmp_path / "disk"))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(ADAPTED))
 def test_so_it_does_for_adapters_beside_a_frozen_base(line: str, kind: str, machine: str, tmp_path: Path) -> None:
-    run(line, kind, Adapted, **MACHINES[machine](tmp_path / "disk"))
+    run(line, kind, Adapted, **PLACES[machine](tmp_path / "disk"))
 
 
 @pytest.mark.sampled
