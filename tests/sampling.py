@@ -43,10 +43,13 @@ def cover(cases: Sequence[T], goals: Callable[[T], Iterable[Hashable]]) -> list[
 
 
 def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
-    """Of each test marked `sampled`, a few cases in which every value of each of its parameters occurs stay; the others are campaigns."""
+    """Of each test marked `sampled`, a few cases in which every value of each of its parameters occurs stay; the others are campaigns.
+
+    Those that are campaigns anyway are none of the few.
+    """
     of_test: dict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("campaign") is None:
             of_test[item.nodeid.partition("[")[0]].append(item)
     for cases in of_test.values():
         in_no_order = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))

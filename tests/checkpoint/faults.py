@@ -19,6 +19,29 @@ _OPERATIONS = (
 )
 
 
+class NotDirect(FileIO):
+    """A file system that takes the flag and then refuses what is not aligned as it wants it."""
+
+    buffered = False
+
+    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._refuse()
+        return super().preadv(fd, buffer, offset)
+
+    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._refuse()
+        return super().pwritev(fd, buffer, offset)
+
+    def _refuse(self) -> None:
+        if not self.buffered:
+            raise OSError(errno.EINVAL, "not aligned")
+
+    def set_buffered(self, fd: int) -> bool:
+        super().set_buffered(fd)
+        before, self.buffered = self.buffered, True
+        return not before
+
+
 class Killed(BaseException):
     """The process ended here: nothing after it happens, clean-up included."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import random
 from pathlib import Path
 
@@ -13,25 +12,10 @@ from hypothesis import strategies as st
 from patrickstar.checkpoint.source import Source, open_file
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, two_blocks
+from tests.checkpoint.faults import NotDirect
 
 BLOCKS = two_blocks(8192)
 DATA = random.Random(5).randbytes(50_001)
-
-
-class NotDirect(FileIO):
-    """A file system that takes the flag and then refuses what is not aligned as it wants it."""
-
-    buffered = False
-
-    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
-        if self.buffered:
-            return super().preadv(fd, buffer, offset)
-        raise OSError(errno.EINVAL, "not aligned")
-
-    def set_buffered(self, fd: int) -> bool:
-        super().set_buffered(fd)
-        before, self.buffered = self.buffered, True
-        return not before
 
 
 class Sluggish(FileIO):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -14,25 +13,10 @@ from hypothesis import strategies as st
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, two_blocks
+from tests.checkpoint.faults import NotDirect
 
 LANE = ThreadPoolExecutor(1)
 BLOCKS = two_blocks(4096)
-
-
-class NotDirect(FileIO):
-    """A file system that takes the flag and then refuses what is written."""
-
-    buffered = False
-
-    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
-        if self.buffered:
-            return super().pwritev(fd, buffer, offset)
-        raise OSError(errno.EINVAL, "not aligned")
-
-    def set_buffered(self, fd: int) -> bool:
-        super().set_buffered(fd)
-        before, self.buffered = self.buffered, True
-        return not before
 
 
 class Sluggish(FileIO):

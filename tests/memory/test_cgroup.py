@@ -29,40 +29,68 @@ def groups(tmp_path: Path, own: str, mounts: str, files: dict[str, object]) -> l
     return [(str(group.directory.relative_to(tmp_path)), group.limit_bytes, group.used_bytes) for group in found]
 
 
-def test_version_2_from_the_own_group_up(tmp_path):
-    tree = "sys/fs/cgroup"
-    assert groups(
-        tmp_path,
+TREE, OLD = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+SYSTEMS: dict[str, tuple[str, str, dict[str, object], list[tuple[str, int, int]]]] = {
+    "version 2, from the own group up": (
         "0::/pods/pod7/main",
         V2.format(root="/"),
         {
-            f"{tree}/pods/memory.max": 8 * GIB,
-            f"{tree}/pods/memory.current": 5 * GIB,
-            f"{tree}/pods/pod7/memory.max": "max",
-            f"{tree}/pods/pod7/memory.high": 3 * GIB,
-            f"{tree}/pods/pod7/memory.current": 2 * GIB,
-            f"{tree}/pods/pod7/main/memory.max": "max",
-            f"{tree}/pods/pod7/main/memory.high": "max",
-            f"{tree}/pods/pod7/main/memory.current": GIB,
+            f"{TREE}/pods/memory.max": 8 * GIB,
+            f"{TREE}/pods/memory.current": 5 * GIB,
+            f"{TREE}/pods/pod7/memory.max": "max",
+            f"{TREE}/pods/pod7/memory.high": 3 * GIB,
+            f"{TREE}/pods/pod7/memory.current": 2 * GIB,
+            f"{TREE}/pods/pod7/main/memory.max": "max",
+            f"{TREE}/pods/pod7/main/memory.high": "max",
+            f"{TREE}/pods/pod7/main/memory.current": GIB,
         },
-    ) == [(f"{tree}/pods/pod7", 3 * GIB, 2 * GIB), (f"{tree}/pods", 8 * GIB, 5 * GIB)]
-
-
-def test_version_1_with_its_own_spelling_of_no_limit(tmp_path):
-    tree = "sys/fs/cgroup/memory"
-    assert groups(
-        tmp_path,
+        [(f"{TREE}/pods/pod7", 3 * GIB, 2 * GIB), (f"{TREE}/pods", 8 * GIB, 5 * GIB)],
+    ),
+    "version 1, with its own spelling of no limit": (
         "9:name=systemd:/a\n4:cpu,memory:/docker/abc\n0::/\n",
         V1.format(root="/"),
         {
-            f"{tree}/memory.limit_in_bytes": 9223372036854771712,
-            f"{tree}/memory.usage_in_bytes": 20 * GIB,
-            f"{tree}/docker/memory.limit_in_bytes": 6 * GIB,
-            f"{tree}/docker/memory.usage_in_bytes": 4 * GIB,
-            f"{tree}/docker/abc/memory.limit_in_bytes": 2 * GIB,
-            f"{tree}/docker/abc/memory.usage_in_bytes": GIB,
+            f"{OLD}/memory.limit_in_bytes": 9223372036854771712,
+            f"{OLD}/memory.usage_in_bytes": 20 * GIB,
+            f"{OLD}/docker/memory.limit_in_bytes": 6 * GIB,
+            f"{OLD}/docker/memory.usage_in_bytes": 4 * GIB,
+            f"{OLD}/docker/abc/memory.limit_in_bytes": 2 * GIB,
+            f"{OLD}/docker/abc/memory.usage_in_bytes": GIB,
         },
-    ) == [(f"{tree}/docker/abc", 2 * GIB, GIB), (f"{tree}/docker", 6 * GIB, 4 * GIB)]
+        [(f"{OLD}/docker/abc", 2 * GIB, GIB), (f"{OLD}/docker", 6 * GIB, 4 * GIB)],
+    ),
+    "file pages that can be dropped do not count as used": (
+        "0::/job",
+        V2.format(root="/"),
+        {
+            f"{TREE}/job/memory.max": GIB,
+            f"{TREE}/job/memory.current": 900 * MIB,
+            f"{TREE}/job/memory.stat": f"anon 1\nactive_file 5\ninactive_file {600 * MIB}\n",
+        },
+        [(f"{TREE}/job", GIB, 300 * MIB)],
+    ),
+    "a mount point with a space in its name": (
+        "0::/job",
+        V2.format(root="/").replace("/sys/fs/cgroup", "/my\\040groups"),
+        {"my groups/job/memory.max": GIB, "my groups/job/memory.current": 0},
+        [("my groups/job", GIB, 0)],
+    ),
+    "a hybrid system accounts memory in version 1 only": (
+        "4:memory:/job\n0::/",
+        V1.format(root="/") + V2.format(root="/").replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified"),
+        {
+            f"{OLD}/job/memory.limit_in_bytes": GIB,
+            f"{OLD}/job/memory.usage_in_bytes": 0,
+            f"{TREE}/unified/cgroup.procs": "",
+        },
+        [(f"{OLD}/job", GIB, 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("own", "mounts", "files", "want"), SYSTEMS.values(), ids=SYSTEMS)
+def test_the_groups_with_a_limit_are_found(tmp_path, own, mounts, files, want):
+    assert groups(tmp_path, own, mounts, files) == want
 
 
 @pytest.mark.parametrize("version", [2, 1])
@@ -85,36 +113,6 @@ def test_in_a_container_the_mount_itself_is_the_group(tmp_path, version, source,
         tmp_path, stem + own, mounts.format(root=source), {f"{tree}/{limit}": GIB, f"{tree}/{used}": 300 * MIB}
     )
     assert found == [(tree, GIB, 300 * MIB)]
-
-
-def test_file_pages_that_can_be_dropped_do_not_count_as_used(tmp_path):
-    assert groups(
-        tmp_path,
-        "0::/job",
-        V2.format(root="/"),
-        {
-            "sys/fs/cgroup/job/memory.max": GIB,
-            "sys/fs/cgroup/job/memory.current": 900 * MIB,
-            "sys/fs/cgroup/job/memory.stat": f"anon 1\nactive_file 5\ninactive_file {600 * MIB}\n",
-        },
-    ) == [("sys/fs/cgroup/job", GIB, 300 * MIB)]
-
-
-def test_a_mount_point_with_a_space_in_its_name(tmp_path):
-    mounts = V2.format(root="/").replace("/sys/fs/cgroup", "/my\\040groups")
-    files = {"my groups/job/memory.max": GIB, "my groups/job/memory.current": 0}
-    assert groups(tmp_path, "0::/job", mounts, files) == [("my groups/job", GIB, 0)]
-
-
-def test_a_hybrid_system_accounts_memory_in_version_1_only(tmp_path):
-    mounts = V1.format(root="/") + V2.format(root="/").replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
-    tree = "sys/fs/cgroup/memory/job"
-    files = {
-        f"{tree}/memory.limit_in_bytes": GIB,
-        f"{tree}/memory.usage_in_bytes": 0,
-        "sys/fs/cgroup/unified/cgroup.procs": "",
-    }
-    assert groups(tmp_path, "4:memory:/job\n0::/", mounts, files) == [(tree, GIB, 0)]
 
 
 def test_no_control_groups_no_limits(tmp_path):

@@ -79,34 +79,20 @@ def test_without_proc_the_error_says_what_is_needed(tmp_path):
         peak_resident_bytes(root=str(tmp_path))
 
 
-def test_a_control_group_bounds_what_may_be_taken(tmp_path):
+@pytest.mark.parametrize(("limit", "available", "total"), [(4, 3, 4), (40, 8, 16)], ids=["below", "above"])
+def test_a_control_group_bounds_what_may_be_taken_where_it_is_below_the_machine(tmp_path, limit, available, total):
     root = write(
         tmp_path,
         {
             **MEMINFO,
             "proc/self/cgroup": "0::/job\n",
             "proc/self/mountinfo": "31 1 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-            "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/job/memory.max": f"{limit * GIB}\n",
             "sys/fs/cgroup/job/memory.current": f"{GIB}\n",
         },
     )
-    assert available_bytes(root=root) == 3 * GIB
-    assert total_bytes(root=root) == 4 * GIB
-
-
-def test_a_control_group_above_the_machine_changes_nothing(tmp_path):
-    root = write(
-        tmp_path,
-        {
-            **MEMINFO,
-            "proc/self/cgroup": "0::/job\n",
-            "proc/self/mountinfo": "31 1 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-            "sys/fs/cgroup/job/memory.max": f"{40 * GIB}\n",
-            "sys/fs/cgroup/job/memory.current": f"{GIB}\n",
-        },
-    )
-    assert available_bytes(root=root) == 8 * GIB
-    assert total_bytes(root=root) == 16 * GIB
+    assert available_bytes(root=root) == available * GIB
+    assert total_bytes(root=root) == total * GIB
 
 
 def test_this_machine_has_memory_left_and_not_more_than_all():

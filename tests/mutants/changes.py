@@ -7,6 +7,7 @@ from tests.mutants.operators import always, drop, never, replace, returns, witho
 
 __all__ = ["CHANGES"]
 
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 TESTS = "tests/session/test_forward_changes.py"
 IN_FP32 = f"{TESTS}::test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch"
 NARROW = f"{TESTS}::test_what_the_forward_changes_is_carried_into_masters"
@@ -51,7 +52,7 @@ CHANGES: tuple[Mutant, ...] = (
     ),
     Fault("a-view-is-used-before-what-is-pending-is-done", "parameters.binding:Binding._use_bound").by(
         never("aliases"),
-        "tests/session/test_hand_changes.py::test_a_view_that_is_held_over_a_step_sees_and_makes_changes_after_it",
+        f"{LINE}[hold(2) forward backward step held(2)*=.5 zero train held(2) free train-fp32-emulated]",
     ),
     Fault("a-change-whose-master-was-not-reached-stays", "step.masters_by_hand:MastersByHand.carry").by(
         replace("before is not None", "before is None"),

@@ -7,6 +7,7 @@ from tests.mutants.operators import assign, drop, never, replace, returns, witho
 
 __all__ = ["MOVING"]
 
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 LANES = "tests/session/test_lanes.py::test_no_bit_depends_on_when_works_end"
 INTERRUPTED = (
     "tests/session/test_lanes.py::test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_again"
@@ -111,7 +112,8 @@ MOVING: tuple[Mutant, ...] = (
         drop("_fill"), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
     ),
     Fault("what-a-moment-writes-is-not-marked", "step.executor:Executor._moment").by(
-        never("writes"), "tests/session/test_gradients.py::test_a_gradient_that_was_read_goes_on_accumulating"
+        never("writes"),
+        f"{LINE}[forward backward grad(0) forward backward grad(0) step-fp32-emulated]",
     ),
     Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._has_arrived").by(
         drop("_give_up"),

@@ -51,7 +51,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     ),
     Fault("what-completes-masters-is-let-go-before-they-are-given-back", "session.close:Closing._return_weights").by(
         replace("ref.plane not in (WEIGHT, REST)", "ref.plane != WEIGHT"),
-        "tests/session/test_sixteen_bits.py::test_masters_come_back_whole[bf16-64MiB]",
+        "tests/session/test_scripts.py::test_masters_come_back_whole[bf16-64MiB]",
     ),
     Fault("what-is-detached-in-backward-is-a-stand-in", "parameters.attributes:Attributes._detach").by(
         returns("self._detached.make(bound, bound.tensor().detach())"),
@@ -149,19 +149,19 @@ OUTSIDE: tuple[Mutant, ...] = (
     ),
     Fault("an-update-is-taken-for-a-change-behind-torchs-back", "step.events:Events.updated").by(
         drop("renew"),
-        "tests/session/test_sixteen_bits.py::test_memory_that_is_handed_out_and_not_written_changes_nothing[bf16]",
+        f"{LINE}[memory(2) train(2) write(4)=1 read free train-bf16-emulated]",
     ),
     Fault("what-is-written-unseen-after-a-step-comes-before-it", "session.session:Session.step_groups").by(
         never("watches"),
-        "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[bf16-after the step]",
+        f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-bf16-emulated]",
     ),
     Fault("what-is-written-unseen-is-not-looked-for-before-state-is-read", "session.session:Session._begin_access").by(
         drop("check_watch"),
-        "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_is_carried_before_anything_is_read[bf16]",
+        f"{LINE}[train unseen(2) read train unseen(2) forward backward step-bf16-emulated]",
     ),
     Fault("memory-that-was-written-unseen-and-let-go-is-lost", "parameters.escapes:EscapedMemory.check").by(
         assign("_kept", "[]"),
-        "tests/session/test_sixteen_bits.py::test_a_change_behind_torchs_back_comes_where_it_came[fp16-host-after the step]",
+        f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-fp16-cpu+disk]",
     ),
     Fault("a-directory-that-cannot-be-written-is-a-lack-of-memory", "session.assemble:assemble").by(
         drop("expect_usable"), f"{DISK}::test_a_directory_that_cannot_be_written_is_no_lack_of_memory[is there-EROFS]"

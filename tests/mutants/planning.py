@@ -55,7 +55,8 @@ PLANNING: tuple[Mutant, ...] = (
         never("_ALONE"), f"{RESIDENCY}::test_an_illegal_action_is_refused_by_number_and_changes_nothing"
     ),
     Fault("the-check-of-plans-lets-the-last-valid-copy-go", "plan.check:_History._drop").by(
-        never("was_last"), "tests/plan/test_check.py::test_4_a_dirty_copy_is_dropped_without_write_back"
+        never("was_last"),
+        "tests/plan/test_check.py::test_a_plan_that_is_spoiled_breaks_a_rule[4 a dirty copy is dropped without write-back]",
     ),
     Fault("a-unit-is-planned-to-be-used-before-its-wait", "plan.staging:Staging.fetch").by(
         drop("into_ends.append"), f"{ROOM_TESTS}::test_a_missing_unit_is_copied_and_waited_for"
@@ -135,6 +136,7 @@ PLANNING: tuple[Mutant, ...] = (
         "tests/plan/test_host_touches.py::test_what_is_under_way_as_a_plan_begins_is_waited_for_once",
     ),
     Fault("the-check-of-plans-forgets-transfers-that-are-under-way-at-the-end", "plan.check:_History.end").by(
-        never("src"), "tests/plan/test_check.py::test_5_the_last_transfer_is_never_waited_for"
+        never("src"),
+        "tests/plan/test_check.py::test_a_plan_that_is_spoiled_breaks_a_rule[5 the last transfer is never waited for]",
     ),
 )

@@ -7,16 +7,18 @@ from tests.mutants.operators import always, assign, drop, replace
 
 __all__ = ["SIXTEEN_BITS"]
 
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 SIXTEEN = "tests/session/test_sixteen_bits.py"
 SCALING = "tests/session/test_loss_scaling.py"
 
 SIXTEEN_BITS: tuple[Mutant, ...] = (
     Fault("a-copy-that-is-held-keeps-the-old-weight", "parameters.binding:Binding.changed_by_update").by(
         replace("bound.name in living", "bound.name in () and living"),
-        f"{SIXTEEN}::test_a_view_of_a_weight_that_is_held_shows_the_update[fp16-host]",
+        f"{LINE}[hold(2) forward backward step held(2)*=.5 zero train held(2) free train-fp16-cpu+disk]",
     ),
     Fault("two-copies-of-one-weight-live-at-once", "memory.leases:Leases.take_copy").by(
-        assign("tensor", "None", nth=2), f"{SIXTEEN}::test_a_view_of_a_weight_that_is_held_shows_the_update[fp16-host]"
+        assign("tensor", "None", nth=2),
+        f"{LINE}[hold(2) forward backward step held(2)*=.5 zero train held(2) free train-fp16-cpu+disk]",
     ),
     Fault("a-change-in-a-copy-is-lost", "step.events:Events.changed").by(
         drop("changed"), f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-clamp]"
@@ -27,7 +29,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
     ),
     Fault("fp16-weights-compute-with-bits-that-fp16-does-not-have", "step.copies:Copies._convert").by(
         always("dtype"),
-        f"{SIXTEEN}::test_every_machine_has_the_bits_of_masters_kept_by_hand[fp16-fp32-deferred-cpu+disk]",
+        f"{LINE}[train(4) planned(4)-fp16-fp32-cpu+disk]",
     ),
     Fault("a-change-in-a-widened-copy-of-a-split-weight-leaves-the-rest", "step.copies:Copies._take_changes").by(
         drop("copy_", nth=3), f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-fp32-clamp]"
@@ -66,7 +68,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
     ),
     Fault("a-clipped-gradient-is-rounded-before-it-is-used", "optim.masters:scaled_blocks").by(
         replace("block.mul_(factor)", "_.copy_(block.to(piece.dtype))"),
-        f"{SIXTEEN}::test_a_gradient_clipped_twice_is_rounded_once",
+        f"{LINE}[forward backward limit(.01) limit(.001) read forward backward read step-bf16-emulated]",
     ),
     Fault("the-loss-scale-is-not-in-the-checkpoint", "session.saving:Saving.load").by(
         drop("load_state_dict"), f"{SCALING}::test_the_scale_is_part_of_a_checkpoint"

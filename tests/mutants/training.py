@@ -8,6 +8,7 @@ from tests.mutants.operators import assign, drop, never, replace, without
 __all__ = ["TRAINING"]
 
 FAULTS = "tests/session/test_faults_caught.py"
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 GRADIENTS = "tests/session/test_gradients.py"
 CHECKPOINTS = "tests/session/test_checkpoints.py"
 TRAINING_ON = "tests/session/test_disk_tier.py::test_no_bit_depends_on_the_machine"
@@ -42,16 +43,19 @@ TRAINING: tuple[Mutant, ...] = (
         replace("target.copy_", "target.zero_().add_"), f"{FAULTS}::test_a_gradient_of_negative_zero_stays_negative"
     ),
     Fault("a-second-gradient-takes-the-place-of-the-first", "optim.passes:TorchPasses.put").by(
-        replace("target.add_", "target.copy_"), f"{GRADIENTS}::test_gradients_of_several_backwards_add_up[True]"
+        replace("target.add_", "target.copy_"),
+        f"{LINE}[forward backward forward backward train forward backward step-fp32-emulated]",
     ),
     Fault("a-stale-gradient-stays-after-zero-grad", "step.training:Training.zero_grad").by(
-        drop("drop_all"), f"{GRADIENTS}::test_zeroing_means_what_it_means_in_pytorch[tight-zero_by_optimizer]"
+        drop("drop_all"), f"{LINE}[forward backward step zero forward backward step zero-fp32-emulated]"
     ),
     Fault("a-clip-factor-misses-one-chunk-of-the-update", "step.update:Updates.work.update").by(
-        assign("factors", "piece.factors if chunk else ()"), f"{GRADIENTS}::test_clipping_through_the_session[0.001]"
+        assign("factors", "piece.factors if chunk else ()"),
+        f"{LINE}[forward backward limit(9) step zero forward backward limit(.001) read step planned(2)-fp32-emulated]",
     ),
     Fault("a-clip-factor-is-missing-where-gradients-are-read", "step.gradients:Gradients.copy_into").by(
-        replace("self.factors.get(...)", "()"), f"{GRADIENTS}::test_clipping_twice_clips_twice_and_gradients_show_it"
+        replace("self.factors.get(...)", "()"),
+        f"{LINE}[forward backward limit(.01) limit(.001) read forward backward read step-fp32-emulated]",
     ),
     Fault("the-rest-of-a-split-master-is-forgotten", "optim.masters:split").by(
         replace("rest.copy_(bits)", "rest.zero_()"),
@@ -71,7 +75,7 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Fault("gradients-of-several-backwards-add-up-in-16-bits", "core.formats:bf16_formats").by(
         replace("PlaneFormat(...)", "PlaneFormat('bfloat16', 2)", nth=3),
-        "tests/session/test_sixteen_bits.py::test_gradients_of_several_backwards_add_up_in_fp32[bf16-fp32]",
+        "tests/session/test_scripts.py::test_gradients_that_are_said_to_add_up_do_so_in_fp32[bf16-fp32]",
     ),
     Fault("all-tensors-share-one-step-count", "step.training:Training._order").by(
         replace("self.steps[name]", "max(self.steps.values())"),
@@ -83,7 +87,7 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Fault("hyper-parameters-are-read-when-the-update-is-done", "step.training:Training._work").by(
         replace("assert ..., ...", "_; object.__setattr__(self._executor.pending, 'hypers', self._hypers())"),
-        f"{GRADIENTS}::test_hyper_parameters_are_read_when_step_is_called",
+        f"{LINE}[forward backward lr*=.5 step lr*=.5 zero forward backward step-fp32-emulated]",
     ),
     Fault("a-pending-step-is-lost-at-close", "step.training:Training.finish").by(
         replace("self._executor.settle()", "self._executor.pending = None"),
@@ -110,7 +114,7 @@ TRAINING: tuple[Mutant, ...] = (
         drop("restore"), f"{RESUME}[emulated-emulated-chunk_sizes0]"
     ),
     Fault("a-damaged-checkpoint-is-taken", "session.saving:Saving.load").by(
-        drop("verify"), f"{CHECKPOINTS}::test_a_flipped_byte_is_found_before_anything_has_changed[0.7]"
+        drop("verify"), f"{CHECKPOINTS}::test_damage_is_found_before_anything_has_changed[a bit at 0.7]"
     ),
     Fault("the-end-of-a-backward-whose-gradients-came-inside-is-missed", "step.events:Events.use").by(
         drop("notice_recomputation"),

@@ -7,6 +7,7 @@ from tests.mutants.operators import always, assign, drop, never, replace, return
 
 __all__ = ["UPDATES"]
 
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 PENDING = "tests/session/test_pending_steps.py"
 WEAVE = "tests/plan/test_weave.py"
 STORE = "tests/memory/test_store.py"
@@ -64,7 +65,7 @@ UPDATES: tuple[Mutant, ...] = (
                 "len(self._kept) - 2)]"
             ),
         ),
-        f"{PENDING}::test_a_step_that_clips_has_its_own_factor_and_the_next_one_another",
+        f"{LINE}[forward backward limit(9) step zero forward backward limit(.001) read step planned(2)-fp32-emulated]",
     ),
     Fault("gradients-that-are-let-go-of-take-their-update-along", "step.executor:Executor.release").by(
         never("reads"), f"{PENDING}::test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay"

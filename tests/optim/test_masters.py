@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.masters import BLOCK_NUMEL, SplitKernel, WideningKernel, join, rest_type, scaled_blocks, split
-from patrickstar.optim.reference import Reference
+from patrickstar.optim.masters import BLOCK_NUMEL, join, rest_type, scaled_blocks, split
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
 KEPT = (torch.bfloat16, torch.float16)
@@ -109,55 +107,6 @@ def test_a_weight_alone_is_its_own_master(kept: torch.dtype) -> None:
     master = joined(weight, torch.zeros(weight.shape, dtype=rest_type(kept)))
     assert torch.equal(master.isnan(), weight.isnan())
     assert torch.equal(master.nan_to_num(0.0), weight.float().nan_to_num(0.0))
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("numel", [1, 17, 4096, (1 << 16) + 48])
-@pytest.mark.parametrize(
-    ("kept", "dtype"),
-    [(kept, dtype) for kept in KEPT for dtype in (kept, torch.float32)],
-)
-def test_an_update_of_parts_is_the_update_of_the_master(
-    decoupled: bool, numel: int, kept: torch.dtype, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    master = torch.randn(numel, generator=generator)
-    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
-    weight, rest = parts(master, kept)
-    ours = exp_avg.clone(), exp_avg_sq.clone()
-    kernel = choose_kernel("torch")
-    splitting = SplitKernel(kernel)
-    hyper = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-    for step in range(1, 5):
-        grad = torch.randn(numel, generator=generator).to(dtype)
-        factor = torch.tensor(0.37) if step > 2 else None
-        wide = grad.to(torch.float32, copy=True).mul_(1.0 if factor is None else factor)
-        kernel.update(master, wide, exp_avg, exp_avg_sq, step=step, hyper=hyper)
-        before = grad.clone()
-        splitting.update(weight, rest, grad, *ours, step=step, hyper=hyper, factors=() if factor is None else (factor,))
-        assert torch.equal(grad, before)
-        assert torch.equal(joined(weight, rest).view(torch.int32), master.view(torch.int32))
-        assert torch.equal(ours[0], exp_avg)
-        assert torch.equal(ours[1], exp_avg_sq)
-        assert torch.equal(weight.view(torch.int16), parts(master, kept)[0].view(torch.int16))
-
-
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("factors", [(), (0.5,), (1 / 3, 0.7)])
-def test_the_update_is_that_of_the_widened_gradient(numel: int, dtype: torch.dtype, factors: tuple[float, ...]) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    planes = torch.randn(3, numel, generator=generator)
-    planes[2].abs_()
-    grad = torch.randn(numel, generator=generator).to(dtype)
-    ours, want = planes.clone(), planes.clone()
-    multiplied = tuple(torch.tensor(factor) for factor in factors)
-    WideningKernel(Reference()).update(ours[0], grad, ours[1], ours[2], step=2, hyper=HYPER, factors=multiplied)
-    wide = grad.float().clone()
-    for factor in multiplied:
-        wide = wide * factor
-    Reference().update(want[0], wide, want[1], want[2], step=2, hyper=HYPER)
-    assert torch.equal(ours.view(torch.int32), want.view(torch.int32))
 
 
 @given(st.sampled_from(SIZES), st.lists(st.floats(2**-10, 2.0, width=32), max_size=3))

@@ -8,50 +8,11 @@ from torch import Tensor
 
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.masters import join, rest_type, split
 from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.passes import TorchPasses
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
 PASSES = TorchPasses(choose_kernel())
-
-
-@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("factors", [(), (0.5, 1 / 3)])
-def test_every_format_has_the_update_of_the_widened_gradient(
-    kept: torch.dtype, dtype: torch.dtype, factors: tuple[float, ...]
-) -> None:
-    master, grad, exp_avg, exp_avg_sq = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
-    exp_avg_sq.abs_()
-    grad, wide = grad.to(dtype), grad.to(dtype).to(torch.float32, copy=True)
-    for factor in factors:
-        wide.mul_(torch.tensor(factor))
-    want = [plane.clone() for plane in (master, exp_avg, exp_avg_sq)]
-    choose_kernel().update(want[0], wide, *want[1:], step=2, hyper=HYPER)
-
-    parts: tuple[Tensor, Tensor | None] = (master, None)
-    if kept is not torch.float32:
-        parts = torch.empty(1000, dtype=kept), torch.empty(1000, dtype=rest_type(kept))
-        PASSES.split(master, *parts)
-    scales = [torch.tensor(factor) for factor in factors]
-    PASSES.update(*parts, grad, exp_avg, exp_avg_sq, step=2, hyper=HYPER, factors=scales)
-    if kept is not torch.float32:
-        PASSES.join(*parts, master)
-    assert [torch.equal(*pair) for pair in zip((master, exp_avg, exp_avg_sq), want)] == [True] * 3
-
-
-@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
-def test_parts_are_those_of_the_split_master(kept: torch.dtype) -> None:
-    master = torch.randn(100)
-    ours, want = ((torch.empty(100, dtype=kept), torch.empty(100, dtype=rest_type(kept))) for _ in range(2))
-    PASSES.split(master, *ours)
-    split(master, *want)
-    assert all(torch.equal(*pair) for pair in zip(ours, want))
-    again = [torch.empty(100) for _ in range(2)]
-    PASSES.join(*ours, again[0])
-    join(*want, again[1])
-    assert torch.equal(*again)
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -98,6 +98,24 @@ class WithLoss(nn.Module):
         return loss
 
 
+class Adapted(nn.Module):
+    """A frozen base with low-rank adapters beside each layer, as LoRA has them."""
+
+    def __init__(self, layers: int = 4, rank: int = 4) -> None:
+        super().__init__()
+        self.base = mlp(layers=layers)
+        self.base.requires_grad_(False)
+        torch.manual_seed(7)
+        self.down = nn.ModuleList(nn.Linear(WIDTH, rank, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(rank, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self.down)):
+            linear, act = self.base[2 * number], self.base[2 * number + 1]
+            x = act(linear(x) + self.up[number](self.down[number](x)))
+        return x
+
+
 def step_with_loss(model: nn.Module, optimizer: Any, number: int = 0, *, rows: int = 4) -> Tensor:
     loss = model(batch(number, rows=rows))
     loss.backward()
@@ -155,10 +173,21 @@ class Pair:
         torch.set_rng_state(state)
         return want, act(self.model, self.optimizer, *args, **keywords)
 
-    def train(self, steps: int = 3, *, first: int = 0) -> None:
-        """Trains both; every loss must be the same."""
-        want, got = self.each(train, steps, first=first)
-        assert same_bits(want, got), f"losses {got.tolist()}, plain PyTorch has {want.tolist()}"
+    def same(self, act: Callable[..., Any], *args: Any, **keywords: Any) -> None:
+        """As `each`; what it gives is the same."""
+        want, got = self.each(act, *args, **keywords)
+        assert alike(want, got), f"{got}, plain PyTorch has {want}"
+
+    def train(self, steps: int = 3, *, first: int = 0, by: Callable[..., Any] | None = None) -> None:
+        """Trains both by steps of the ordinary loop, or these; every loss must be the same."""
+        if by is None:
+            self.same(train, steps, first=first)
+        for number in range(first, first + steps) if by is not None else ():
+            self.same(by, number)
+
+    def step(self) -> None:
+        """What comes after a backward, for both."""
+        self.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
 
     def expect_same(self) -> None:
         """Weights, buffers, moments and counts of updates have the same bits, and bytes have moved."""
@@ -169,6 +198,18 @@ class Pair:
         """So have the gradients."""
         want = {name: p.grad for name, p in self.plain.named_parameters() if p.grad is not None}
         assert not (found := compare_mappings("gradient of", want, dict(self.session.gradients()))), "\n".join(found)
+
+
+def alike(want: Any, got: Any) -> bool:
+    """Whether two results, tensors in lists too, have the same bits."""
+    if isinstance(want, Tensor):
+        return same_bits(want, got)
+    if isinstance(want, list | tuple):
+        return len(want) == len(got) and all(map(alike, want, got))
+    return bool(want == got)
+
+
+MakePair = Callable[..., Pair]
 
 
 def assert_same(plain: nn.Module, plain_optimizer: Any, session: patrickstar.Session) -> None:

@@ -73,13 +73,15 @@ class Twin:
         self.backward_of(loss, adds_up=adds_up)
         return loss.detach()
 
-    def backward_of(self, loss: Tensor, *, adds_up: bool = False, retain_graph: bool = False) -> None:
+    def backward_of(
+        self, loss: Tensor, *, adds_up: bool = False, retain_graph: bool = False, inputs: list[Tensor] | None = None
+    ) -> None:
         """Gradients of a loss, added in fp32 to what the masters have. `adds_up`: none of them is rounded to the type that is kept."""
         if self.types is None:
-            loss.backward(retain_graph=retain_graph)
+            loss.backward(retain_graph=retain_graph, inputs=inputs)
             return
         scale = SCALE if self.types.scales else 1.0
-        (loss * scale).backward(retain_graph=retain_graph)
+        (loss * scale).backward(retain_graph=retain_graph, inputs=inputs)
         pairs = list(zip(self.masters.named_parameters(), self.model.parameters(), strict=True))
         for (name, master), weight in reversed(pairs):  # as they arrive
             if weight.grad is None:
@@ -153,16 +155,17 @@ def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: i
 
 
 def manage(
-    model: nn.Module, kind: str = "bf16", *, given: dict[str, Any] | None = None, **keywords: Any
+    model: nn.Module, kind: str = "bf16", *, optimizer: Any = None, given: dict[str, Any] | None = None, **keywords: Any
 ) -> patrickstar.Session:
+    """`keywords`: of `manage`; without a budget, the tight one of the emulated device."""
     kept, _, compute = kind.partition("-")
     scale = patrickstar.LossScale(initial=SCALE, dynamic=False)
     return patrickstar.manage(
         model,
-        adamw(model),
+        optimizer or adamw(model),
         precision=kept,
         options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
-        **(keywords or {"device": "emulated", "device_memory": TIGHT}),
+        **(keywords if keywords.keys() - {"step"} else {"device": "emulated", "device_memory": TIGHT, **keywords}),
     )
 
 

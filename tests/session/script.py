@@ -2,22 +2,30 @@
 
     forward, forward(layers=2), forward(rows=9)     a loss of the next batch, which waits for its backward
     backward, backward(keep), drop                  of the loss that has waited longest; its graph is kept, or forgotten
+    backward(of=3)                                  for the fourth parameter alone
     differentiate(3)                                `torch.autograd.grad` of that loss in the fourth parameter
+    train, train(2)                                 forward backward step zero, and this twice
     step, zero, zero(zeros)                         zeros in place of nothing
+    zero(model), zero(original), zero(each)         through the model, the optimizer that was passed in, `p.grad = None`; also `zero(model,zeros)`
     grad(3)*=.5, grad(3)+=.1, grad(3)=.1, grad(3)=None, grad(3)
     clip(.1), clamp(.01), norm, limit(.1)           torch's own over all gradients; the session's own
     weight(3)*=.5, weight(3)+=.1, weight(3)=.1, weight(3)
     data(3)*=.5                                     through `.data`
-    average(3)*=.5, average(3)                      the first moment, in `optimizer.state`
-    lr*=.5, freeze(3), thaw(3)
-    keep, back, save, load                          weights kept and loaded again; a checkpoint
-    evaluate, read                                  a loss without a graph; everything that is held is compared
+    write(3)=.1                                     through the session
+    hold(3), held(3)*=.5, held(3), free             a view that is kept, and what is done through it; it is let go
+    memory(3), unseen(3)                            its memory, which is kept; written where torch does not see it, through what is kept if it is
+    average(3)*=.5, average(3), square(3), count(3) the moments and the count of updates, in `optimizer.state`
+    lr*=.5, freeze(3), thaw(3), forget              all of the optimizer's state is forgotten
+    keep, back, save, load, resume                  weights kept and loaded again; a checkpoint; it is loaded by another session, of another model
+    evaluate, infer, copy, read                     a loss without a graph; a deep copy; everything that is held is compared
+    since, planned(2)                               since it was last asked, as many steps were planned and none was not
 
 What a word gives must have the same bits on both sides; at the end, so must everything that is held.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.parity.compare import compare_mappings, same_bits
-from tests.session.builders import LAYERS, held_states, states
+from tests.session.builders import LAYERS, held_states, mlp, states
 from tests.session.sides import Managed, Plain, Side
 
 __all__ = ["Script"]
@@ -83,9 +91,19 @@ def _evaluate(side: Side, _: Word) -> Tensor:
     return side.loss().clone()
 
 
+@torch.inference_mode()
+def _infer(side: Side, _: Word) -> Tensor:
+    return side.loss().clone()
+
+
+def _copy(side: Side, _: Word) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in copy.deepcopy(side.model).parameters()])
+
+
 def _backward(side: Side, word: Word) -> None:
     keep = word.args == "keep"
-    side.backward(side.waiting[0] if keep else side.waiting.pop(0), keep=keep)
+    only = [side.parameters[word.given("of", 0)]] if "of" in word.args else None
+    side.backward(side.waiting[0] if keep else side.waiting.pop(0), keep=keep, inputs=only)
 
 
 def _differentiate(side: Side, word: Word) -> Tensor:
@@ -127,10 +145,16 @@ def _norm(side: Side, _: Word) -> Tensor:
 
 
 def _zero(side: Side, word: Word) -> None:
-    if not word.args:
+    through, to_none = word.args.partition(",")[0], not word.args.endswith("zeros")
+    if to_none:
         for number in range(len(side.parameters)):
             side.assigned(number, is_one=False)
-    side.optimizer.zero_grad(set_to_none=word.args != "zeros")
+    side.zero(through, to_none)
+
+
+@torch.no_grad()
+def _held(side: Side, word: Word) -> Tensor:
+    return side.with_weights(lambda: word.change(side.held(word.number)))  # type: ignore[no-any-return]
 
 
 def _weight(side: Side, word: Word) -> Tensor:
@@ -139,8 +163,9 @@ def _weight(side: Side, word: Word) -> Tensor:
     return parameter.detach().clone()
 
 
-def _average(side: Side, word: Word) -> Tensor | None:
-    found = side.optimizer.state.get(side.updated[word.number], {}).get("exp_avg")
+def _state(side: Side, word: Word) -> Tensor | None:
+    key = {"average": "exp_avg", "square": "exp_avg_sq", "count": "step"}[word.verb]
+    found = side.optimizer.state.get(side.updated[word.number], {}).get(key)
     return None if found is None else word.change(found)
 
 
@@ -157,6 +182,8 @@ def _keep(side: Side, _: Word) -> None:
 _VERBS: Mapping[str, Callable[[Side, Word], Any]] = {
     "forward": _forward,
     "evaluate": _evaluate,
+    "infer": _infer,
+    "copy": _copy,
     "backward": _backward,
     "drop": lambda side, _: side.waiting.clear(),
     "differentiate": _differentiate,
@@ -168,7 +195,16 @@ _VERBS: Mapping[str, Callable[[Side, Word], Any]] = {
     "norm": _norm,
     "weight": _weight,
     "data": _weight,
-    "average": _average,
+    "write": lambda side, word: side.write(word.number, float(word.value)),
+    "hold": lambda side, word: side.hold(word.number),
+    "held": _held,
+    "memory": lambda side, word: side.keep_memory(word.number),
+    "unseen": lambda side, word: side.with_weights(lambda: side.write_unseen(word.number)),
+    "free": lambda side, _: side.free(),
+    "average": _state,
+    "square": _state,
+    "count": _state,
+    "forget": lambda side, _: side.optimizer.state.clear(),
     "lr": _lr,
     "freeze": lambda side, word: side.train(word.number, False),
     "thaw": lambda side, word: side.train(word.number, True),
@@ -176,6 +212,7 @@ _VERBS: Mapping[str, Callable[[Side, Word], Any]] = {
     "limit": lambda side, word: side.limit(float(word.args)),
     "save": lambda side, _: side.save(),
     "load": lambda side, _: side.load(),
+    "resume": lambda side, _: side.resume(),
     "back": lambda side, _: side.with_weights(lambda: str(side.model.load_state_dict(side.kept))),
 }
 
@@ -183,15 +220,26 @@ _VERBS: Mapping[str, Callable[[Side, Word], Any]] = {
 class Script:
     """A model of six layers under a session, and its plain twin; `kind`: a precision, with the type that computes where it is another."""
 
-    def __init__(self, kind: str = "fp32", *, given: Mapping[str, Any] | None = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        kind: str = "fp32",
+        build: Callable[[], nn.Module] = mlp,
+        *,
+        given: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:
         """`given`: options that change the arithmetic; `keywords`: what else `manage` is given."""
         options = dict(given or {})
-        self.plain, self.managed = Plain(kind, **options), Managed(kind, given=options, **keywords)
+        self.plain, self.managed = Plain(kind, build, **options), Managed(kind, build, given=options, **keywords)
+        self.has_gradients = keywords.get("step") != "in_backward"
         self.said: list[str] = []
+        self.counted = (0, 0)
 
     def run(self, line: str) -> None:
         """Does every word of a line."""
-        for word in line.split():
+        for word in re.sub(
+            r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line
+        ).split():
             self.say(word)
 
     def say(self, word: str) -> None:
@@ -200,6 +248,8 @@ class Script:
         if word == "read":
             return self.compare()
         said = Word.of(word)
+        if said.verb in ("since", "planned"):
+            return self.count(int(said.args) if said.args else None)
         act = _VERBS[said.verb]
         with _disable_current_modes():  # what the twin makes is no matter of the session's
             want = act(self.plain, said)
@@ -208,15 +258,25 @@ class Script:
         assert same, f"{' '.join(self.said)}: gives {got}, plain PyTorch {want}"
         return None
 
+    def count(self, planned: int | None) -> None:
+        """So many steps were planned since this was last called, and all of them."""
+        stats, before = self.managed.session.stats(), self.counted
+        self.counted = stats.planned_steps, stats.reactive_steps
+        found = tuple(now - then for now, then in zip(self.counted, before, strict=True))
+        assert planned is None or found == (planned, 0), (
+            f"{' '.join(self.said)}: planned, reactive {found}: {stats.reason}"
+        )
+
     def compare(self) -> None:
         """Weights, moments and gradients have the same bits."""
         twin, session = self.plain.twin, self.managed.session
         found = compare_mappings("weight", dict(twin.masters.state_dict()), dict(session.state_dict()))
         found += compare_mappings("state of", states(twin.optimizer), held_states(session))
-        gradients = {name: p.grad for name, p in twin.masters.named_parameters() if p.grad is not None}
-        found += self.managed.with_gradients(
-            lambda: compare_mappings("gradient of", gradients, dict(session.gradients()))
-        )
+        if self.has_gradients:
+            gradients = {name: p.grad for name, p in twin.masters.named_parameters() if p.grad is not None}
+            found += self.managed.with_gradients(
+                lambda: compare_mappings("gradient of", gradients, dict(session.gradients()))
+            )
         assert not found, "\n".join([" ".join(self.said), *found])
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.parity.oracle import clip_factor, global_norm
 from tests.parity.tiles import tiled_products
-from tests.session.builders import LAYERS, batch, mlp
+from tests.session.builders import LAYERS, adamw, batch
 from tests.session.masters import Twin, manage
 
 __all__ = ["Managed", "Plain", "Side"]
@@ -38,7 +38,10 @@ class Side(ABC):
         """What `param_groups` and `zero_grad` are asked of."""
 
     @abstractmethod
-    def backward(self, loss: Tensor, *, keep: bool) -> None: ...
+    def backward(self, loss: Tensor, *, keep: bool, inputs: list[Tensor] | None = None) -> None: ...
+
+    @abstractmethod
+    def zero(self, through: str, to_none: bool) -> None: ...
 
     @abstractmethod
     def step(self) -> None: ...
@@ -53,6 +56,36 @@ class Side(ABC):
     @abstractmethod
     def with_weights(self, act: Callable[[], Any]) -> Any:
         """Does what reads or writes `parameters`."""
+
+    @abstractmethod
+    def write(self, number: int, value: float) -> None:
+        """Sets a whole master."""
+
+    def hold(self, number: int) -> None:  # noqa: B027 - a view of a plain weight is the weight
+        """Keeps a view of a weight."""
+
+    def held(self, number: int) -> Tensor:
+        """The view that was kept."""
+        return self.parameters[number].view(-1)
+
+    def keep_memory(self, number: int) -> None:  # noqa: B027 - likewise
+        """Keeps a weight's memory."""
+
+    def memory(self, number: int) -> Any:
+        """A weight's memory, as integers: torch does not see it written."""
+        weight = self.parameters[number].detach()
+        return weight.view(torch.int16 if weight.itemsize == 2 else torch.int32).numpy()
+
+    def write_unseen(self, number: int) -> None:
+        three = torch.tensor(3.0, dtype=self.compute)
+        self.memory(number)[4] = three.view(torch.int16 if three.itemsize == 2 else torch.int32).item()
+
+    def free(self) -> None:  # noqa: B027 - likewise
+        """Lets go of what was kept."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Goes on elsewhere."""
 
     @abstractmethod
     def limit(self, norm: float) -> Tensor:
@@ -81,8 +114,10 @@ class Side(ABC):
 class Plain(Side):
     """Plain PyTorch, in 16 bits with masters kept by hand."""
 
-    def __init__(self, kind: str, *, accumulate: int = 1, tile_rows: int | None = None) -> None:
-        self.twin = Twin(kind)
+    def __init__(
+        self, kind: str, build: Callable[[], nn.Module], *, accumulate: int = 1, tile_rows: int | None = None
+    ) -> None:
+        self.twin = Twin(kind, build)
         self.twin.unrounded = accumulate > 1
         self.tile_rows = tile_rows
         super().__init__(self.twin.model, self.twin.compute)
@@ -97,8 +132,20 @@ class Plain(Side):
         with nullcontext() if self.tile_rows is None else tiled_products(self.model, self.tile_rows):
             return super().loss(rows, layers)
 
-    def backward(self, loss: Tensor, *, keep: bool) -> None:
-        self.twin.backward_of(loss, retain_graph=keep)
+    def backward(self, loss: Tensor, *, keep: bool, inputs: list[Tensor] | None = None) -> None:
+        self.twin.backward_of(loss, retain_graph=keep, inputs=inputs)
+
+    def zero(self, through: str, to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+    def write(self, number: int, value: float) -> None:
+        self.updated[number].data.fill_(value)
+        self.twin.narrow()
+
+    def resume(self) -> None:
+        """Without gradients, which no checkpoint has."""
+        self.save()
+        self.load()
 
     def step(self) -> None:
         self.twin.update()
@@ -139,13 +186,25 @@ class Plain(Side):
         self.updated[number].requires_grad_(yes)
 
 
+@torch.no_grad()
+def _other(model: nn.Module) -> nn.Module:
+    """The same, of other values."""
+    for parameter in model.parameters():
+        parameter.fill_(0.5)
+    return model
+
+
 class Managed(Side):
     """Under a session."""
 
-    def __init__(self, kind: str, **keywords: Any) -> None:
-        model = mlp()
-        self.session = manage(model, kind, **keywords)
+    def __init__(self, kind: str, build: Callable[[], nn.Module], **keywords: Any) -> None:
+        model = build()
+        self.original = adamw(model)
+        self.session = manage(model, kind, optimizer=self.original, **keywords)
         super().__init__(model, next(model.parameters()).dtype)
+        self._again = lambda: Managed(kind, lambda: _other(build()), **keywords)
+        self._views: dict[int, Tensor] = {}
+        self._memory: dict[int, Any] = {}
         self._is_scaled = False
         self._checkpoints: tempfile.TemporaryDirectory[str] | None = None
 
@@ -153,8 +212,8 @@ class Managed(Side):
     def optimizer(self) -> Any:
         return self.session.optimizer
 
-    def backward(self, loss: Tensor, *, keep: bool) -> None:
-        self.session.scaler.scale(loss).backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, *, keep: bool, inputs: list[Tensor] | None = None) -> None:
+        self.session.scaler.scale(loss).backward(retain_graph=keep, inputs=inputs)  # type: ignore[no-untyped-call]
         self._is_scaled = self.session.scaler.is_enabled()
 
     def step(self) -> None:
@@ -170,6 +229,42 @@ class Managed(Side):
 
     def with_weights(self, act: Callable[[], Any]) -> Any:
         return act()
+
+    def zero(self, through: str, to_none: bool) -> None:
+        if through == "each":
+            for parameter in self.parameters:
+                parameter.grad = None
+        else:
+            {"model": self.model, "original": self.original}.get(through, self.optimizer).zero_grad(to_none)
+
+    def write(self, number: int, value: float) -> None:
+        name = [name for name, _ in self.model.named_parameters()][number]
+        self.session.write(name, torch.full(self.parameters[number].shape, value))
+
+    @torch.no_grad()
+    def hold(self, number: int) -> None:
+        self._views[number] = super().held(number)
+
+    def held(self, number: int) -> Tensor:
+        return self._views[number]
+
+    def keep_memory(self, number: int) -> None:
+        self._memory[number] = super().memory(number)
+
+    def memory(self, number: int) -> Any:
+        return self._memory[number] if number in self._memory else super().memory(number)
+
+    def free(self) -> None:
+        self._views.clear()
+        self._memory.clear()
+
+    def resume(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            self.session.save_checkpoint(directory)
+            self.close()
+            batches = self.batches
+            self.__dict__.update(self._again().__dict__, batches=batches)
+            self.session.load_checkpoint(directory)
 
     def limit(self, norm: float) -> Tensor:
         return self.with_gradients(lambda: self.session.clip_grad_norm_(norm))  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
     ROOMY,
-    Pair,
+    MakePair,
     adamw,
     backward,
     batch,
@@ -31,8 +31,6 @@ from tests.session.builders import (
     train_step,
     values,
 )
-
-MakePair = Callable[..., Pair]
 
 
 def replace_one(model: nn.Module) -> None:

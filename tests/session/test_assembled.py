@@ -16,9 +16,7 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar import BudgetError, StateError
 from tests.parity.compare import same_bits
-from tests.session.builders import CHUNK, MACHINES, ROOMY, SLOT, Pair, backward, batch, loss_of, mlp
-
-MakePair = Callable[..., Pair]
+from tests.session.builders import CHUNK, MACHINES, ROOMY, SLOT, MakePair, Pair, backward, batch, loss_of, mlp
 
 SMALLEST = {"device": "emulated", "device_memory": 4 * SLOT}
 """An update of one chunk fills the device."""
@@ -106,10 +104,9 @@ def test_a_loop_over_gradients_has_torchs_bits(make_pair: MakePair, machine: dic
     pair = make_pair(**machine)
     for number in range(2):
         pair.each(backward, number)
-        want, got = pair.each(CHANGES[change])
-        assert want is None or same_bits(want, got)
+        pair.same(CHANGES[change])
         pair.expect_same_gradients()
-        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.step()
     pair.expect_same()
 
 
@@ -117,9 +114,8 @@ def test_a_loop_over_gradients_has_torchs_bits(make_pair: MakePair, machine: dic
 def test_the_smallest_budget_of_an_update_is_enough(make_pair: MakePair, change: str) -> None:
     pair = make_pair(**SMALLEST)
     pair.each(backward)
-    want, got = pair.each(CHANGES[change])
-    assert same_bits(want, got)
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.same(CHANGES[change])
+    pair.step()
     pair.expect_same()
 
 
@@ -131,10 +127,9 @@ def test_a_gradient_that_lies_in_several_chunks_is_put_together(make_pair: MakeP
     pair = make_pair(wide, **{**on_disk, "host_memory": 12 * SLOT})
     for number in range(2):
         pair.each(backward, number)
-        want, got = pair.each(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
-        assert same_bits(want, got)
+        pair.same(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
         pair.each(views)
-        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.step()
     pair.expect_same()
 
 
@@ -170,7 +165,7 @@ def test_a_list_of_all_gradients_holds_no_bytes(make_pair: MakePair, machine: di
     assert all(isinstance(gradient, Tensor) for gradient in held)
     for want, got in zip(pair.plain.parameters(), held, strict=True):
         assert same_bits(want.grad, got.clone())
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(1, first=1)
     pair.expect_same()
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
@@ -207,8 +202,7 @@ def test_a_held_gradient_shows_what_another_backward_adds(make_pair: MakePair, m
     pair = make_pair(
         **{**machine, **({"device_memory": 8 * SLOT} if "device_memory" in machine else {"host_memory": 9 * SLOT})}
     )
-    want, got = pair.each(accumulate)
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    pair.same(accumulate)
     pair.expect_same()
 
 
@@ -223,9 +217,8 @@ def test_a_view_of_a_gradient_that_is_let_go_keeps_its_last_values(make_pair: Ma
         return [view.clone(), torch.stack([view, view]), model[0].weight.grad.clone()]
 
     pair = make_pair()
-    want, got = pair.each(outlive)
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.same(outlive)
+    pair.step()
     pair.train(2, first=2)
     pair.expect_same()
 
@@ -272,8 +265,7 @@ def test_autograd_keeps_what_it_saves_of_a_gradient(make_pair: MakePair) -> None
         return scale.grad
 
     pair = make_pair()
-    want, got = pair.each(meta_loss)
-    assert same_bits(want, got)
+    pair.same(meta_loss)
 
 
 def test_a_gradient_changed_after_autograd_saved_it_is_told_as_in_pytorch(make_pair: MakePair) -> None:
@@ -427,8 +419,7 @@ def test_a_foreach_operation_may_mix_managed_and_ordinary_tensors(make_pair: Mak
 
     pair = make_pair()
     pair.each(backward)
-    want, got = pair.each(mixed)
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    pair.same(mixed)
     pair.expect_same_gradients()
 
 
@@ -459,7 +450,7 @@ def test_many_whole_gradients_at_once_are_refused_in_numbers(make_pair: MakePair
     assert refusal.value.needed_bytes > refusal.value.available_bytes == SMALLEST["device_memory"]
     assert refusal.value.smallest_bytes == refusal.value.needed_bytes
     del refusal
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.expect_same()
 
 
@@ -493,7 +484,7 @@ def test_held_views_count_against_the_budget_and_are_said(make_pair: MakePair) -
         held.extend(p.grad.view(-1) for p in pair.model.parameters())
     held.clear()
     assert pair.session._parts.binding.taken_bytes() == 0
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(1, first=1)
     pair.expect_same()
 
@@ -539,8 +530,7 @@ def test_hooks_read_and_write_gradients_in_the_middle_of_a_backward(
 def test_where_gradients_stay_tensors_all_of_it_is_torchs_own(make_pair: MakePair) -> None:
     pair = make_pair(device="cpu")
     pair.each(backward)
-    want, got = pair.each(CHANGES["clip"])
-    assert same_bits(want, got)
+    pair.same(CHANGES["clip"])
     assert type(pair.model[0].weight.grad) is Tensor
 
 
@@ -552,7 +542,7 @@ def test_programs_that_read_no_gradients_have_the_plans_they_had(make_pair: Make
             pair.each(backward, number)
             if reads:
                 pair.each(CHANGES["norms"])
-            pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+            pair.step()
         plans.append(str(pair.session.trace))
         assert (pair.session.stats().planned_steps, pair.session.stats().reactive_steps) == (3, 0)
     assert plans[0].count("grad") == plans[1].count("grad") > 0

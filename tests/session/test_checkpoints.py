@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,17 @@ from patrickstar import CheckpointError, ConfigError
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     ROOMY,
+    MakePair,
     Pair,
     adamw,
     assert_same,
     backward,
-    batch,
     everything,
     expect_bits,
     mlp,
     options,
     values,
 )
-
-MakePair = Callable[..., Pair]
 
 
 def noisy() -> nn.Module:
@@ -143,31 +142,6 @@ def test_saving_draws_no_random_number_and_changes_nothing(make_pair: MakePair, 
     assert pair.session.stats().planned_steps == 3
 
 
-def test_a_checkpoint_between_step_and_zero_grad_is_of_after_the_step(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: optimizer.step())
-    pair.session.save_checkpoint(tmp_path)
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.each(backward, 1)
-    pair.optimizer.zero_grad()
-    pair.plain.zero_grad()
-    pair.session.load_checkpoint(tmp_path)
-    pair.expect_same()
-
-
-def test_loading_forgets_gradients_that_waited_for_a_step(make_pair: MakePair, tmp_path: Path) -> None:
-    """As a process that starts from the checkpoint has none."""
-    pair = make_pair()
-    pair.train(2)
-    pair.session.save_checkpoint(tmp_path)
-    backward(pair.model, number=9)
-    pair.session.load_checkpoint(tmp_path)
-    assert list(pair.session.gradients()) == []
-    pair.train(2, first=2)
-    pair.expect_same()
-
-
 def test_weights_in_another_order_of_memory_come_back_with_their_moments(make_pair: MakePair, tmp_path: Path) -> None:
     def transposed() -> nn.Module:
         model = mlp()
@@ -255,17 +229,6 @@ def test_only_the_newest_are_kept_where_that_is_asked_for(make_pair: MakePair, t
 # what is not whole
 
 
-def flip(path: Path, at: float) -> None:
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * at)] ^= 0x10
-    path.write_bytes(data)
-
-
-def cut(path: Path, to: float) -> None:
-    with path.open("r+b") as file:
-        file.truncate(int(path.stat().st_size * to))
-
-
 def files_of(checkpoint: Path) -> list[Path]:
     found = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     assert found
@@ -282,6 +245,24 @@ def saved(make_pair: MakePair, tmp_path: Path) -> tuple[Pair, Path]:
     return pair, path
 
 
+def resized(path: Path, to: float) -> None:
+    with path.open("r+b") as file:
+        file.truncate(int(path.stat().st_size * to))
+
+
+def flipped(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 0x10
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    **{f"a bit at {at}": partial(flipped, at=at) for at in (0.0, 0.02, 0.3, 0.7, 0.999)},
+    **{f"cut to {to}": partial(resized, to=to) for to in (0.0, 0.5, 0.99)},
+    "missing": Path.unlink,
+}
+
+
 def expect_refused(pair: Pair, path: Path) -> None:
     held, state = everything(pair.session), (torch.get_rng_state(), random.getstate())
     lr = pair.original.param_groups[0]["lr"] = 0.0625
@@ -296,41 +277,18 @@ def expect_refused(pair: Pair, path: Path) -> None:
     pair.expect_same()
 
 
-@pytest.mark.parametrize("at", [0.0, 0.02, 0.3, 0.7, 0.999])
-def test_a_flipped_byte_is_found_before_anything_has_changed(saved: tuple[Pair, Path], at: float) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_before_anything_has_changed(saved: tuple[Pair, Path], damage: str) -> None:
+    """In each file; `tests/checkpoint` has more kinds of it, and what is said."""
     pair, path = saved
     for file in files_of(path):
         before = file.read_bytes()
-        flip(file, at)
+        DAMAGE[damage](file)
         with pytest.raises(CheckpointError):
             pair.session.load_checkpoint(path)
         file.write_bytes(before)
-    flip(max(files_of(path), key=lambda file: file.stat().st_size), at)
-    expect_refused(pair, path)
-
-
-@pytest.mark.parametrize("to", [0.0, 0.5, 0.99])
-def test_a_file_cut_short_is_found_before_anything_has_changed(saved: tuple[Pair, Path], to: float) -> None:
-    pair, path = saved
-    for file in files_of(path):
-        before = file.read_bytes()
-        cut(file, to)
-        with pytest.raises(CheckpointError):
-            pair.session.load_checkpoint(path)
-        file.write_bytes(before)
-    cut(max(files_of(path), key=lambda file: file.stat().st_size), to)
-    expect_refused(pair, path)
-
-
-def test_a_missing_file_is_found_before_anything_has_changed(saved: tuple[Pair, Path]) -> None:
-    pair, path = saved
-    for file in files_of(path):
-        before = file.read_bytes()
-        file.unlink()
-        with pytest.raises(CheckpointError):
-            pair.session.load_checkpoint(path)
-        file.write_bytes(before)
-    files_of(path)[0].unlink()
+    DAMAGE[damage](max(files_of(path), key=lambda file: file.stat().st_size))
     expect_refused(pair, path)
 
 
@@ -406,7 +364,7 @@ def test_groups_of_the_same_number_and_other_parameters_are_refused(tmp_path: Pa
 def test_a_checkpoint_is_loaded_while_one_that_is_damaged_lies_beside_it(saved: tuple[Pair, Path]) -> None:
     pair, path = saved
     newer = pair.session.save_checkpoint(path.parent)
-    cut(max(files_of(newer), key=lambda file: file.stat().st_size), 0.5)
+    resized(max(files_of(newer), key=lambda file: file.stat().st_size), 0.5)
     with pytest.raises(CheckpointError, match=newer.name):
         pair.session.load_checkpoint(path.parent)
     pair.session.load_checkpoint(path)
@@ -415,18 +373,3 @@ def test_a_checkpoint_is_loaded_while_one_that_is_damaged_lies_beside_it(saved: 
     for number in range(2):
         train_one(plain, oracle, number)
     assert_same(plain, oracle, pair.session)
-
-
-def test_weights_of_the_checkpoint_are_what_evaluation_uses(saved: tuple[Pair, Path]) -> None:
-    pair, path = saved
-    with torch.no_grad():
-        before = pair.model(batch())
-        pair.session.load_checkpoint(path)
-        after = pair.model(batch())
-    assert not same_bits(before, after)
-    plain = mlp()
-    oracle = adamw(plain)
-    for number in range(2):
-        train_one(plain, oracle, number)
-    with torch.no_grad():
-        assert same_bits(after, plain(batch()))

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.parity.compare import same_bits
 from tests.session.builders import (
     SLOT,
     TIGHT,
-    Pair,
+    MakePair,
     adamw,
     backward,
     batch,
@@ -35,7 +34,6 @@ from tests.session.builders import (
     values,
 )
 
-MakePair = Callable[..., Pair]
 HOST = TIGHT + SLOT
 
 

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.compare import same_bits
-from tests.session.builders import SLOT, TIGHT, WIDTH, Pair, batch, mlp, train_step
+from tests.session.builders import SLOT, TIGHT, WIDTH, MakePair, Pair, batch, mlp, train_step
 
-MakePair = Callable[..., Pair]
 Step = Callable[..., Tensor]
 
 ROOM = 7 * SLOT
@@ -73,8 +71,7 @@ class Recomputed(nn.Module):
 
 def run(pair: Pair, step: Step, numbers: range) -> None:
     for number in numbers:
-        want, got = pair.each(step, number)
-        assert same_bits(want, got)
+        pair.same(step, number)
     pair.expect_same()
 
 
@@ -107,9 +104,7 @@ def test_so_it_is_where_blocks_are_recomputed(make_pair: MakePair) -> None:
 
 def test_so_it_is_where_memory_has_no_bound(make_pair: MakePair) -> None:
     pair = make_pair(device="cpu")
-    for number in range(3):
-        want, got = pair.each(penalised_step, number)
-        assert same_bits(want, got)
+    pair.train(3, by=penalised_step)
     assert counts(pair) == (2, 1), pair.session.stats().reason
 
 
@@ -137,8 +132,7 @@ def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePa
 
     pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
     for number in range(24):
-        want, got = pair.each(penalised_step if number % 4 == 3 else plain_step, number)
-        assert same_bits(want, got)
+        pair.same(penalised_step if number % 4 == 3 else plain_step, number)
     pair.expect_same()
     (known,) = pair.session._parts.stretches._known.values()
     assert known.trace is known.offline, "what was measured of a penalty is no model for a plain step"

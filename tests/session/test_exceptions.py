@@ -11,9 +11,18 @@ from torch import nn
 
 import patrickstar
 from patrickstar import StateError
-from tests.session.builders import SLOT, Pair, adamw, backward, batch, everything, expect_bits, loss_of, mlp, options
-
-MakePair = Callable[..., Pair]
+from tests.session.builders import (
+    SLOT,
+    MakePair,
+    adamw,
+    backward,
+    batch,
+    everything,
+    expect_bits,
+    loss_of,
+    mlp,
+    options,
+)
 
 
 class Trips(torch.autograd.Function):
@@ -117,7 +126,7 @@ def test_gradients_that_came_before_the_exception_are_there_as_in_pytorch(
     pair.each(trip_in_backward)
     pair.expect_same_gradients()
     assert len(dict(pair.session.gradients())) == 6
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(1, first=2)
     pair.expect_same()
 
@@ -129,7 +138,7 @@ def test_gradients_of_an_earlier_backward_survive_a_forward_that_raises(
     pair.each(backward, 0)
     pair.each(trip_in_forward)
     pair.each(backward, 1)
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.expect_same()
 
 
@@ -208,7 +217,7 @@ def test_a_closure_that_raises_has_updated_nothing(make_pair: MakePair) -> None:
     pair.each(backward, 1)
     with pytest.raises(ZeroDivisionError):
         pair.optimizer.step(refuse)
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.expect_same()
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Copy, Create
 from tests.forked import in_forked_child
 from tests.parity.compare import same_bits
-from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, Pair, batch, mlp, store_of, train_step
-
-MakePair = Callable[..., Pair]
+from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, MakePair, batch, mlp, store_of, train_step
 
 
 def test_no_more_slots_hold_pages_than_the_budget_has_room_for(

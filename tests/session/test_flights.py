@@ -24,10 +24,8 @@ from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import LAYERS, MACHINES, Pair, backward, batch, mlp, store_of
+from tests.session.builders import LAYERS, MACHINES, MakePair, Pair, backward, batch, mlp, store_of
 from tests.session.test_disk_tier import arm
-
-MakePair = Callable[..., Pair]
 
 
 def distances(plan: Plan) -> list[int]:

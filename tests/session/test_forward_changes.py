@@ -27,20 +27,21 @@ from tests.session.builders import (
     MACHINES,
     ROOMY,
     SLOT,
+    MakePair,
     Pair,
     adamw,
     backward,
     batch,
     expect_bits,
+    held_states,
     mlp,
+    states,
     values,
 )
-from tests.session.masters import KINDS, Twin, expect_same, managed_step
-from tests.session.masters import manage as manage_narrow
+from tests.session.masters import KINDS, Twin, expect_same, manage, managed_step
 from tests.session.test_disk_tier import arm
 from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, in_kind, watched
 
-MakePair = Callable[..., Pair]
 WORDS = 96
 """Rows of the table, which is a run of two chunks."""
 
@@ -170,13 +171,13 @@ CHANGES: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def smallest(manage: Callable[..., Any], machine: Mapping[str, Any]) -> Any:
-    """What `manage` gives with the smallest budget of the tier that computes for which it raises no BudgetError."""
+def smallest(begin: Callable[..., Any], machine: Mapping[str, Any]) -> Any:
+    """What `begin` gives with the smallest budget of the tier that computes for which it raises no BudgetError."""
     tier = "device_memory" if "device_memory" in machine else "host_memory"
     nbytes = SLOT
     for _ in range(20):
         try:
-            return manage(**{**machine, tier: nbytes})
+            return begin(**{**machine, tier: nbytes})
         except BudgetError as refusal:
             assert refusal.smallest_bytes is not None
             assert refusal.smallest_bytes > nbytes
@@ -198,6 +199,57 @@ def chosen(*axes: Iterable[str], always: Callable[..., bool]) -> list[Any]:
     ]
 
 
+class Both:
+    """A session, and plain PyTorch with masters that are kept by hand and told of the forward's changes; in fp32 the weights are the masters."""
+
+    def __init__(self, kind: str, build: Callable[[], Any], **keywords: Any) -> None:
+        self.twin, self.model = Twin(kind, build), build()
+        self.twin.model.told = self.twin.carry  # type: ignore[assignment]
+        self.session = manage(self.model, kind, **keywords)
+
+    def train(self, steps: int, *, first: int = 0) -> None:
+        for number in range(first, first + steps):
+            want, got = self.twin.step(first=number), managed_step(self.session, self.model, first=number)
+            assert all(map(same_bits, want, got)), number
+
+    def expect_same(self) -> None:
+        expect_same(self.twin, self.session)
+        expect_bits(states(self.twin.optimizer), held_states(self.session))
+
+
+@pytest.fixture
+def make_both() -> Iterator[Callable[..., Both]]:
+    made: list[Both] = []
+
+    def make(*args: Any, **keywords: Any) -> Both:
+        made.append(Both(*args, **keywords))
+        return made[-1]
+
+    yield make
+    for both in made:
+        both.session.close()
+
+
+@pytest.fixture
+def trained(make_both: Callable[..., Both]) -> Callable[..., Both]:
+    """Makes one that trains some steps with the smallest budget of the tier that computes for which no BudgetError is raised."""
+
+    def train(
+        kind: str, build: Callable[[], Any], *, steps: int = 4, machine: Mapping[str, Any] = EMULATED, **keywords: Any
+    ) -> Both:
+        def begin(**memory: Any) -> Both:
+            both = make_both(kind, build, **keywords, **memory)
+            both.train(1)
+            return both
+
+        both: Both = smallest(begin, machine)
+        both.train(steps - 1, first=1)
+        both.expect_same()
+        return both
+
+    return train
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "step", "tiers"),
@@ -213,52 +265,15 @@ def chosen(*axes: Iterable[str], always: Callable[..., bool]) -> list[Any]:
     ),
 )
 def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
-    make_pair: MakePair, tmp_path: Path, change: str, step: str, tiers: str
+    trained: Callable[..., Both], tmp_path: Path, change: str, step: str, tiers: str
 ) -> None:
-    def manage(**machine: Any) -> Pair:
-        pair = make_pair(partial(Changing, change), step=step, precision="fp32", **machine)
-        pair.train(1)
-        return pair
-
-    pair = smallest(manage, MACHINES[tiers](tmp_path / "disk"))
-    pair.train(2, first=1)
+    both = trained("fp32", partial(Changing, change), steps=3, step=step, machine=MACHINES[tiers](tmp_path / "disk"))
     with torch.no_grad():  # an evaluation changes them too
-        want, got = pair.each(lambda model, _: model(batch(9)))
-    assert same_bits(want, got)
-    pair.train(1, first=3)
-    pair.expect_same()
+        assert same_bits(both.twin.model(batch(9)), both.model(batch(9)))
+    both.train(1, first=3)
+    both.expect_same()
     if change != "bag":  # what it leaves for backward takes 8 bytes more than on fake tensors
-        expect_planned(pair.session, 4)
-
-
-class Narrow:
-    """A session of 16-bit weights, and masters that are kept by hand and told of every change of the forward."""
-
-    def __init__(self, kind: str, build: Callable[[], Any], **keywords: Any) -> None:
-        self.twin, self.model = Twin(kind, build), build()
-        self.twin.model.told = self.twin.carry  # type: ignore[assignment]
-        self.session = manage_narrow(self.model, kind, **keywords)
-
-    def train(self, steps: int, *, first: int = 0) -> None:
-        for number in range(first, first + steps):
-            want, got = self.twin.step(first=number), managed_step(self.session, self.model, first=number)
-            assert all(map(same_bits, want, got)), number
-
-    def expect_same(self) -> None:
-        expect_same(self.twin, self.session)
-
-
-@pytest.fixture
-def make_narrow() -> Iterator[Callable[..., Narrow]]:
-    made: list[Narrow] = []
-
-    def make(*args: Any, **keywords: Any) -> Narrow:
-        made.append(Narrow(*args, **keywords))
-        return made[-1]
-
-    yield make
-    for narrow in made:
-        narrow.session.close()
+        expect_planned(both.session, 4)
 
 
 @pytest.mark.sampled
@@ -274,36 +289,20 @@ def make_narrow() -> Iterator[Callable[..., Narrow]]:
     ),
 )
 def test_what_the_forward_changes_is_carried_into_masters(
-    make_narrow: Callable[..., Narrow], tmp_path: Path, change: str, kind: str, tiers: str
+    trained: Callable[..., Both], tmp_path: Path, change: str, kind: str, tiers: str
 ) -> None:
     """Changed elements are their own masters, all others keep theirs."""
-
-    def manage(**machine: Any) -> Narrow:
-        pair = make_narrow(kind, partial(Changing, change), **machine)
-        pair.train(1)
-        return pair
-
-    pair = smallest(manage, MACHINES[tiers](tmp_path / "disk"))
-    pair.train(3, first=1)
-    pair.expect_same()
+    both = trained(kind, partial(Changing, change), machine=MACHINES[tiers](tmp_path / "disk"))
     if change != "bag":
-        expect_planned(pair.session, 4)
+        expect_planned(both.session, 4)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16-fp32"])
 @pytest.mark.parametrize("change", ["embedding", "clamp"])
 def test_masters_that_are_updated_in_backward_are_carried_too(
-    make_narrow: Callable[..., Narrow], change: str, kind: str
+    trained: Callable[..., Both], change: str, kind: str
 ) -> None:
-    def manage(**machine: Any) -> Narrow:
-        pair = make_narrow(kind, partial(Changing, change), step="in_backward", **machine)
-        pair.train(1)
-        return pair
-
-    pair = smallest(manage, EMULATED)
-    pair.train(3, first=1)
-    pair.expect_same()
-    expect_planned(pair.session, 4)
+    expect_planned(trained(kind, partial(Changing, change), step="in_backward").session, 4)
 
 
 # plans
@@ -370,9 +369,7 @@ class Sometimes(Changing):
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", [0, 1], ids=["foreseen and not done", "done and not foreseen"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
-def test_a_change_that_depends_on_more_than_shapes(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str, first: int
-) -> None:
+def test_a_change_that_depends_on_more_than_shapes(trained: Callable[..., Both], kind: str, first: int) -> None:
     """Where a forward does not do as its trace, the rest of the step is decided on the spot."""
 
     def build() -> Sometimes:
@@ -380,16 +377,9 @@ def test_a_change_that_depends_on_more_than_shapes(
         model.forwards = first
         return model
 
-    def manage(**machine: Any) -> Any:
-        pair = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
-        pair.train(1)
-        return pair
-
-    pair = smallest(manage, EMULATED)
-    pair.train(5, first=1)
-    pair.expect_same()
-    assert pair.session.stats().reactive_steps >= 2
-    assert sum(pair.session.stats().moved.values())
+    stats = trained(kind, build, steps=6).session.stats()
+    assert stats.reactive_steps >= 2
+    assert sum(stats.moved.values())
 
 
 class Asking(Changing):
@@ -405,16 +395,15 @@ class Asking(Changing):
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str
+    make_both: Callable[..., Both], kind: str
 ) -> None:
-    build, machine = partial(Asking, "clamp"), {"device": "emulated", "device_memory": 9 * SLOT}
-    pair: Any = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
-    pair.train(6)
-    pair.expect_same()
-    stats = pair.session.stats()
+    both = make_both(kind, partial(Asking, "clamp"), device="emulated", device_memory=9 * SLOT)
+    both.train(6)
+    both.expect_same()
+    stats = both.session.stats()
     assert stats.planned_steps >= 2, stats.reason
     assert stats.reactive_steps >= 1
-    assert any(map(writes_weights, next(iter(pair.session._parts.stretches._known.values())).measured.moments[:4]))
+    assert any(map(writes_weights, next(iter(both.session._parts.stretches._known.values())).measured.moments[:4]))
 
 
 # recomputation
@@ -442,20 +431,10 @@ class Checkpointed(Changing):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_a_block_that_is_computed_again_changes_its_weights_again(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str, reentrant: bool
+    trained: Callable[..., Both], kind: str, reentrant: bool
 ) -> None:
     """And its backward reads what that has left, as in PyTorch."""
-    build = partial(Checkpointed, reentrant=reentrant)
-
-    def manage(**machine: Any) -> Any:
-        pair = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
-        pair.train(1)
-        return pair
-
-    pair = smallest(manage, EMULATED)
-    pair.train(3, first=1)
-    pair.expect_same()
-    expect_planned(pair.session, 4)
+    expect_planned(trained(kind, partial(Checkpointed, reentrant=reentrant)).session, 4)
 
 
 def test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_is_an_error(
@@ -487,25 +466,11 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 @pytest.mark.parametrize("change", ["embedding", "by_index"])
-def test_tables_in_tiles_that_the_forward_changes(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], change: str, kind: str
-) -> None:
+def test_tables_in_tiles_that_the_forward_changes(trained: Callable[..., Both], change: str, kind: str) -> None:
     """The table, which alone has more rows than a tile, is put together as a whole to be changed."""
-    build, given = partial(Changing, change), {"tile_rows": 40}
-
-    def manage(**machine: Any) -> Any:
-        if kind == "fp32":
-            pair = make_pair(build, precision="fp32", with_options=given, **machine)
-        else:
-            pair = make_narrow(kind, build, given=given, **machine)
-        pair.train(1)
-        return pair
-
-    pair = smallest(manage, EMULATED)
-    pair.train(3, first=1)
-    pair.expect_same()
-    assert pair.session.layout.slices["words.weight"].tiles
-    assert pair.session.stats().planned_steps >= 3, pair.session.stats().reason
+    session = trained(kind, partial(Changing, change), given={"tile_rows": 40}).session
+    assert session.layout.slices["words.weight"].tiles
+    assert session.stats().planned_steps >= 3, session.stats().reason
 
 
 # operations of whose names nothing tells that they write
@@ -523,20 +488,8 @@ class Averaging(Changing):
 
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
-def test_a_parameter_that_batch_norm_averages_into(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str
-) -> None:
-    build = partial(Averaging, "clamp")
-
-    def manage(**machine: Any) -> Any:
-        pair = make_pair(build, precision="fp32", **machine) if kind == "fp32" else make_narrow(kind, build, **machine)
-        pair.train(1)
-        return pair
-
-    pair = smallest(manage, EMULATED)
-    pair.train(3, first=1)
-    pair.expect_same()
-    expect_planned(pair.session, 4)
+def test_a_parameter_that_batch_norm_averages_into(trained: Callable[..., Both], kind: str) -> None:
+    expect_planned(trained(kind, partial(Averaging, "clamp")).session, 4)
 
 
 def test_a_change_that_could_not_be_carried_into_a_master_is_refused_before_the_first_step(
@@ -546,12 +499,12 @@ def test_a_change_that_could_not_be_carried_into_a_master_is_refused_before_the_
     monkeypatch.setattr("patrickstar.parameters.functions._RENORMALISE", ())
     model = Changing("embedding")
     before = values(model)
-    with manage_narrow(model, "bf16", **ROOMY) as session:
+    with manage(model, "bf16", **ROOMY) as session:
         with pytest.raises(StateError, match=r"embedding\(\) changed words\.weight in place") as refusal:
             model(batch().bfloat16())
         assert 'Options(compute="fp32")' in str(refusal.value)
         expect_bits(before, dict(session.state_dict()))
-    with manage_narrow(model, "bf16-fp32", **ROOMY):
+    with manage(model, "bf16-fp32", **ROOMY):
         model(batch())
 
 
@@ -568,15 +521,11 @@ def shrink() -> Any:
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_an_operation_that_declares_what_it_writes_is_known(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., Both], kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_shrink = in_place(torch.no_grad()(lambda weight: shrink(weight, 0.9)))
     monkeypatch.setitem(CHANGES, "own", with_shrink)  # type: ignore[arg-type]
-    build = partial(Changing, "own")
-    pair: Any = make_pair(build, precision="fp32", **EMULATED) if kind == "fp32" else make_narrow(kind, build)
-    pair.train(3)
-    pair.expect_same()
-    expect_planned(pair.session, 3)
+    expect_planned(trained(kind, partial(Changing, "own")).session, 4)
 
 
 class Encoder(nn.TransformerEncoderLayer):
@@ -599,23 +548,20 @@ def evaluate(model: nn.Module, _: Any, number: int) -> Tensor:
 
 
 def test_a_module_that_is_one_use_may_change_its_weights(make_pair: MakePair) -> None:
-    def manage(**machine: Any) -> Pair:
+    def begin(**machine: Any) -> Pair:
         pair = make_pair(encoder, precision="fp32", **machine)
-        want, got = pair.each(evaluate, 0)
-        assert same_bits(want, got)
+        pair.same(evaluate, 0)
         return pair
 
-    pair = smallest(manage, EMULATED)
-    for number in range(1, 4):
-        want, got = pair.each(evaluate, number)
-        assert same_bits(want, got)
+    pair = smallest(begin, EMULATED)
+    pair.train(3, first=1, by=evaluate)
     expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
     assert pair.session.stats().moved["H>D"] > 0
 
 
 def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
     model = encoder()
-    with manage_narrow(model, "bf16", **ROOMY), torch.no_grad():
+    with manage(model, "bf16", **ROOMY), torch.no_grad():
         with pytest.raises(StateError, match=r"Encoder\(\) changed 0\.linear1\.weight in place"):
             model(batch(rows=6)[None].bfloat16())
 
@@ -624,10 +570,10 @@ def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
 
 
 def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
-    make_narrow: Callable[..., Narrow], faulty: FaultyIO, on_disk: dict[str, Any]
+    make_both: Callable[..., Both], faulty: FaultyIO, on_disk: dict[str, Any]
 ) -> None:
     """A disk that fails at any read that the change asks for: of the weight, or of what completes its master."""
-    pair = make_narrow("bf16", mlp, **on_disk)
+    pair = make_both("bf16", mlp, **on_disk)
     pair.train(2)
     pair.expect_same()
     weight, failed = pair.model[0].weight, 0
@@ -652,15 +598,13 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
     "kind", [*(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("fp32", "bf16")), "bf16-fp32"]
 )
 def test_a_change_whose_master_cannot_be_reached_is_no_change(
-    make_pair: MakePair, make_narrow: Callable[..., Narrow], faulty: FaultyIO, on_disk: dict[str, Any], kind: str
+    make_both: Callable[..., Both], faulty: FaultyIO, on_disk: dict[str, Any], kind: str
 ) -> None:
     """A disk that fails at any transfer of a forward and backward: the same step can be done again."""
     build = partial(Changing, "clamp")
     failed = 0
     while True:
-        pair: Any = (
-            make_pair(build, precision="fp32", **on_disk) if kind == "fp32" else make_narrow(kind, build, **on_disk)
-        )
+        pair = make_both(kind, build, **on_disk)
         pair.train(2)
         arm(faulty, "preadv", errno.EIO, after=failed)
         try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import patrickstar
 from patrickstar import BudgetError
@@ -16,54 +15,11 @@ from patrickstar.core.machine import Tier
 from patrickstar.plan.actions import Copy
 from tests.parity.compare import same_bits
 from tests.session import masters
-from tests.session.builders import CHUNK, MACHINES, SLOT, TIGHT, WIDTH, adamw, batch, mlp, options
-from tests.session.masters import Twin, expect_same, manage, managed_step
+from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, mlp, options
+from tests.session.masters import manage, managed_step
 
 KINDS = ("fp32", *masters.KINDS)
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-class Adapted(nn.Module):
-    """A frozen base with low-rank adapters beside each layer, as LoRA has them."""
-
-    def __init__(self, layers: int = 4, rank: int = 4) -> None:
-        super().__init__()
-        self.base = mlp(layers=layers)
-        self.base.requires_grad_(False)
-        torch.manual_seed(7)
-        self.down = nn.ModuleList(nn.Linear(WIDTH, rank, bias=False) for _ in range(layers))
-        self.up = nn.ModuleList(nn.Linear(rank, WIDTH, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in range(len(self.down)):
-            linear, act = self.base[2 * number], self.base[2 * number + 1]
-            x = act(linear(x) + self.up[number](self.down[number](x)))
-        return x
-
-
-def thaw(twin: Twin) -> None:
-    for model in (twin.masters, twin.model):
-        model.base[2].requires_grad_(True)  # type: ignore[operator, index]
-
-
-@pytest.fixture(params=KINDS)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Twin, Adapted, patrickstar.Session]]:
-    model = Adapted()
-    with manage(model, request.param) as session:
-        yield Twin(request.param, Adapted), model, session
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_trained_beside_a_frozen_base(kind: str, machine: str, tmp_path: Path) -> None:
-    twin, model = Twin(kind, Adapted), Adapted()
-    with manage(model, kind, **MACHINES[machine](tmp_path / "disk")) as session:
-        for number in range(3):
-            want, got = twin.step(first=number), managed_step(session, model, first=number)
-            assert same_bits(want[0], got[0])
-        expect_same(twin, session)
-        assert session.stats().planned_steps == 3, session.stats().reason
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,25 +67,6 @@ def test_what_is_frozen_is_not_written_back(kind: str, tmp_path: Path) -> None:
     assert max(written.values(), default=0) <= 1 < Counter(action.ref for action in moved).most_common(1)[0][1]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_is_trained_after_all(kind: str, machine: str, tmp_path: Path) -> None:
-    twin, model = Twin(kind, Adapted), Adapted()
-    with manage(model, kind, **MACHINES[machine](tmp_path / "disk")) as session:
-        for number in range(2):
-            twin.step(first=number)
-            managed_step(session, model, first=number)
-        thaw(twin)
-        model.base[2].requires_grad_(True)
-        expect_same(twin, session)
-        for number in range(2, 5):
-            want, got = twin.step(first=number), managed_step(session, model, first=number)
-            assert same_bits(want[0], got[0])
-        expect_same(twin, session)
-        assert session.stats().planned_steps == 5, session.stats().reason
-
-
 def test_training_it_after_all_is_refused_where_it_does_not_fit() -> None:
     model = mlp(layers=8)
     model.requires_grad_(False)
@@ -166,18 +103,3 @@ def test_moments_of_what_is_frozen_now_are_kept(tmp_path: Path) -> None:
         session.load_checkpoint(tmp_path)
         state = session.optimizer.state_dict()  # type: ignore[union-attr]
         assert same_bits(state["state"][2]["exp_avg"], want)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_given_to_what_is_frozen_updates_it(kind: str) -> None:
-    """PyTorch's optimizers update whatever has a gradient."""
-    twin, model = Twin(kind, Adapted), Adapted()
-    gradient = torch.ones(WIDTH, WIDTH)
-    with manage(model, kind) as session:
-        weight = dict(twin.masters.named_parameters())["base.0.weight"]
-        weight.grad = gradient.clone()
-        twin.optimizer.step()
-        model.base[0].weight.grad = gradient.to(model.base[0].weight.dtype)
-        session.optimizer.step()  # type: ignore[union-attr]
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
-        expect_same(twin, session)

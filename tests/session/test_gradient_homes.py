@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from patrickstar.plan.actions import Copy
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import forecast
 from patrickstar.testing.inside import manage_inside
-from tests.parity.compare import compare_mappings, same_bits
+from tests.parity.compare import same_bits
 from tests.session.builders import (
     CHUNK,
     LAYERS,
@@ -38,7 +39,7 @@ from tests.session.builders import (
     step_with_loss,
     store_of,
 )
-from tests.session.masters import Twin as MastersByHand
+from tests.session.masters import Twin
 
 COMPUTES = TIGHT + SLOT
 ON_HOST = 5 * SLOT
@@ -165,33 +166,21 @@ def manage(model: nn.Module, precision: str = "fp32", **keywords: Any) -> patric
     )
 
 
-class Plain:
-    """The same in plain PyTorch: in bf16 with masters kept by hand."""
+class Plain(Twin):
+    """The same in plain PyTorch, of a model that gives its loss: in bf16 with masters kept by hand, which take gradients as they arrive."""
 
     def __init__(self, build: Callable[[], nn.Module], precision: str = "fp32") -> None:
-        self.by_hand = MastersByHand(precision, build) if precision != "fp32" else None
-        self.model = self.by_hand.model if self.by_hand is not None else build()
-        self.masters = self.by_hand.masters if self.by_hand is not None else self.model
-        self.optimizer = self.by_hand.optimizer if self.by_hand is not None else adamw(self.model)
+        super().__init__(precision, build)
 
-    def step(self, number: int, **keywords: Any) -> Tensor:
-        loss: Tensor = self.model(batch(number).to(next(self.model.parameters()).dtype), **keywords)
-        loss.backward()
-        if self.by_hand is not None:
-            for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-                master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
-        self.optimizer.step()
+    def train_step(self, number: int, **keywords: Any) -> Tensor:
+        loss: Tensor = self.model(batch(number).to(self.compute), **keywords)
+        self.backward_of(loss)
+        self.update()
         self.optimizer.zero_grad()
-        if self.by_hand is not None:
-            self.by_hand.narrow()
         return loss.detach()
 
     def expect_same(self, session: patrickstar.Session) -> None:
-        if self.by_hand is None:
-            assert_same(self.model, self.optimizer, session)
-        else:
-            found = compare_mappings("master", dict(self.masters.state_dict()), dict(session.state_dict()))
-            assert not found, "\n".join(found)
+        assert_same(self.masters, self.optimizer, session)
 
 
 def step(model: nn.Module, session: patrickstar.Session, number: int, **keywords: Any) -> Tensor:
@@ -206,8 +195,18 @@ def step(model: nn.Module, session: patrickstar.Session, number: int, **keywords
 def train(plain: Plain, model: nn.Module, session: patrickstar.Session, steps: range, **keywords: Any) -> None:
     """Some steps of both; every loss must be the same."""
     for number in steps:
-        want, got = plain.step(number, **keywords), step(model, session, number, **keywords)
+        want, got = plain.train_step(number, **keywords), step(model, session, number, **keywords)
         assert same_bits(want, got), f"step {number}: {got.item()}, plain PyTorch has {want.item()}"
+
+
+@contextmanager
+def refused(session: patrickstar.Session, match: str | None = None) -> Iterator[pytest.ExceptionInfo[BudgetError]]:
+    """A budget is refused, and nothing has changed."""
+    held, state = everything(session), torch.get_rng_state()
+    with pytest.raises(BudgetError, match=match) as refusal:
+        yield refusal
+    assert torch.equal(state, torch.get_rng_state())
+    expect_bits(held, everything(session))
 
 
 def resting(session: patrickstar.Session) -> int:
@@ -276,14 +275,11 @@ def test_a_byte_less_than_the_gradients_that_wait_is_refused_before_the_first_fo
     needed = chunks(LAYERS, 12) + chunks(kept, PRECISIONS[precision])
     model = build()
     with manage(model, precision, **machine(needed - 1)) as session:
-        held, state = everything(session), torch.get_rng_state()
         for _ in range(2):
-            with pytest.raises(BudgetError, match="gradients .* cannot be used as they arrive") as refusal:
+            with refused(session, "gradients .* cannot be used as they arrive") as refusal:
                 model(batch())
             assert refusal.value.smallest_bytes - refusal.value.available_bytes == 1
             assert refusal.value.tier == ("host" if "host_memory" not in machine(0) else refusal.value.tier)
-        assert torch.equal(state, torch.get_rng_state())
-        expect_bits(held, everything(session))
         assert resting(session) == chunks(LAYERS, 12)
         assert session.stats().steps == 0
         with torch.no_grad():
@@ -335,13 +331,10 @@ def test_what_cannot_be_traced_is_refused_before_anything_has_changed(precision:
     needed = chunks(LAYERS, 12 + PRECISIONS[precision])
     plain, model = Plain(Branches, precision), Branches()
     with manage(model, precision, **machine(needed - 1)) as session:
-        held, state = everything(session), torch.get_rng_state()
         for _ in range(2):
-            with pytest.raises(BudgetError, match=r"(?s)cannot be traced.*gradients .* KiB") as refusal:
+            with refused(session, r"(?s)cannot be traced.*gradients .* KiB") as refusal:
                 model(batch())
             assert refusal.value.smallest_bytes - refusal.value.available_bytes == 1
-        assert torch.equal(state, torch.get_rng_state())
-        expect_bits(held, everything(session))
         assert reserved(session) == []
         with torch.no_grad():
             model(batch())  # no gradient comes of it
@@ -370,12 +363,9 @@ def test_a_later_forward_that_keeps_more_gets_room_or_is_refused_before_it_runs(
         assert reserved(session) == []
         train(plain, model, session, range(2, 4), kept=1)
         assert reserved(session) == [0]
-        held, state = everything(session), torch.get_rng_state()
-        with pytest.raises(BudgetError) as refusal:
+        with refused(session) as refusal:
             model(batch(), kept=3)
         assert refusal.value.smallest_bytes - refusal.value.available_bytes == chunks(1, 4)
-        assert torch.equal(state, torch.get_rng_state())
-        expect_bits(held, everything(session))
         assert reserved(session) == [0]
         train(plain, model, session, range(4, 6), kept=2)
         train(plain, model, session, range(6, 8))
@@ -563,11 +553,9 @@ def test_the_host_alone_takes_twelve_bytes_a_parameter_the_gradients_that_wait_a
     if kept:
         model = build()
         with manage(model, precision, device="cpu", host_memory=needed - 1) as session:
-            held = everything(session)
-            with pytest.raises(BudgetError) as refusal:
+            with refused(session) as refusal:
                 model(batch())
             assert refusal.value.smallest_bytes >= needed
-            expect_bits(held, everything(session))
     plain, model = Plain(build, precision), build()
     activations = 24 * 1024
     with manage(model, precision, device="cpu", host_memory=needed + activations) as session:
@@ -595,11 +583,9 @@ def test_the_host_alone_counts_the_gradients_that_wait_at_once_and_not_those_of_
 def test_the_host_alone_refuses_what_cannot_be_traced_unless_every_gradient_has_room() -> None:
     plain, model = Plain(Branches), Branches()
     with manage(model, device="cpu", host_memory=chunks(LAYERS, 16) - 1) as session:
-        held = everything(session)
-        with pytest.raises(BudgetError, match="cannot be traced") as refusal:
+        with refused(session, "cannot be traced") as refusal:
             model(batch())
         assert refusal.value.smallest_bytes == chunks(LAYERS, 16)
-        expect_bits(held, everything(session))
     with manage(model, device="cpu", host_memory=chunks(LAYERS, 16) + 24 * 1024) as session:
         train(plain, model, session, range(3))
         plain.expect_same(session)

@@ -12,10 +12,9 @@ from torch import nn
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD
-from tests.session.builders import CHUNK, LAYERS, SLOT, Pair, backward, loss_of
+from tests.session.builders import CHUNK, LAYERS, SLOT, MakePair, Pair, backward, loss_of
 from tests.session.test_host_updates import ON_HOST
 
-MakePair = Callable[..., Pair]
 Loop = Callable[[nn.Module, Any, int], object]
 
 ROOM = (2 * LAYERS + 2) * SLOT + 16384
@@ -48,7 +47,7 @@ def bytes_down(pair: Pair, steps: int, loop: Loop, *, first: int) -> float:
 def test_gradients_are_on_their_way_when_the_backward_ends(pair: Pair) -> None:
     pair.each(backward, 3)
     assert on_their_way(pair) == LAYERS - 1  # the first layer's is complete when the backward is over
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(2, first=4)
     assert pair.session.stats().planned_steps == 6, pair.session.stats().reason
     pair.expect_same()
@@ -114,7 +113,7 @@ def test_whatever_is_done_before_the_step_has_the_values_that_it_would_have(
     assert on_their_way(pair)
     pair.each(act)
     pair.expect_same_gradients()
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(2, first=4)
     pair.expect_same()
 
@@ -123,7 +122,7 @@ def test_a_checkpoint_with_gradients_on_their_way_is_that_of_before_the_step(pai
     pair.each(backward, 3)
     assert on_their_way(pair)
     pair.session.save_checkpoint(tmp_path / "saved")
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(2, first=4)
     pair.expect_same()
     pair.session.load_checkpoint(tmp_path / "saved")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from tests.session.builders import (
     MACHINES,
     SLOT,
     TIGHT,
-    Pair,
+    MakePair,
     adamw,
     backward,
     mlp,
@@ -36,8 +35,6 @@ from tests.session.builders import (
     train_step,
 )
 from tests.session.masters import managed_step
-
-MakePair = Callable[..., Pair]
 
 ON_HOST = UpdateChoice(tier=lambda chunk: Tier.HOST)
 ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -14,9 +13,8 @@ import pytest
 
 from patrickstar.memory import arena, readiness, store
 from patrickstar.plan import residency
-from tests.session.builders import MACHINES, Pair, backward
+from tests.session.builders import MACHINES, MakePair, backward
 
-MakePair = Callable[..., Pair]
 FILES = {module.__file__ for module in (arena, readiness, residency, store)}
 
 
@@ -48,6 +46,7 @@ class Lines:
         return self._line
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12))])
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("machine", ["cpu+disk", "emulated"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ from patrickstar.plan.residency import Residency
 from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
 from tests.lanes import LANES
-from tests.session.builders import EMULATED, MACHINES, Pair, backward
-
-MakePair = Callable[..., Pair]
+from tests.session.builders import EMULATED, MACHINES, MakePair, backward
 
 
 @pytest.mark.sampled

@@ -16,10 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.trace import Trace
-from tests.parity.compare import same_bits
-from tests.session.builders import SLOT, WIDTH, Pair, adamw, batch, options
-
-MakePair = Callable[..., Pair]
+from tests.session.builders import SLOT, WIDTH, MakePair, adamw, batch, options
 
 ROWS = 96  # so many that activations, and not the update's four planes, need the largest budget
 LAYERS = 5
@@ -121,7 +118,11 @@ def with_all_layers() -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("how", "probability"), [*((how, 0.9) for how in DROPS), ("compared", 0.1), ("compared", 0.5), ("Bernoulli", 0.1)]
+    ("how", "probability"),
+    [
+        *(pytest.param(how, 0.9, marks=pytest.mark.campaign if number % 3 else ()) for number, how in enumerate(DROPS)),
+        *[("compared", 0.1), ("compared", 0.5), ("Bernoulli", 0.1)],
+    ],
 )
 def test_a_forecast_keeps_the_layers_that_may_be_dropped(how: str, probability: float) -> None:
     want, got = with_all_layers(), foreseen(dropping(DROPS[how], probability))
@@ -200,9 +201,7 @@ def test_in_the_smallest_budget_that_is_accepted_every_draw_fits(
 
     nbytes = smallest_accepted(build, step=step, **TIERS[tiers](5 * SLOT, tmp_path / "first"))
     pair = make_pair(build, step=step, **TIERS[tiers](nbytes, tmp_path / "disk"))
-    for number in range(STEPS):
-        want, got = pair.each(one_step, number)
-        assert same_bits(want, got)
+    pair.train(STEPS, by=one_step)
     pair.expect_same()
     kept = set(pair.plain.kept)
     assert min(kept) < LAYERS - 1, "no draw dropped several"
@@ -250,8 +249,7 @@ def test_steps_that_drop_layers_are_no_model_for_the_next(make_pair: MakePair) -
 def test_nor_are_they_where_steps_are_not_metered(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
     pair = make_pair(dropping(DROPS["compared"], 0.5), **on_disk)
     for number in range(STEPS):
-        want, got = pair.each(one_step, number, rows=4)
-        assert same_bits(want, got)
+        pair.same(one_step, number, rows=4)
     pair.expect_same()
     (known,) = pair.session._parts.stretches._known.values()
     assert known.trace is known.offline
@@ -279,9 +277,7 @@ def test_a_loss_that_no_forecast_sees_is_learned_from_a_step_that_keeps_all_laye
         return loss.detach().clone()  # type: ignore[no-any-return]
 
     pair = make_pair(build, device="emulated", device_memory="64MiB")
-    for number in range(2 * STEPS):
-        want, got = pair.each(act, number)
-        assert same_bits(want, got)
+    pair.train(2 * STEPS, by=act)
     assert {LAYERS} < set(pair.plain.kept)
     (known,) = pair.session._parts.stretches._known.values()
     assert known.trace is not known.offline
@@ -336,9 +332,7 @@ def test_a_number_of_repetitions_that_is_drawn_is_foreseen_at_its_largest(make_p
     assert sum(moment.label == "first.weight" and moment.phase == "forward" for moment in trace.moments) == 4
     nbytes = smallest_accepted(build)
     pair = make_pair(build, device="emulated", device_memory=max(nbytes, 6 * SLOT))
-    for number in range(STEPS):
-        want, got = pair.each(one_step, number)
-        assert same_bits(want, got)
+    pair.train(STEPS, by=one_step)
     assert set(pair.plain.kept) == {1, 2, 3, 4}
 
 
@@ -416,9 +410,7 @@ def test_transformers_with_layerdrop(make_pair: MakePair, name: str, checkpointi
 
     nbytes = smallest_accepted(build, act, device="emulated", device_memory="192KiB")
     pair = make_pair(build, device="emulated", device_memory=nbytes)
-    for number in range(8):
-        want, got = pair.each(act, number)
-        assert same_bits(want, got)
+    pair.train(8, by=act)
     pair.expect_same()
     stats = pair.session.stats()
     assert stats.reactive_steps

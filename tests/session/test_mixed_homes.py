@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.session.builders import (
     LAYERS,
     SLOT,
     TIGHT,
+    MakePair,
     Pair,
     WithLoss,
     adamw,
@@ -27,8 +27,6 @@ from tests.session.builders import (
     step_with_loss,
     store_of,
 )
-
-MakePair = Callable[..., Pair]
 
 
 def homes(pair: Pair) -> dict[str, int]:

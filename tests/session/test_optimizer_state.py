@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar import StateError
-from tests.parity.compare import compare_mappings, same_bits
-from tests.session.builders import SLOT, Pair, backward, mlp, train_step
+from tests.parity.compare import same_bits
+from tests.session.builders import EMULATED, MACHINES, SLOT, MakePair, assert_same, backward, mlp, train_step
 
-MakePair = Callable[..., Pair]
 FIELDS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -32,8 +33,7 @@ def test_it_is_empty_before_the_first_step_as_in_torch(make_pair: MakePair) -> N
         ]
 
     pair = make_pair()
-    want, got = pair.each(look)
-    assert want == got
+    pair.same(look)
     assert dict(pair.optimizer.state[pair.model[0].weight]) == {}
 
 
@@ -74,14 +74,6 @@ def change(model: nn.Module, optimizer: Any) -> None:
     assert set(popped) == set(FIELDS)
 
 
-def test_what_is_written_there_is_what_the_next_step_goes_on_from(make_pair: MakePair, machine: dict[str, Any]) -> None:
-    pair = make_pair(**machine)
-    pair.train(2)
-    pair.each(change)
-    pair.train(2, first=2)
-    pair.expect_same()
-
-
 def move(_: nn.Module, optimizer: Any) -> None:
     """As Lightning and others move state to a device."""
     for p, entry in optimizer.state.items():
@@ -92,15 +84,6 @@ def move(_: nn.Module, optimizer: Any) -> None:
                 entry[key] = value.cpu()
 
 
-def test_moving_state_to_where_it_is_does_nothing(make_pair: MakePair, machine: dict[str, Any]) -> None:
-    pair = make_pair(**machine)
-    pair.each(move)
-    pair.train(1)
-    pair.each(move)
-    pair.train(1, first=1)
-    pair.expect_same()
-
-
 def rebuild(_: nn.Module, optimizer: Any) -> None:
     """As code does that maps a function over containers."""
     for p, entry in list(optimizer.state.items()):
@@ -108,31 +91,30 @@ def rebuild(_: nn.Module, optimizer: Any) -> None:
         optimizer.state[p] = type(entry)({"step": entry["step"]} | halves)
 
 
-def test_containers_are_rebuilt_of_their_own_type(make_pair: MakePair) -> None:
-    pair = make_pair()
+ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "changed": change,
+    "moved to where it is": move,
+    "rebuilt": rebuild,
+    "forgotten": lambda _, optimizer: optimizer.state.clear(),
+    "replaced": lambda _, optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "assigned to itself": lambda _, optimizer: setattr(optimizer, "state", optimizer.state),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("where", [*MACHINES, "without a bound", "in_backward"])
+@pytest.mark.parametrize("act", ACTS)
+def test_what_is_done_there_is_what_the_next_step_goes_on_from(
+    make_pair: MakePair, tmp_path: Path, act: str, where: str
+) -> None:
+    memory = MACHINES[where](tmp_path / "disk") if where in MACHINES else {"device": "cpu"}
+    pair = make_pair(**({"step": "in_backward", **EMULATED} if where == "in_backward" else memory))
+    if act == "moved to where it is":
+        pair.each(move)  # before there is any
     pair.train(2)
-    pair.each(rebuild)
-    pair.train(1, first=2)
-    pair.expect_same()
-
-
-@pytest.mark.parametrize("reset", [lambda o: o.state.clear(), lambda o: setattr(o, "state", {})])
-def test_state_can_be_forgotten_as_a_whole(make_pair: MakePair, reset: Callable[[Any], None]) -> None:
-    pair = make_pair()
-    pair.train(2)
-    pair.plain_optimizer.state.clear()
-    reset(pair.optimizer)
-    assert len(pair.optimizer.state) == 0
-    pair.train(1, first=2)
-    pair.expect_same()
-
-
-def test_assigning_the_mapping_to_itself_does_nothing(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.optimizer.state = pair.optimizer.state
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.each(ACTS[act])
+    pair.train(2, first=2)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
 def test_a_state_kept_over_a_step_shows_what_the_step_made_of_it(make_pair: MakePair) -> None:
@@ -146,8 +128,7 @@ def test_a_state_kept_over_a_step_shows_what_the_step_made_of_it(make_pair: Make
 
     pair = make_pair(device="emulated", device_memory=8 * SLOT)
     pair.train(1)
-    want, got = pair.each(keep)
-    assert all(map(same_bits, want, got))
+    pair.same(keep)
 
 
 def test_a_step_that_is_noted_is_done_before_its_state_is_read_or_written(make_pair: MakePair) -> None:
@@ -160,28 +141,10 @@ def test_a_step_that_is_noted_is_done_before_its_state_is_read_or_written(make_p
 
     pair = make_pair()
     pair.train(1)
-    want, got = pair.each(between)
-    assert same_bits(want, got)
+    pair.same(between)
     pair.each(lambda model, optimizer: optimizer.zero_grad())
     pair.train(1, first=2)
     pair.expect_same()
-
-
-def test_with_step_in_backward_it_is_the_same(make_pair: MakePair) -> None:
-    pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
-    pair.train(2)
-    pair.each(change)
-    pair.train(2, first=2)
-    pair.expect_same()
-
-
-def test_without_a_bound_it_is_the_same(make_pair: MakePair) -> None:
-    pair = make_pair(device="cpu")
-    pair.train(2)
-    pair.each(change)
-    pair.train(2, first=2)
-    found = compare_mappings("", pair.plain.state_dict(), dict(pair.session.state_dict()))
-    assert not found, found
 
 
 # what is refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 from patrickstar.core.machine import Tier
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.parity.plans import recorded
-from tests.session.builders import SLOT, Pair, mlp
-
-MakePair = Callable[..., Pair]
+from tests.session.builders import SLOT, MakePair, Pair, mlp
 
 ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
 STEPS = 16

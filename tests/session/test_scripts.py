@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,69 +10,169 @@ from typing import Any
 import pytest
 import torch
 
-from tests.session.builders import MACHINES
+from tests.session.builders import EMULATED, MACHINES, ROOMY, SLOT, TIGHT, Adapted
 from tests.session.masters import KINDS
 from tests.session.script import Script
 
 LINES = (
+    "train(4) planned(4)",
     "forward backward step zero forward backward step zero",
     "step zero forward backward step",
     # gradients
     "forward backward grad(0)*=.5 grad(3)+=.1 step zero forward backward step",
     "forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero",
-    "forward backward grad(0) step grad(0) zero grad(0)",
+    "grad(0) forward backward grad(0) step grad(0) zero grad(0)",
+    "forward backward(of=4) grad(0) grad(4) step zero forward backward step",
     "forward backward clip(.01) step zero forward backward clip(.01) clip(.001) step",
     "forward backward clamp(.001) step norm zero norm",
     "forward backward limit(.01) step zero forward backward grad(3)*=.5 limit(.001) limit(.0001) norm step",
+    "forward backward limit(9) step zero forward backward limit(.001) read step planned(2)",
     # zeros, or nothing, at every place of the loop
     "forward backward step zero(zeros) forward backward step zero(zeros) step",
     "forward zero backward step forward zero backward step forward zero(zeros) backward step",
     "forward backward zero step forward backward step",
+    "forward backward step zero(model) read forward backward step zero(model) planned(2) step",
+    "forward backward step zero(original) read forward backward step zero(original) planned(2) step",
+    "forward backward step zero(each) read forward backward step zero(each) planned(2) step",
+    "forward backward step zero(model,zeros) forward backward step zero(model,zeros) step zero step",
     # several backwards
-    "forward backward forward backward forward backward step zero forward backward step",
+    "forward backward forward backward train forward backward step",
     "forward forward backward backward step zero",
+    "forward backward forward backward forward backward limit(.01) step zero forward backward step",
     "forward backward(keep) backward step zero forward backward step",
     "forward differentiate(3) forward backward step zero",
     # weights and moments by hand
     "forward backward norm step weight(3)*=.5 zero forward backward weight(0)+=.1 step weight(1)=.1 zero forward backward step",
     "forward backward step data(3)*=.5 zero forward backward step data(2)+=.1 forward drop zero forward backward step",
     "forward backward step average(3)*=.5 zero forward backward average(1)+=.1 step average(0)=0 average(11)",
-    "keep forward backward step zero back forward backward back step evaluate",
-    "forward backward step save weight(0)*=.5 zero forward backward load forward backward step zero",
+    "keep train back forward backward back step evaluate",
+    "forward backward step save weight(0)*=.5 zero forward backward load evaluate train",
     "forward backward lr*=.5 step lr*=.5 zero forward backward step",
+    "train save resume train(2) resume evaluate",
+    "resume train copy planned(1)",
+    "train write(4)=.3 evaluate forward backward step write(5)=.1 zero forward backward step",
+    "train forget forward backward step count(0)+=3 square(1)*=2 count(0) zero forward backward step",
+    "forward backward step copy weight(3)*=.5 copy zero forward backward step",
+    # views and memory that are kept
+    "hold(2) forward backward step held(2)*=.5 zero train held(2) free train",
+    "train hold(4) train held(4) held(4)*=2 evaluate free evaluate",
+    "train unseen(2) read train unseen(2) forward backward step",
+    "memory(2) forward backward unseen(2) step zero free read train",
+    "memory(2) forward backward step unseen(2) zero free read train",
+    "memory(2) train(2) write(4)=1 read free train",
     # what is trained, and how much of it
-    "freeze(2) forward backward step zero thaw(2) forward backward step zero",
+    "freeze(2) train thaw(2) train",
+    "freeze(4) freeze(8) train thaw(4) thaw(8) train freeze(4) train",
     "forward backward freeze(2) step zero forward backward step thaw(2) zero forward backward step",
-    "forward(layers=2) backward step zero forward backward step zero forward(layers=2) backward forward backward step",
+    "forward(layers=2) backward step zero train forward(layers=2) backward forward backward step",
     "forward(rows=9) backward step zero forward backward forward(rows=2) backward step zero",
     # forwards that no backward follows
     "forward backward step evaluate zero evaluate forward backward evaluate step evaluate",
     "forward backward forward drop step zero forward drop forward backward step",
     "forward forward evaluate backward evaluate backward read step",
+    # outside of the trace, and the next ordinary step goes by its plan again
+    *(
+        f"train(2) planned(2) {departs} since train(2) planned(2)"
+        for departs in (
+            "evaluate",
+            "infer",
+            "forward drop",
+            "forward drop forward drop",
+            "forward(rows=7) backward step zero",
+            "forward drop step zero",
+            "forward backward forward backward forward backward step zero",
+            "forward(layers=3) backward step zero",
+            "step",
+            "freeze(4) freeze(5) forward backward step zero thaw(4) thaw(5)",
+        )
+    ),
+    "evaluate forward drop train(2) planned(2)",
 )
 
 ADDING = (
+    "forward backward limit(.01) limit(.001) read forward backward read step",
+    "forward backward step step zero step forward backward step step",
     "forward backward step forward backward step read step",
     "forward backward grad(0) forward backward grad(0) step",
     "step grad(7)=.1 forward backward step read",
-    "forward backward grad(4)=.1 grad(7)=.1 forward backward step zero forward backward step zero",
+    "forward backward grad(4)=.1 grad(7)=.1 train(2)",
 )
 """In fp16 these would add gradients that are scaled to some that no longer are, as with torch's own scaler."""
 
+IN_BACKWARD = (
+    "train(3) planned(3)",
+    "forward lr*=.5 backward step lr*=.5 zero forward backward step zero",
+    "step forward backward step zero(model) step forward backward step zero(each) step",
+    "train evaluate copy read train",
+    "grad(3)=.1 step zero grad(4)=.1 train forward(layers=2) backward step zero",
+    "train weight(3)*=.5 data(2)+=.1 average(3)*=.5 write(4)=.1 train",
+    "train save train load train resume train",
+    "freeze(2) train thaw(2) train evaluate forward(rows=7) backward step zero",
+)
+"""With `step="in_backward"`."""
 
-def runs() -> Iterator[Any]:
-    """fp32 on every machine, and each 16-bit precision on one after the other; the rest belongs to `make test-full`."""
-    for place, line in enumerate(LINES + ADDING):
-        for number, (kind, machine) in enumerate(product(("fp32", *KINDS), MACHINES)):
-            if line not in ADDING or not kind.startswith("fp16"):
-                is_rest = kind != "fp32" and (place + number // len(MACHINES) + number) % len(MACHINES)
-                yield pytest.param(line, kind, machine, marks=pytest.mark.campaign if is_rest else ())
+PLACES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    **MACHINES,
+    "roomy": lambda disk: ROOMY,
+    "unbounded": lambda disk: {"device": "cpu"},
+}
+"""Also those on which nothing has to move, and where gradients stay the tensors that autograd makes."""
+
+ALONE = "grad(0)=1 step zero"
+
+ADAPTED = (
+    "train(3) planned(3)",
+    "train(2) thaw(2) thaw(3) read train(2) planned(4)",
+    ALONE,
+    "weight(0)=.5 forward backward step zero resume forward backward step",
+)
+"""Of a model whose base is frozen."""
+
+
+def runs(lines: Sequence[str], *, fp16: bool = True) -> list[tuple[str, str, str]]:
+    """Each in every precision on every machine."""
+    return [
+        (line, kind, machine)
+        for line, kind, machine in product(lines, ("fp32", *KINDS), PLACES)
+        if (fp16 and line not in (*ADDING, ALONE)) or not kind.startswith("fp16")
+    ]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("line", "kind", "machine"), list(runs()))
+@pytest.mark.parametrize(("line", "kind", "machine"), runs(LINES + ADDING))
 def test_a_line_means_what_it_means_in_plain_pytorch(line: str, kind: str, machine: str, tmp_path: Path) -> None:
-    script = Script(kind, **MACHINES[machine](tmp_path / "disk"))
+    run(line, kind, **PLACES[machine](tmp_path / "disk"))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("line", "kind", "machine"), runs(IN_BACKWARD, fp16=False))
+def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine: str, tmp_path: Path) -> None:
+    run(line, kind, step="in_backward", **PLACES[machine](tmp_path / "disk"))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("line", "kind", "machine"), runs(ADAPTED))
+def test_so_it_does_for_adapters_beside_a_frozen_base(line: str, kind: str, machine: str, tmp_path: Path) -> None:
+    run(line, kind, Adapted, **PLACES[machine](tmp_path / "disk"))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("memory", ["64MiB", 25 * SLOT, TIGHT])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
+    """Whether what completes a weight to its master is on the device at the end, or at home."""
+    run("forward backward step zero forward backward step zero", kind, device="emulated", device_memory=memory)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_said_to_add_up_do_so_in_fp32(kind: str) -> None:
+    step = "forward backward forward backward forward backward step zero"
+    run(" ".join([step] * 3), kind, given={"accumulate": 3}, **EMULATED)
+
+
+def run(line: str, *args: Any, **keywords: Any) -> None:
+    script = Script(*args, **keywords)
     try:
         script.run(line)
     finally:

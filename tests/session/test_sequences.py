@@ -135,7 +135,7 @@ def run(examples: int) -> None:
 
 
 def test_no_program_has_other_bits_under_a_session() -> None:
-    run(examples=40)
+    run(examples=20)
 
 
 @pytest.mark.campaign

@@ -15,8 +15,8 @@ import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.planes import REST
 from tests.parity.compare import compare_mappings, same_bits
-from tests.parity.oracle import clip_factor, global_norm, narrow
-from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, adamw, batch, is_ordinary, mlp, options
+from tests.parity.oracle import narrow
+from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, adamw, batch, mlp, options
 from tests.session.masters import KINDS, Twin, expect_same, manage, managed_backward, managed_step
 
 Change = Callable[[nn.Module], Any]
@@ -29,41 +29,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Twin,
     with manage(model, kind, **machine) as session:
         assert (REST in {ref.plane for ref in session._parts.executor.store.state.home}) is (not machine)
         yield Twin(kind), model, session
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_machine_has_the_bits_of_masters_kept_by_hand(kind: str, machine: str, step: str, tmp_path: Path) -> None:
-    if kind.startswith("fp16") and step == "in_backward":
-        pytest.skip("overflows are known when the backward has ended")
-    twin, model = Twin(kind), mlp()
-    with manage(model, kind, step=step, **MACHINES[machine](tmp_path / "disk")) as session:
-        for number in range(4):
-            want, got = twin.step(first=number), managed_step(session, model, first=number)
-            assert all(map(same_bits, want, got))
-        expect_same(twin, session)
-        assert session.stats().planned_steps == 4, session.stats().reason
-        assert sum(session.stats().moved.values())
-        assert all(parameter.dtype is twin.compute for parameter in model.parameters())
-    if not next(iter(model.parameters())).is_meta:
-        assert is_ordinary(model)
-        assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("memory", ["64MiB", 25 * SLOT, TIGHT])
-@pytest.mark.parametrize("kind", KINDS)
-def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
-    """Whether what completes a weight to its master is on the device at the end, or at home."""
-    twin, model = Twin(kind), mlp()
-    session = manage(model, kind, device="emulated", device_memory=memory)
-    for number in range(2):
-        twin.step(first=number)
-        managed_step(session, model, first=number)
-    session.close()
-    assert not compare_mappings("weight", dict(twin.masters.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(("given", "gradient"), [({}, 2), ({"accumulate": 3}, 4)])
@@ -80,19 +45,6 @@ def test_bytes_of_a_parameter(kind: str, machine: dict[str, str], given: dict[st
         wanted = (6 if is_fp16 and has_device else 4) + 8 + gradient
         assert sum(stats.model_data.values()) == wanted * session.layout.n_chunks * session.layout.chunk_numel
         assert (REST in stats.model_data) is (not is_fp16 or has_device)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_several_backwards_add_up_in_fp32(kind: str) -> None:
-    twin, model = Twin(kind), mlp()
-    with manage(model, kind, given={"accumulate": 3}) as session:
-        for number in range(3):
-            want = twin.step(backwards=3, first=3 * number)
-            got = managed_step(session, model, backwards=3, first=3 * number)
-            assert all(map(same_bits, want, got))
-        expect_same(twin, session)
-        model(batch()).float().square().mean().backward()
-        assert all(gradient.dtype is torch.float32 for _, gradient in session.gradients())
 
 
 def test_a_second_backward_makes_room_for_gradients_in_fp32(pair: tuple[Twin, nn.Module, Any]) -> None:
@@ -315,95 +267,6 @@ def test_a_change_by_hand_is_carried_into_the_master(pair: tuple[Twin, nn.Module
     expect_same(twin, session)
 
 
-def test_a_change_behind_torchs_back_is_carried_too(pair: tuple[Twin, nn.Module, Any]) -> None:
-    twin, model, session = pair
-    twin.step()
-    managed_step(session, model)
-    for changed in (twin.model, model):
-        weight = changed[2].weight.detach()
-        bits = torch.tensor(3.0, dtype=weight.dtype).view(torch.int16 if weight.itemsize == 2 else torch.int32)
-        weight.view(bits.dtype).numpy()[4, 4] = bits.item()
-    twin.carry()
-    twin.step(first=1)
-    managed_step(session, model, first=1)
-    expect_same(twin, session)
-
-
-def as_integers(model: nn.Module) -> Any:
-    """A weight's memory, which torch does not see written."""
-    weight = model[2].weight.detach()  # type: ignore[operator]
-    return weight.view(torch.int16 if weight.itemsize == 2 else torch.int32).numpy()
-
-
-def write_unseen(view: Any, dtype: torch.dtype) -> None:
-    three = torch.tensor(3.0, dtype=dtype)
-    view[4, 4] = three.view(torch.int16 if dtype.itemsize == 2 else torch.int32).item()
-
-
-def test_a_change_behind_torchs_back_is_carried_before_anything_is_read(pair: tuple[Twin, nn.Module, Any]) -> None:
-    twin, model, session = pair
-    twin.step()
-    managed_step(session, model)
-    for changed in (twin.model, model):
-        write_unseen(as_integers(changed), twin.compute)
-    twin.carry()
-    expect_same(twin, session)
-
-
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
-def test_a_change_behind_torchs_back_comes_where_it_came(pair: tuple[Twin, nn.Module, Any], when: str) -> None:
-    """Of memory that was handed out before: no use of the parameter is there to notice it."""
-    twin, model, session = pair
-    view = as_integers(model)
-    twin.backward(0)
-    managed_backward(session, model)
-    if when == "before the step":
-        write_unseen(view, twin.compute)
-        write_unseen(as_integers(twin.model), twin.compute)
-        twin.carry()
-    twin.update()
-    twin.optimizer.zero_grad()
-    session.scaler.step(session.optimizer)
-    if when == "after the step":
-        write_unseen(view, twin.compute)
-        write_unseen(as_integers(twin.model), twin.compute)
-        twin.carry()
-    session.scaler.update()
-    session.optimizer.zero_grad()
-    del view
-    expect_same(twin, session)
-    twin.step(first=1)
-    managed_step(session, model, first=1)
-    expect_same(twin, session)
-
-
-def test_memory_that_is_handed_out_and_not_written_changes_nothing(pair: tuple[Twin, nn.Module, Any]) -> None:
-    """An update writes it as well, which is nobody's change by hand."""
-    twin, model, session = pair
-    view = as_integers(model)
-    for number in range(3):
-        twin.step(first=number)
-        managed_step(session, model, first=number)
-    session.write("4.weight", torch.ones(32, 32))
-    dict(twin.masters.named_parameters())["4.weight"].data = torch.ones(32, 32)
-    twin.narrow()
-    expect_same(twin, session)
-    del view
-    twin.step(first=3)
-    managed_step(session, model, first=3)
-    expect_same(twin, session)
-
-
-def test_writing_through_the_session_sets_the_whole_master(pair: tuple[Twin, nn.Module, Any]) -> None:
-    twin, model, session = pair
-    value = torch.randn(32, 32, generator=torch.Generator().manual_seed(9))
-    session.write("4.weight", value)
-    dict(twin.masters.named_parameters())["4.weight"].data = value.clone()
-    twin.narrow()
-    expect_same(twin, session)
-    assert same_bits(model[4].weight.detach().clone(), twin.model[4].weight.detach())
-
-
 class Reentrant(nn.Module):
     """All of it is one checkpointed block, which goes through every layer twice."""
 
@@ -448,20 +311,6 @@ def test_a_second_backward_inside_of_another_widens_gradients(kind: str) -> None
         twin.optimizer.step()
         session.scaler.step(session.optimizer)
         twin.narrow()
-        expect_same(twin, session)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stopping_and_resuming_gives_the_bits_of_not_stopping(kind: str, tmp_path: Path) -> None:
-    twin, first, second = Twin(kind), mlp(), mlp(5)
-    with manage(first, kind) as session:
-        twin.step()
-        managed_step(session, first)
-        session.save_checkpoint(tmp_path)
-    with manage(second, kind) as session:
-        session.load_checkpoint(tmp_path)
-        twin.step(first=1)
-        managed_step(session, second, first=1)
         expect_same(twin, session)
 
 
@@ -536,22 +385,6 @@ def test_weights_compute_in_their_own_type_where_the_processor_is_fast_in_it(
         assert {parameter.dtype for parameter in model.parameters()} == {own if is_fast else torch.float32}
 
 
-def test_a_view_of_a_weight_that_is_held_shows_the_update(pair: tuple[Twin, nn.Module, Any]) -> None:
-    """As in PyTorch, where a view of a weight is the weight."""
-    twin, model, session = pair
-    row = model[2].weight[3]
-    twin.step()
-    managed_step(session, model)
-    _ = model.state_dict()  # whatever asks first has the pending update done
-    assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
-    with torch.no_grad():
-        row.add_(0.5)
-        twin.model[2].weight[3].add_(0.5)
-    twin.carry()
-    expect_same(twin, session)
-    assert same_bits(row.detach().clone(), twin.model[2].weight[3].detach())
-
-
 class Products(nn.Module):
     """Uses several weights in one operation, beside an activation that may grow."""
 
@@ -600,23 +433,3 @@ def test_a_checkpoint_of_fp32_goes_on_in_16_bits_and_back(kind: str, tmp_path: P
     with patrickstar.manage(last, adamw(last), options=options()) as session:
         session.load_checkpoint(tmp_path / "second")
         assert not compare_mappings("weight", want, dict(session.state_dict()))
-
-
-def test_a_gradient_clipped_twice_is_rounded_once() -> None:
-    """Factors are multiplied in fp32, whatever the gradient is kept in."""
-    twin, model = Twin(), mlp()
-    with manage(model) as session:
-        managed_backward(session, model)
-        twin.backward(0)
-        for _ in range(2):
-            norm = session.clip_grad_norm_(0.01)
-            gradients = [master.grad for master in twin.masters.parameters() if master.grad is not None]
-            want = global_norm({str(number): gradient for number, gradient in enumerate(gradients)})
-            assert same_bits(norm, want)
-            for gradient in gradients:
-                gradient.mul_(clip_factor(want, 0.01))
-        read = {name: gradient.clone() for name, gradient in session.gradients()}
-        assert not compare_mappings("gradient", {n: p.grad for n, p in twin.masters.named_parameters()}, read)
-        session.optimizer.step()  # type: ignore[union-attr]
-        twin.optimizer.step()
-        expect_same(twin, session)

@@ -19,7 +19,7 @@ from tests.session.builders import (
     ROOMY,
     SLOT,
     TIGHT,
-    Pair,
+    MakePair,
     adamw,
     backward,
     batch,
@@ -31,8 +31,6 @@ from tests.session.builders import (
     train,
     values,
 )
-
-MakePair = Callable[..., Pair]
 
 
 def normed() -> nn.Module:
@@ -290,16 +288,6 @@ def test_an_optimizers_state_of_another_model_is_refused_before_anything_has_cha
     with pytest.raises(CheckpointError, match="exp_avg_sq"):
         pair.optimizer.load_state_dict(wrong)
     expect_bits(held, everything(pair.session))
-
-
-def test_a_state_dict_taken_between_step_and_zero_grad_is_of_after_the_step(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: optimizer.step())
-    pair.expect_same()
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.train(1, first=1)
-    pair.expect_same()
 
 
 def test_an_optimizers_state_that_does_not_fit_names_save_checkpoint(tmp_path: Path) -> None:

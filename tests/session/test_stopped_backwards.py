@@ -15,12 +15,10 @@ from patrickstar.core.machine import Tier
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import SLOT, Pair, assert_same, batch, expect_bits, store_of
+from tests.session.builders import SLOT, MakePair, Pair, assert_same, batch, expect_bits, store_of
 from tests.session.test_exceptions import Fragile, Trips, trip_in_backward
 
 pytestmark = pytest.mark.sampled
-
-MakePair = Callable[..., Pair]
 
 ROOM = 8 * SLOT
 """Bytes of the tier that computes: every chunk can be updated whole, and must move."""

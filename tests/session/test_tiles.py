@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,31 @@ def expect_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert [name for name in ours if not same(ours[name], theirs[name])] == []
 
 
+def train_both(
+    session: Any,
+    model: nn.Module,
+    plain: nn.Module,
+    rows: int = ROWS,
+    *,
+    steps: int = 3,
+    cut: Callable[[Tensor], Tensor] = lambda part: part,
+    loss_of: Callable[..., Tensor] = lambda module, ids, targets: module(ids, targets),
+) -> None:
+    """Some steps of each, which have the same losses and weights."""
+    theirs = patrickstar.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(steps):
+        drawn = [cut(part) for part in batch(step)]
+        losses = []
+        for module, optimizer in ((model, session.optimizer), (plain, theirs)):
+            with tiled_products(plain, rows) if module is plain else nullcontext():
+                losses.append(loss_of(module, *drawn))
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0].item().hex() == losses[1].item().hex()
+    expect_same({**session.state_dict()}, {**plain.state_dict()})
+
+
 def test_the_smallest_budget_is_no_longer_that_of_the_largest_matrix():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8192, bias=False), nn.Flatten(0, -1))
@@ -96,22 +122,10 @@ def test_a_budget_that_the_whole_matrix_does_not_fit_trains_with_the_same_bits()
     model = Language(2000, tied=False)
     plain = copy.deepcopy(model)
     whole = 4 * 2000 * WIDTH
-    theirs = patrickstar.AdamW(plain.parameters(), lr=1e-2)
-    with managed(model, rows=100, device_memory=whole * 3 // 4) as session, tiled_products(plain, 100):
-        for step in range(4):
-            ids, targets = (part[:1, :2] for part in batch(step))
-            loss = model(ids, targets)
-            loss.backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            expected = plain(ids, targets)
-            expected.backward()
-            theirs.step()
-            theirs.zero_grad()
-            assert loss.item().hex() == expected.item().hex()
+    with managed(model, rows=100, device_memory=whole * 3 // 4) as session:
+        train_both(session, model, plain, 100, steps=4, cut=lambda part: part[:1, :2])
         assert session.stats().moved["H>D"] > 0
         assert session.stats().peak["device"] < whole
-        expect_same({**session.state_dict()}, {**plain.state_dict()})
 
 
 def test_a_lookup_has_the_bits_of_an_ordinary_one_and_its_padding_no_gradient():
@@ -179,16 +193,8 @@ def test_other_uses_see_the_whole_and_their_gradient_adds_up_with_the_tiles(prec
 
 def test_other_uses_in_backward_update_each_parameter_once():
     model, plain = built(), built()
-    theirs = patrickstar.AdamW(plain.parameters(), lr=1e-2)
-    with managed(model, step="in_backward") as session, tiled_products(plain, ROWS):
-        for step in range(2):
-            (model(*batch(step)) + model.up.weight.norm()).backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            (plain(*batch(step)) + plain.up.weight.norm()).backward()
-            theirs.step()
-            theirs.zero_grad()
-        expect_same({**session.state_dict()}, {**plain.state_dict()})
+    with managed(model, step="in_backward") as session:
+        train_both(session, model, plain, loss_of=lambda m, ids, targets: m(ids, targets) + m.up.weight.norm())
 
 
 def test_a_weight_that_is_written_by_hand_is_written_in_every_tile():
@@ -399,16 +405,8 @@ def test_a_model_built_without_memory_is_filled_tile_by_tile():
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 def test_without_a_bound_tiles_have_the_same_bits(step):
     model, plain = built(), built()
-    theirs = patrickstar.AdamW(plain.parameters(), lr=1e-2)
-    with managed(model, device="cpu", step=step) as session, tiled_products(plain, ROWS):
-        for number in range(3):
-            model(*batch(number)).backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            plain(*batch(number)).backward()
-            theirs.step()
-            theirs.zero_grad()
-        expect_same({**session.state_dict()}, {**plain.state_dict()})
+    with managed(model, device="cpu", step=step) as session:
+        train_both(session, model, plain)
         assert all(int(state["step"]) == 3 for state in session.optimizer.state_dict()["state"].values())
 
 

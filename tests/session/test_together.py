@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
     ROOMY,
-    Pair,
+    MakePair,
     adamw,
     backward,
     batch,
@@ -28,8 +27,6 @@ from tests.session.builders import (
     train_step,
     values,
 )
-
-MakePair = Callable[..., Pair]
 
 
 def step_both(models: list[nn.Module], optimizers: list[Any], number: int) -> torch.Tensor:

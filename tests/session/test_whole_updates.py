@@ -30,6 +30,7 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     WIDTH,
+    MakePair,
     Pair,
     adamw,
     assert_same,
@@ -44,8 +45,6 @@ from tests.session.builders import (
 )
 from tests.session.test_disk_tier import arm
 from tests.session.test_exceptions import Fragile, Trips, trip_in_backward
-
-MakePair = Callable[..., Pair]
 
 APART = UpdateChoice(apart=True)
 ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
@@ -276,9 +275,9 @@ def test_every_kind_of_parameter_has_the_bits_of_plain_pytorch(
         if more:
             got = step_of_zoo(pair.model, pair.optimizer, number, leaves_out=leaves_out)
             want = step_of_zoo(other.model, other.optimizer, number, leaves_out=leaves_out)
+            assert torch.equal(want, got)
         else:
-            want, got = pair.each(step_of_zoo, number, leaves_out=leaves_out)
-        assert torch.equal(want, got)
+            pair.same(step_of_zoo, number, leaves_out=leaves_out)
     if more:
         expect_bits(everything(other.session), everything(pair.session))
     else:
@@ -322,8 +321,7 @@ def test_a_backward_for_some_parameters_updates_these_alone_and_loses_none(whole
     pair = whole()
     pair.train(2)
     updated(pair)
-    want, got = pair.each(_for_some, 2)
-    assert torch.equal(want, got)
+    pair.same(_for_some, 2)
     assert set(updated(pair)) <= {1, 3, 5}
     assert pair.session.stats().reactive_steps == 1
     pair.expect_same()
@@ -369,8 +367,7 @@ def test_whoever_looks_in_the_middle_of_a_backward_changes_no_bit(look: str, bud
     pair.train(2)
     for number in range(2, 5):
         pair.model.look = (lambda: LOOKS[look](pair, None)) if number != 3 else None
-        want, got = pair.each(train_step, number)
-        assert torch.equal(want, got)
+        pair.same(train_step, number)
     pair.model.look = None
     pair.train(2, first=5)
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
@@ -501,29 +498,6 @@ def test_gradients_of_before_are_part_of_the_sum(whole: MakePair) -> None:
 # errors
 
 
-@pytest.mark.usefixtures("disarmed")
-@pytest.mark.parametrize("look", [False, True])
-def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
-    look: bool, whole: MakePair, tmp_path: Any
-) -> None:
-    found = []
-    for choice in (APART, None):
-        pair = whole(Fragile, choice=choice)
-        pair.train(2)
-        pair.session.save_checkpoint(tmp_path / str(choice))
-        trip_in_backward(pair.model, None)
-        with pytest.raises(StateError, match=r"layers\.10\.weight.*load_checkpoint"):
-            pair.model(batch())
-        if look:
-            found.append({name: value.clone() for name, value in pair.session.state_dict().items()})
-        pair.session.load_checkpoint(tmp_path / str(choice))
-        pair.train(3, first=2)
-        pair.expect_same()
-        assert not open_gradients(pair)
-    if look:
-        expect_bits(*found)  # every gradient that has come is used, and no other
-
-
 class Breaks(nn.Module):
     """Two parameters in one chunk, with something between their gradients that can raise."""
 
@@ -540,27 +514,36 @@ class Breaks(nn.Module):
 
 @pytest.mark.usefixtures("disarmed")
 @pytest.mark.parametrize("look", [False, True])
-def test_a_backward_that_raises_while_a_chunk_waits_for_its_last_gradient(
-    look: bool, whole: MakePair, tmp_path: Any
+@pytest.mark.parametrize(
+    ("build", "use", "says"),
+    [
+        (Fragile, lambda pair: pair.model(batch()), r"layers\.10\.weight.*load_checkpoint"),
+        (Breaks, lambda pair: pair.optimizer.step(), r"second\.weight.*load_checkpoint"),
+    ],
+    ids=["between chunks", "within a chunk"],
+)
+def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
+    build: type[nn.Module], use: Callable[[Pair], Any], says: str, look: bool, whole: MakePair, tmp_path: Any
 ) -> None:
+    """Between two chunks, or while a chunk waits for its last gradient."""
     found = []
     for choice in (APART, None):
-        pair = whole(Breaks, choice=choice)
+        pair = whole(build, choice=choice)
         pair.train(2)
         pair.session.save_checkpoint(tmp_path / str(choice))
         trip_in_backward(pair.model, None)
-        with pytest.raises(StateError, match=r"second\.weight.*load_checkpoint"):
-            pair.optimizer.step()
-        if choice is None:
+        with pytest.raises(StateError, match=says):
+            use(pair)
+        if choice is None and build is Breaks:
             assert pair.session._parts.executor.pending, "the second layer's gradients wait for the first's"
         if look:
             found.append({name: value.clone() for name, value in pair.session.state_dict().items()})
         pair.session.load_checkpoint(tmp_path / str(choice))
-        pair.train(2, first=2)
+        pair.train(3, first=2)
         pair.expect_same()
         assert not open_gradients(pair)
     if look:
-        expect_bits(*found)
+        expect_bits(*found)  # every gradient that has come is used, and no other
 
 
 def test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have(whole: MakePair) -> None:
@@ -600,7 +583,7 @@ def test_a_second_backward_before_the_step_is_refused(whole: MakePair) -> None:
     with pytest.raises(StateError, match=r"optimizer\.step\(\) after each backward"):
         loss.backward()
     del loss
-    pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
     pair.train(2, first=3)
     pair.expect_same()
 
@@ -772,6 +755,5 @@ def test_alternating_forwards_have_room_for_what_each_keeps(whole: MakePair) -> 
             optimizer.zero_grad()
             return loss.detach().clone()
 
-        want, got = pair.each(step)
-        assert torch.equal(want, got)
+        pair.same(step)
     pair.expect_same()
