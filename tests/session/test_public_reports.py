@@ -428,7 +428,9 @@ def test_inputs_of_16_bits_under_autocast_are_taken_as_they_are(make_pair: MakeP
         with torch.autocast("cpu", torch.bfloat16):
             return model(inputs().to(dtype)).detach()  # type: ignore[no-any-return]
 
-    pair = make_pair(lambda: nn.Sequential(nn.Tanh(), *stack()), device="cpu")
+    pair = make_pair(
+        lambda: nn.Sequential(*(nn.Tanh() for _ in range(4)), *stack()), device="cpu"
+    )  # rounded four times
     assert same_bits(*pair.each(act))
 
 
