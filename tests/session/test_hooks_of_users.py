@@ -119,6 +119,7 @@ def hooked(model: Hooked, register: Callable[[Hooked, Seen], Any]) -> Iterator[S
         yield seen
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("machine", [{}, ROOMY, EMULATED], ids=["cpu", "roomy", "tight"])
 @pytest.mark.parametrize("kind", KINDS)

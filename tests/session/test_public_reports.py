@@ -286,6 +286,7 @@ SECOND: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
 def test_a_second_optimizer_over_what_the_managed_one_lacks(second: Any, precision: str, tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ def test_plan_and_trace_are_those_of_the_last_training_step(make_pair: MakePair)
     assert pair.session.plan.digest() == plan.digest(), "in the long run a step is as the one before"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "tiers"),
     [

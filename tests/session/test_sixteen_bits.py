@@ -31,6 +31,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Twin,
         yield Twin(kind), model, session
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("given", "gradient"), [({}, 2), ({"accumulate": 3}, 4)])
 @pytest.mark.parametrize("machine", [{"device": "emulated", "device_memory": "64MiB"}, {"host_memory": "1GiB"}])
 @pytest.mark.parametrize("kind", KINDS)
