@@ -139,19 +139,20 @@ def by_unit(plan: Plan) -> dict[object, list[Action]]:
     return dict(found)
 
 
-def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None) -> None:
+def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None, *, in_order: bool = True) -> None:
+    """The same actions are done, at most so many moments earlier. `in_order`: and those of each unit in the same order."""
     trace, layout, machine = instance.trace, instance.layout, instance.machine
     plan = make_plan(trace, following=instance.following, policy=policy, **instance.arguments)
     early = overlap_disk(overlap(plan, trace, moments_ahead=ahead), trace, moments_ahead=ahead)
     found = check(early, trace, layout, machine)
     assert found == [], show(found, early, trace)
     assert Counter(early.actions()) == Counter(plan.actions())
-    assert by_unit(early) == by_unit(plan)
+    assert not in_order or by_unit(early) == by_unit(plan)
     assert (early.start, early.end, early.frees) == (plan.start, plan.end, plan.frees)
     before, after = (simulate(one, trace, layout, machine) for one in (plan, early))
     assert after.moved == before.moved
     assert all(after.peak[tier.label] <= max(machine.budget[tier], before.peak[tier.label]) for tier in machine.budget)
-    for issue, need in zip(_issues(early), _issues(plan), strict=True):
+    for issue, need in zip(_issues(early), _issues(plan), strict=True) if in_order else ():
         assert need[1] - (len(trace) if ahead is None else ahead) <= issue[1] <= need[1]
         assert issue[0] == need[0]
 
@@ -180,7 +181,8 @@ def test_the_same_actions_keep_every_invariant_earlier(instance: Instance, polic
 @settings(max_examples=100, deadline=None)
 @given(instance=with_host_touches(), ahead=st.none() | st.integers(0, 3))
 def test_so_do_those_of_plans_that_use_units_on_the_host(instance: Instance, ahead: int | None) -> None:
-    expect_the_same_earlier(instance, "next-use", ahead)
+    # A copy on the host may leave before or after the same unit comes to the device: both are legal, as `check` says.
+    expect_the_same_earlier(instance, "next-use", ahead, in_order=False)
 
 
 @pytest.mark.parametrize("ahead", [1, 4, None])
