@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.errors import BudgetError
-from patrickstar.plan.actions import Action, Copy, Wait
+from patrickstar.plan.actions import Action, Copy, Drop, Wait
 from patrickstar.plan.check import check, show
 from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.make import make_plan
@@ -139,6 +139,18 @@ def by_unit(plan: Plan) -> dict[object, list[Action]]:
     return dict(found)
 
 
+def on_the_compute_tier(plan: Plan) -> dict[object, list[Action]]:
+    """The copies and drops by which each unit comes to the tier that computes, and leaves it, in order."""
+    found: dict[object, list[Action]] = defaultdict(list)
+    for action in plan.actions():
+        tiers = (
+            (action.src, action.dst) if isinstance(action, Copy) else (action.tier,) if isinstance(action, Drop) else ()
+        )
+        if plan.start.compute in tiers:
+            found[action.ref].append(action)
+    return dict(found)
+
+
 def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None, *, in_order: bool = True) -> None:
     """The same actions are done, at most so many moments earlier. `in_order`: and those of each unit in the same order."""
     trace, layout, machine = instance.trace, instance.layout, instance.machine
@@ -148,6 +160,7 @@ def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None, 
     assert found == [], show(found, early, trace)
     assert Counter(early.actions()) == Counter(plan.actions())
     assert not in_order or by_unit(early) == by_unit(plan)
+    assert on_the_compute_tier(early) == on_the_compute_tier(plan)
     assert (early.start, early.end, early.frees) == (plan.start, plan.end, plan.frees)
     before, after = (simulate(one, trace, layout, machine) for one in (plan, early))
     assert after.moved == before.moved

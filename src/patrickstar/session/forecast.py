@@ -77,11 +77,6 @@ class Forecast:
         """The reason why it does not fit, and what would; "" where it does."""
         return "" if self.refused is None else str(self.refused)
 
-    @property
-    def plan_text(self) -> str:
-        """The plans as readable text."""
-        return "\n\n".join(str(plan) for plan in self.plans)
-
 
 def forecast(
     model: nn.Module,

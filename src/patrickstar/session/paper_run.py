@@ -42,7 +42,8 @@ class PaperRun:
 
     Args:
         state: where everything rests before `manage` fills in the weights. forward: the trace of a forward and its backward.
-        traces: of the norm and of updates. trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
+        update_of: gives the trace of the update with chunks on these tiers. traces: of the norm.
+        trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
         clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
         whole: whether a backward updates chunks whole where there is room. simulated: is told of each stretch that was carried out.
 
