@@ -22,11 +22,11 @@ from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import FP32
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, STEP, WEIGHT, PlaneRef
 from patrickstar.core.slots import SlotMap
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Copy, Create, Drop
+from patrickstar.plan.actions import Drop
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar.core.machine import Tier
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Action, Copy, Create
+from patrickstar.plan.actions import Action, Issue
 from tests.forked import in_forked_child
 from tests.parity.compare import same_bits
 from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, Pair, batch, mlp, store_of, train_step
@@ -45,7 +45,7 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
 
     def move(self: ChunkStore, action: Action) -> None:
         unwatched(self, action)
-        if isinstance(action, Create) or (isinstance(action, Copy) and action.dst is Tier.HOST):
+        if isinstance(action, Issue) and (action.src is None or action.work.tier is Tier.HOST):
             look()  # its slots are about to be written
 
     unwatched = ChunkStore._move

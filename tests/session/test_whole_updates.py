@@ -16,9 +16,9 @@ from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.formats import FP32
 from patrickstar.core.layout import TensorSpec, build_layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import GRAD, STEP, WEIGHT, PlaneRef
 from patrickstar.optim.hyper import Hyper
-from patrickstar.plan.actions import Update, UpdateWait
+from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.touches import step_trace
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.pending_step import PendingStep
@@ -78,7 +78,7 @@ def disarmed() -> Any:
 def updated(pair: Pair) -> list[int]:
     """The chunks whose update was begun since this was last asked, in order; the others were updated parameter by parameter."""
     log = store_of(pair.session).log
-    found = [action.chunk for action in log if isinstance(action, Update)]
+    found = [action.of.chunk for action in log if isinstance(action, Issue) and action.of.plane == STEP]
     log.clear()
     return found
 
@@ -144,8 +144,10 @@ def test_an_update_goes_on_beside_the_backward_until_something_needs_it(whole: M
     pair.train(3)
     begins, ends = dict[int, int](), dict[int, int]()
     for index, actions in enumerate(pair.session.plan.moments):
-        begins |= {action.chunk: index for action in actions if isinstance(action, Update)}
-        ends |= {action.chunk: index for action in actions if isinstance(action, UpdateWait)}
+        begins |= {
+            action.of.chunk: index for action in actions if isinstance(action, Issue) and action.of.plane == STEP
+        }
+        ends |= {action.of.chunk: index for action in actions if isinstance(action, Wait) and action.of.plane == STEP}
     assert begins.keys() == ends.keys() == set(range(LAYERS))
     assert all(ends[chunk] > begins[chunk] + 1 for chunk in range(2, LAYERS)), "a moment of the backward was beside it"
     frees = {ref.chunk: index for index, ref in pair.session.plan.frees}
@@ -454,7 +456,7 @@ def test_a_plan_that_is_left_because_a_unit_is_held_loses_no_gradient(
 
     def hold() -> None:
         state = store.state
-        if not held and state.is_newest(unit, state.compute) and unit not in state.in_update:
+        if not held and state.is_newest(unit, state.compute) and not state.updates_of(unit):
             held.append(store.leases.take(unit))
 
     pair.plain.at = pair.model.at = at
@@ -704,7 +706,7 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
         patched.setattr(store, "_wait_for_update", wait)
         with pytest.raises(KeyboardInterrupt):
             backward(pair.model, number=2)
-    assert not store_of(pair.session).state.updating
+    assert not store_of(pair.session).state.updates
     with pytest.raises(StateError, match=r"10\.weight.*load_checkpoint"):
         pair.model(batch())
     found = {name: value.clone() for name, value in pair.session.state_dict().items()}
