@@ -21,7 +21,7 @@ from patrickstar.memory.lanes import Task
 from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Drop, Issue, Kind, Wait
+from patrickstar.plan.actions import Drop, Issue, Wait, WorkKind
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from tests.cuda.schedules import SCHEDULES
@@ -184,7 +184,7 @@ def test_new_contents_at_home_come_after_a_copy_that_still_writes_there(
     store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H)])
     store.release(ONE)
     store.carry_out([Issue.create(ONE, H)])
-    store._under_way[Kind.CREATE, ONE, H].ticket.wait()  # by a thread: before anybody else waits for the copy
+    store._under_way[WorkKind.CREATE, ONE, H].ticket.wait()  # by a thread: before anybody else waits for the copy
     assert not store.tensor(ONE, H).any()
     finish(store, accelerator)
 

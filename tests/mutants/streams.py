@@ -60,7 +60,7 @@ STREAMS: tuple[Mutant, ...] = (
         drop("before", nth=3), *TRAINING
     ),
     Fault("nobody-waits-for-an-update-on-the-device", "memory.store:ChunkStore._note_places").by(
-        replace("writes(...)", "(() if kind is Kind.UPDATE else _)"),
+        replace("writes(...)", "(() if kind is WorkKind.UPDATE else _)"),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",
     ),
     Fault("only-the-first-stream-that-computes-is-waited-for", "memory.readiness:Readiness.compute").by(
@@ -76,7 +76,7 @@ STREAMS: tuple[Mutant, ...] = (
         "tests/cuda/test_readiness.py::test_a_kernel_that_writes_waits_for_copies_that_read[(0.0, 0)-True]",
     ),
     Fault("a-filling-is-not-waited-for", "memory.store:ChunkStore._note_places").by(
-        replace("writes(...)", "(() if kind is Kind.CREATE else _)"), *TRAINING
+        replace("writes(...)", "(() if kind is WorkKind.CREATE else _)"), *TRAINING
     ),
     Fault("works-of-streams-wait-for-nothing", "memory.stream_lane:StreamLane._queue").by(
         replace("earlier.wait_on_device", "earlier.wait_until_settled"), *TRAINING

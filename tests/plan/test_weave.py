@@ -14,7 +14,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, STEP, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.plan.actions import Action, Issue, Kind, Wait, parse_action
+from patrickstar.plan.actions import Action, Issue, Wait, WorkKind, parse_action
 from patrickstar.plan.check import check, show
 from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
@@ -155,7 +155,7 @@ def test_the_plan_of_what_is_woven_keeps_every_invariant(
     assert Trace.parse(str(trace)) == trace
     for index, actions in enumerate(plan.moments):
         for action in actions:
-            if isinstance(action, Wait) and action.work.kind is Kind.UPDATE:
+            if isinstance(action, Wait) and action.work.kind is WorkKind.UPDATE:
                 assert index - _moment_of(action.of.chunk, trace) <= (len(trace) if prefetch is None else prefetch)
 
 

@@ -37,7 +37,7 @@ from patrickstar.memory.leases import Leases
 from patrickstar.memory.links import Links
 from patrickstar.memory.readiness import Readiness
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Action, Drop, Issue, Kind, Wait, Work
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.residency import InvariantError, Residency
 from patrickstar.plan.works import reads, writes
 from patrickstar.torch_private import is_profiled
@@ -105,7 +105,7 @@ class ChunkStore:
         self.committed_slots = 0
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
-        self._under_way: dict[tuple[Kind, PlaneRef, Tier], _UnderWay] = {}  # by work
+        self._under_way: dict[tuple[WorkKind, PlaneRef, Tier], _UnderWay] = {}  # by work
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
         self._beside_bytes = self._most_beside_bytes = 0
 
@@ -146,9 +146,6 @@ class ChunkStore:
     def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
         if self.state.is_arriving(ref, tier):
             raise InvariantError(1, f"{ref} is used on the {tier.label}, still on its way")
-        return self._place(ref, tier)
-
-    def _place(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
         if tier is not self._compute and self._readiness.is_needed:
             self._readiness.wait((ref, tier))
         return self._wrapped(ref, tier)
@@ -157,10 +154,10 @@ class ChunkStore:
         first = self._at[tier].get(ref)
         if first is None:
             raise InvariantError(1, f"{ref} is used on the {tier.label}, without slots")
-        filling = self._under_way.get((Kind.CREATE, ref, tier))
+        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
         if filling is not None:
             filling.ticket.wait()
-            del self._under_way[Kind.CREATE, ref, tier]
+            del self._under_way[WorkKind.CREATE, ref, tier]
         return self._arenas[tier].wrapping(first, self.state.slots[ref], self._dtype(ref))
 
     @property
@@ -423,7 +420,7 @@ class ChunkStore:
 
     def _give_slots(self, ref: PlaneRef, tier: Tier, first: int, slots: int) -> None:
         """Gives slots back to their arena, behind what is still under way on them."""
-        filling, arena = self._under_way.pop((Kind.CREATE, ref, tier), None), self._arenas[tier]
+        filling, arena = self._under_way.pop((WorkKind.CREATE, ref, tier), None), self._arenas[tier]
         fence = None if filling is None else filling.ticket
         if self._poison or self._readiness.is_needed:
             before = [] if fence is None else [fence]
@@ -439,7 +436,7 @@ class ChunkStore:
     def _issue(self, issue: Issue, during: str) -> None:
         """Has a work begin: on its lane, after what it has to come after."""
         (kind, ref, tier), src = issue.work, issue.src
-        is_update, committed_slots = kind is Kind.UPDATE, self.committed_slots
+        is_update, committed_slots = kind is WorkKind.UPDATE, self.committed_slots
         takes = (
             not is_update and tier is not Tier.DISK and ref not in self._at[tier]
         )  # at home it may have rested before
@@ -470,13 +467,13 @@ class ChunkStore:
             self._readiness.read(place[:2], ticket)
         for place in writes(issue, self.state.home):
             self._readiness.written(place[:2], ticket)
-        if kind is Kind.CREATE and tier is self._compute:
+        if kind is WorkKind.CREATE and tier is self._compute:
             del self._under_way[issue.work]  # nobody waits for it on the host
 
     def _task(self, issue: Issue) -> Task:
-        """What a lane has to do."""
+        """The task of a lane by which a work is done."""
         (kind, ref, tier), src, slots = issue.work, issue.src, issue.slots
-        if kind is Kind.UPDATE:
+        if kind is WorkKind.UPDATE:
             return self.update_work(ref.chunk, tier)
         if tier is Tier.DISK and src is not None:
             return self._pool().writing(ref, self._arenas[src].buffer(self._at[src][ref], slots))
@@ -491,7 +488,7 @@ class ChunkStore:
         (kind, ref, tier), src = issue.work, issue.src
         before = self._before_writing(issue, takes=takes)
         if src is None:
-            lane, nbytes = self._links.lane(tier, None if kind is Kind.UPDATE else tier), 0
+            lane, nbytes = self._links.lane(tier, None if kind is WorkKind.UPDATE else tier), 0
         elif ref in self.state.under_way and len(self.state.updates_of(ref)) > 1:
             return self._begin_by_chunk(ref, src, tier, before)
         else:
@@ -513,7 +510,7 @@ class ChunkStore:
     def _before_writing(self, issue: Issue, *, takes: bool) -> list[Ticket]:
         """All that must be over before a work writes what it writes. `takes`: into slots that have just been taken, which have fences."""
         (kind, ref, tier), before = issue.work, list[Ticket]()
-        if kind is not Kind.UPDATE and tier is not Tier.DISK:
+        if kind is not WorkKind.UPDATE and tier is not Tier.DISK:
             before += self._arenas[tier].fences(self._at[tier][ref], issue.slots)
             before += self._zeros(ref, tier)
         if self._readiness.is_needed:
@@ -525,7 +522,7 @@ class ChunkStore:
 
     def _zeros(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
         """The filling of a unit's slots, if nobody has waited for it."""
-        filling = self._under_way.get((Kind.CREATE, ref, tier))
+        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
         return [] if filling is None else [filling.ticket]
 
     def _begin_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:

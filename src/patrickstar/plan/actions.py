@@ -7,7 +7,7 @@
     c3 step@D?           Wait for an UPDATE
     c12.weight D! x4     Drop: the copy's slots are given back, nothing is transferred
 
-A count of slots is printed where it is not one. A new kind of work is a member of `Kind`, a line of text here, and one in the table of
+A count of slots is printed where it is not one. A new kind of work is a member of `WorkKind`, a line of text here, and one in the table of
 `plan/works.py`, which says what it reads and writes.
 """
 
@@ -22,7 +22,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import STEP, PlaneRef
 
 
-class Kind(Enum):
+class WorkKind(Enum):
     """The kinds of work."""
 
     COPY = "the transfer of a unit from one tier to its neighbour"
@@ -40,22 +40,22 @@ class Work(NamedTuple):
         tier: where it is done; that of a copy is where it arrives.
     """
 
-    kind: Kind
+    kind: WorkKind
     of: PlaneRef
     tier: Tier
 
     @classmethod
     def copy(cls, ref: PlaneRef, tier: Tier) -> Work:
         """The transfer of a unit to a tier."""
-        return cls(Kind.COPY, ref, tier)
+        return cls(WorkKind.COPY, ref, tier)
 
     @classmethod
     def update(cls, chunk: int, tier: Tier) -> Work:
         """The optimizer's update of a chunk on a tier."""
-        return cls(Kind.UPDATE, PlaneRef(chunk, STEP), tier)
+        return cls(WorkKind.UPDATE, PlaneRef(chunk, STEP), tier)
 
     def __str__(self) -> str:
-        if self.kind is Kind.UPDATE:
+        if self.kind is WorkKind.UPDATE:
             return f"c{self.of.chunk} step@{self.tier.value}"
         return f"{self.of} {self.tier.value}"
 
@@ -76,7 +76,7 @@ class Issue:
     @classmethod
     def create(cls, ref: PlaneRef, tier: Tier, slots: int = 1) -> Issue:
         """The issue of the first contents of a unit that has none."""
-        return cls(Work(Kind.CREATE, ref, tier), None, slots)
+        return cls(Work(WorkKind.CREATE, ref, tier), None, slots)
 
     @classmethod
     def update(cls, chunk: int, tier: Tier) -> Issue:
@@ -89,7 +89,7 @@ class Issue:
         return self.work.of
 
     def __str__(self) -> str:
-        if self.work.kind is Kind.UPDATE:
+        if self.work.kind is WorkKind.UPDATE:
             return str(self.work)
         return f"{self.of} {self.src.value if self.src else 0}>{self.work.tier.value}{_times(self.slots)}"
 
@@ -165,7 +165,17 @@ def parse_action(text: str) -> Action:
 
 def is_copy(action: Action) -> TypeGuard[Issue]:
     """Tells whether an action is the issue of a transfer."""
-    return isinstance(action, Issue) and action.work.kind is Kind.COPY
+    return isinstance(action, Issue) and action.work.kind is WorkKind.COPY
+
+
+def slots_taken(action: Action, tier: Tier) -> int:
+    """Slots of a tier that an action takes for a copy of a unit there; negative: that it gives back."""
+    match action:
+        case Issue(Work(WorkKind.COPY | WorkKind.CREATE, _, arrives), _, slots) if arrives is tier:
+            return slots
+        case Drop(_, leaves, slots) if leaves is tier:
+            return -slots
+    return 0
 
 
 def _times(slots: int) -> str:

@@ -41,7 +41,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Kind, Wait, Work
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.snapshot import Snapshot
 
@@ -83,7 +83,7 @@ def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: 
         for number, action in enumerate(actions):
             if not isinstance(action, Issue | Wait | Drop):
                 found.add((index, number), 6, f"{action}: not an action of one rank")
-            elif not isinstance(action, Drop) and action.work.kind is Kind.UPDATE:
+            elif not isinstance(action, Drop) and action.work.kind is WorkKind.UPDATE:
                 updates.act((index, number), action, moment)
             elif action.of not in histories:
                 found.add((index, number), 9, f"{action}: there is no such unit")

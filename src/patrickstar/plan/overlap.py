@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Kind, Wait, Work, is_copy
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind, is_copy, slots_taken
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
@@ -133,12 +133,7 @@ class _Overlap:
         plan, used, free = self._plan, self._plan.start.slots_used, []
         budget = plan.machine.budget[self._compute]
         for moment, actions in zip(self._trace.moments, plan.moments, strict=True):
-            for action in actions:
-                match action:
-                    case Issue(Work(Kind.COPY | Kind.CREATE, _, self._compute), _, slots):
-                        used += slots
-                    case Drop(_, self._compute, slots):
-                        used -= slots
+            used += sum(slots_taken(action, self._compute) for action in actions)
             free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - used)
         return free
 
@@ -258,7 +253,7 @@ class _Overlap:
             match action:
                 case Drop(ref, self._compute) | Wait(Work(_, ref, self._below)) if ref not in gone:
                     self._since[ref] = index
-                case Issue(Work(Kind.CREATE, ref, self._compute)):
+                case Issue(Work(WorkKind.CREATE, ref, self._compute)):
                     self._written[ref] = index
 
     def _together(self, index: int, kept: list[Action]) -> list[Action]:
@@ -266,7 +261,7 @@ class _Overlap:
         moved = self._moved.get(index)
         if moved is None:
             return kept
-        arrivals = (Kind.COPY, self._compute)
+        arrivals = (WorkKind.COPY, self._compute)
         waits = (
             number
             for number, action in enumerate(kept)
@@ -283,7 +278,7 @@ class _Overlap:
         for index in reversed(range(len(moments))):
             moment, actions = self._trace.moments[index], moments[index]
             wait = actions[-1] if actions else None
-            if isinstance(wait, Wait) and wait.work.kind is Kind.UPDATE:
+            if isinstance(wait, Wait) and wait.work.kind is WorkKind.UPDATE:
                 tier = wait.work.tier
                 last = min(index + self._ahead, len(moments) - 1)
                 at = min(last, *(later.needs(touch.ref, tier, last) for touch in moment.touches))
@@ -311,7 +306,7 @@ class _Overlap:
 
 
 def _takes_time(action: Action) -> bool:
-    return isinstance(action, Issue) and action.work.kind is not Kind.CREATE
+    return isinstance(action, Issue) and action.work.kind is not WorkKind.CREATE
 
 
 class _Later:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Kind, Wait, Work
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind, slots_taken
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
@@ -93,7 +93,7 @@ class _OverlapDisk:
             by_unit[action.of].append(action)
         # What an update is over with at this moment is not to be had before it.
         for ref in self._units(
-            action for action in actions if isinstance(action, Wait) and action.work.kind is Kind.UPDATE
+            action for action in actions if isinstance(action, Wait) and action.work.kind is WorkKind.UPDATE
         ):
             by_unit.pop(ref, None)
         gone: set[Action] = set()
@@ -152,11 +152,8 @@ class _OverlapDisk:
         """Slots of the host in use before these actions, and after each."""
         found = [level]
         for action in actions:
-            match action:
-                case Issue(Work(Kind.COPY | Kind.CREATE, ref, Tier.HOST), _, slots):
-                    level += slots * self._state.has_slots_to_take(ref, Tier.HOST)
-                case Drop(_, Tier.HOST, slots):
-                    level -= slots
+            if action.of in self._slots and self._state.has_slots_to_take(action.of, Tier.HOST):
+                level += slots_taken(action, Tier.HOST)
             found.append(level)
         return found
 

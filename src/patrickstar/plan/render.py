@@ -16,7 +16,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import LINKS, Machine, Tier
 from patrickstar.core.planes import STEP, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Kind
+from patrickstar.plan.actions import Action, Drop, Issue, WorkKind
 from patrickstar.plan.eviction import NEVER, Uses
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import Simulation, simulate
@@ -90,7 +90,7 @@ def _told(
         links = "".join(f" {step.src.value}>{step.work.tier.value}" for step in begun if step.src)
         if ref.plane == STEP:
             yield from (f"update c{ref.chunk} on the {step.work.tier.label}" for step in begun)
-        elif any(step.work.kind is Kind.CREATE for step in begun):
+        elif any(step.work.kind is WorkKind.CREATE for step in begun):
             yield f"create {unit} (zeros{'' if ref in written else ', only read'})"
         elif not _leaves(path, plan.start.compute):
             if any(step.src and step.work.tier is plan.start.compute for step in begun):
@@ -112,7 +112,7 @@ def _journeys(actions: Iterable[Action]) -> list[tuple[PlaneRef, list[Action]]]:
     journeys: list[tuple[PlaneRef, list[Action]]] = []
     open_at: dict[PlaneRef, int] = {}
     for action in actions:
-        is_begun = isinstance(action, Issue) and action.work.kind is Kind.CREATE
+        is_begun = isinstance(action, Issue) and action.work.kind is WorkKind.CREATE
         if is_begun or action.of not in open_at:
             open_at[action.of] = len(journeys)
             journeys.append((action.of, []))

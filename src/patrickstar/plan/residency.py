@@ -32,7 +32,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment
-from patrickstar.plan.actions import Action, Drop, Issue, Kind, Wait, Work
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.plan.works import Place, reads, units_of, writes
 
@@ -190,7 +190,7 @@ class Residency:
 
     def updates_of(self, ref: PlaneRef) -> list[Work]:
         """The updates under way that use a unit."""
-        return [issue.work for issue in self.used_by(ref) if issue.work.kind is Kind.UPDATE]
+        return [issue.work for issue in self.used_by(ref) if issue.work.kind is WorkKind.UPDATE]
 
     @property
     def updates(self) -> list[Work]:
@@ -296,7 +296,7 @@ def apply(state: Residency, action: Action) -> None:
         finish(state, ended_by(state, action))
     elif isinstance(action, Drop):
         _drop(state, action)
-    elif action.work.kind is Kind.UPDATE:
+    elif action.work.kind is WorkKind.UPDATE:
         _update(state, action)
     elif action.src is None:
         _create(state, action)
@@ -306,7 +306,7 @@ def apply(state: Residency, action: Action) -> None:
 
 def give_up(state: Residency, ref: PlaneRef) -> None:
     """Undoes a transfer that has failed: what it took is given back, and its source holds what it held."""
-    issue = next(issue for issue in state.used_by(ref) if issue.work.kind is Kind.COPY)
+    issue = next(issue for issue in state.used_by(ref) if issue.work.kind is WorkKind.COPY)
     _end(state, issue)
     if state.has_slots_to_take(ref, issue.work.tier):
         _forget_slots(state, ref, issue.work.tier)
@@ -479,7 +479,7 @@ def _expect_unused(state: Residency, action: Action, ref: PlaneRef, tier: Tier) 
 
 def _number(work: Work) -> int:
     """The invariant that says how long a work has what it uses."""
-    return 10 if work.kind is Kind.UPDATE else 5
+    return 10 if work.kind is WorkKind.UPDATE else 5
 
 
 def _refuse(number: int, action: Action, why: str) -> NoReturn:

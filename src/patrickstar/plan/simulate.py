@@ -13,7 +13,7 @@ from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Machine, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError
-from patrickstar.plan.actions import Action, Drop, Issue, Kind, Work
+from patrickstar.plan.actions import Action, Drop, Issue, Work, WorkKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply, mark_moment
 
@@ -80,7 +80,7 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
 
 def _enter(ledger: Ledger, state: Residency, action: Action) -> None:
     match action:
-        case Issue(Work(Kind.COPY | Kind.CREATE, ref, tier), src):
+        case Issue(Work(WorkKind.COPY | WorkKind.CREATE, ref, tier), src):
             if state.has_slots_to_take(ref, tier):
                 ledger.add(tier, state.unit_bytes(ref))
             if src is not None:

@@ -1,4 +1,4 @@
-"""What each kind of work reads and writes, as places: the one table, and the only one that knows planes.
+"""The table of what each kind of work reads and writes, as places: the only one that knows planes.
 
 | work                  | reads                  | writes                                                              |
 |-----------------------|------------------------|---------------------------------------------------------------------|
@@ -21,7 +21,7 @@ from collections.abc import Container
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.plan.actions import Issue, Kind
+from patrickstar.plan.actions import Issue, WorkKind
 
 __all__ = ["Place", "reads", "units_of", "weight_of", "writes"]
 
@@ -33,7 +33,7 @@ Place = tuple[PlaneRef, Tier, int | None]
 def reads(issue: Issue, units: Container[PlaneRef]) -> list[Place]:
     """The places that a work reads and leaves as they are. `units`: all that there are."""
     (kind, of, tier), src = issue.work, issue.src
-    if kind is Kind.UPDATE:
+    if kind is WorkKind.UPDATE:
         gradient = PlaneRef(of.chunk, GRAD)
         return [(gradient, tier, None)] if gradient in units else []
     return [] if src is None else [(of, src, None)]
@@ -42,7 +42,7 @@ def reads(issue: Issue, units: Container[PlaneRef]) -> list[Place]:
 def writes(issue: Issue, units: Container[PlaneRef]) -> list[Place]:
     """The places that a work writes. `units`: all that there are."""
     kind, of, tier = issue.work
-    if kind is not Kind.UPDATE:
+    if kind is not WorkKind.UPDATE:
         return [(of, tier, None)]
     planes = (PlaneRef(of.chunk, plane) for plane in (REST, EXP_AVG, EXP_AVG_SQ))
     weight = weight_of(of.chunk, units)

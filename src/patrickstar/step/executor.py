@@ -19,7 +19,7 @@ from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.errors import BudgetError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Action, Drop, Issue, Kind, Work
+from patrickstar.plan.actions import Action, Work, slots_taken
 from patrickstar.plan.pilot import Pilot, Planned, Stretch
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.device_peak import DevicePeak
@@ -350,14 +350,7 @@ class Executor:
 
     def _slots_in_use(self, actions: Sequence[Action]) -> int:
         """Number of slots that will be in use once these actions are done."""
-        in_use = self.store.state.slots_used[self._compute]
-        for action in actions:
-            match action:
-                case Issue(Work(Kind.COPY | Kind.CREATE, _, self._compute), _, slots):
-                    in_use += slots
-                case Drop(_, self._compute, slots):
-                    in_use -= slots
-        return in_use
+        return self.store.state.slots_used[self._compute] + sum(slots_taken(one, self._compute) for one in actions)
 
     def _rise_bytes(self) -> int:
         """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
