@@ -43,13 +43,13 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
     def look(*_: object) -> None:
         seen.append(arena.committed_slots - store.limit_slots)
 
-    def move(self: ChunkStore, action: Action) -> None:
-        unwatched(self, action)
+    def do(self: ChunkStore, action: Action, during: str) -> None:
+        unwatched(self, action, during)
         if isinstance(action, Issue) and (action.src is None or action.work.tier is Tier.HOST):
             look()  # its slots are about to be written
 
-    unwatched = ChunkStore._move
-    monkeypatch.setattr(ChunkStore, "_move", move)
+    unwatched = ChunkStore._do
+    monkeypatch.setattr(ChunkStore, "_do", do)
     for layer in pair.model:
         layer.register_forward_hook(look)
     for number in range(3):

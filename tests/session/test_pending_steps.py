@@ -282,18 +282,20 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pair], None
 
     def arm_it(pair: Pair) -> None:
         slow, store = Slow(pair, monkeypatch), pair.session._parts.executor.store
-        real = type(store)._wait_for_update
-        waits = [0]
+        real_wait, real_land = type(store)._wait, type(store)._land
 
-        def wait(self: Any, chunk: int) -> None:
-            waits[0] += 1
-            if waits[0] == 1:
+        def wait(self: Any, issue: Issue) -> None:
+            if issue.of.plane == STEP and not slow.may_end.is_set():
                 assert slow.begun.wait(60)
                 raise KeyboardInterrupt
-            slow.may_end.set()
-            real(self, chunk)
+            real_wait(self, issue)
 
-        monkeypatch.setattr(type(store), "_wait_for_update", wait)
+        def land(self: Any, issue: Issue) -> None:
+            slow.may_end.set()
+            real_land(self, issue)
+
+        monkeypatch.setattr(type(store), "_wait", wait)
+        monkeypatch.setattr(type(store), "_land", land)
 
     yield arm_it
     monkeypatch.undo()

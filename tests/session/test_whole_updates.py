@@ -683,27 +683,30 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
     pair.train(2)
     pair.session.save_checkpoint(tmp_path / "saved")
     before = everything(pair.session)
-    begun, may_end, waits = threading.Event(), threading.Event(), [0]
+    begun, may_end = threading.Event(), threading.Event()
     passes = type(pair.session._parts.training._updates._passes["cpu"])
     store = type(store_of(pair.session))
-    real_update, real_wait = passes.update, store._wait_for_update
+    real_update, real_wait, real_land = passes.update, store._wait, store._land
 
     def slow(passes: Any, *args: Any, **keywords: Any) -> None:
         begun.set()
         assert may_end.wait(60)
         real_update(passes, *args, **keywords)
 
-    def wait(self: Any, chunk: int) -> None:
-        waits[0] += 1
-        if waits[0] == 1:
+    def wait(self: Any, issue: Issue) -> None:
+        if issue.of.plane == STEP and not may_end.is_set():
             assert begun.wait(60)
             raise KeyboardInterrupt
+        real_wait(self, issue)
+
+    def land(self: Any, issue: Issue) -> None:
         may_end.set()
-        real_wait(self, chunk)
+        real_land(self, issue)
 
     with monkeypatch.context() as patched:
         patched.setattr(passes, "update", slow)
-        patched.setattr(store, "_wait_for_update", wait)
+        patched.setattr(store, "_wait", wait)
+        patched.setattr(store, "_land", land)
         with pytest.raises(KeyboardInterrupt):
             backward(pair.model, number=2)
     assert not store_of(pair.session).state.updates
