@@ -291,8 +291,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pair], None
             real_wait(self, issue)
 
         def land(self: Any, issue: Issue) -> None:
-            slow.may_end.set()
+            threading.Timer(0.1, slow.may_end.set).start()
             real_land(self, issue)
+            assert issue.of.plane != STEP or slow.may_end.is_set(), "it goes on while it is under way"
 
         monkeypatch.setattr(type(store), "_wait", wait)
         monkeypatch.setattr(type(store), "_land", land)
