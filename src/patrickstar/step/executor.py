@@ -350,7 +350,10 @@ class Executor:
 
     def _slots_in_use(self, actions: Sequence[Action]) -> int:
         """Number of slots that will be in use once these actions are done."""
-        return self.store.state.slots_used[self._compute] + sum(slots_taken(one, self._compute) for one in actions)
+        in_use = self.store.state.slots_used[self._compute]
+        for action in actions:
+            in_use += slots_taken(action, self._compute)
+        return in_use
 
     def _rise_bytes(self) -> int:
         """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
