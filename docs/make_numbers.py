@@ -26,7 +26,7 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.slots import SlotMap
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Copy, Create, Drop
+from patrickstar.plan.actions import Drop, is_copy, slots_taken
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
@@ -140,9 +140,7 @@ def run(
 
 def moved(plans: Sequence[Plan]) -> int:
     """Bytes that cross the link to the disk, both ways."""
-    return sum(
-        action.slots * plan.start.slot_bytes for plan in plans for action in plan.actions() if isinstance(action, Copy)
-    )
+    return sum(action.slots * plan.start.slot_bytes for plan in plans for action in plan.actions() if is_copy(action))
 
 
 def dropped_clean(plans: Sequence[Plan]) -> int:
@@ -152,10 +150,10 @@ def dropped_clean(plans: Sequence[Plan]) -> int:
         state = Residency.of(plan.start)
         freed_after = plan.freed_after()
         for index, actions in enumerate(plan.moments):
-            written_back = {action.ref for action in actions if isinstance(action, Copy) and action.dst is Tier.DISK}
+            written_back = {action.of for action in actions if is_copy(action) and action.work.tier is Tier.DISK}
             for action in actions:
-                is_stale = action.ref in state.stale[state.compute]
-                if isinstance(action, Drop) and action.ref not in written_back and not is_stale:
+                is_stale = action.of in state.stale[state.compute]
+                if isinstance(action, Drop) and action.of not in written_back and not is_stale:
                     total += action.slots * state.slot_bytes
                 residency.apply(state, action)
             residency.mark_moment(state, trace.moments[index], freed_after.get(index, ()))
@@ -201,8 +199,8 @@ def adjacent_slots() -> str:
         for plan in (plan for pair in plans for plan in pair):
             for action in plan.actions():
                 if isinstance(action, Drop):
-                    slots.give(*at.pop(action.ref))
-                elif isinstance(action, Create) or (isinstance(action, Copy) and action.dst is Tier.HOST):
+                    slots.give(*at.pop(action.of))
+                elif slots_taken(action, Tier.HOST):
                     asked += action.slots > 1
                     if not slots.can_take(action.slots):
                         missed += 1
@@ -210,7 +208,7 @@ def adjacent_slots() -> str:
                         at = {
                             ref: (slots.take(n), n) for ref, (_, n) in sorted(at.items(), key=lambda item: -item[1][1])
                         }
-                    at[action.ref] = slots.take(action.slots), action.slots
+                    at[action.of] = slots.take(action.slots), action.slots
         rows.append((f"{share:.0%}", str(capacity), str(longest), str(asked), str(missed)))
     heads = ("budget", "slots", "longest run", "runs asked for", "no adjacent slots, though enough were free")
     return _table(heads, rows)

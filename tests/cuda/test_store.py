@@ -17,11 +17,11 @@ from patrickstar.core.trace import Touch
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.lanes import Work
+from patrickstar.memory.lanes import Task
 from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Copy, Create, Drop, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Drop, Issue, Wait, WorkKind
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from tests.cuda.schedules import SCHEDULES
@@ -86,10 +86,10 @@ def runs(accelerator: Accelerator) -> ChunkStore:
     return store
 
 
-def doubling(store: ChunkStore) -> Callable[[int, Tier], Work]:
+def doubling(store: ChunkStore) -> Callable[[int, Tier], Task]:
     """Updates that double a chunk of the first unit, each a slot of it."""
 
-    def work(chunk: int, tier: Tier) -> Work:
+    def work(chunk: int, tier: Tier) -> Task:
         part = store.operand(ONE, tier)[chunk * NUMEL : (chunk + 1) * NUMEL]
         return lambda: part.mul_(2)
 
@@ -110,16 +110,16 @@ def finish(store: ChunkStore, accelerator: Accelerator) -> None:
 
 
 def test_a_unit_comes_and_goes_and_nobody_waits(store: ChunkStore, accelerator: Accelerator) -> None:
-    store.carry_out([Create(ONE, D), Create(OTHER, D)])
+    store.carry_out([Issue.create(ONE, D), Issue.create(OTHER, D)])
     use(store, ONE, writes=True).fill_(3)
     use(store, OTHER, writes=True).fill_(4)
     accelerator.waits()
     for _ in range(3):
-        store.carry_out([Copy(ONE, D, H), Wait(ONE, H), Drop(ONE, D)])
-        store.carry_out([Copy(OTHER, D, H), Wait(OTHER, H), Drop(OTHER, D)])
+        store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H), Drop(ONE, D)])
+        store.carry_out([Issue.copy(OTHER, D, H), Wait.copy(OTHER, H), Drop(OTHER, D)])
         # Into each other's place.
-        store.carry_out([Copy(OTHER, H, D), Wait(OTHER, D)])
-        store.carry_out([Copy(ONE, H, D), Wait(ONE, D)])
+        store.carry_out([Issue.copy(OTHER, H, D), Wait.copy(OTHER, D)])
+        store.carry_out([Issue.copy(ONE, H, D), Wait.copy(ONE, D)])
         use(store, ONE, writes=True).add_(1)
         use(store, OTHER, writes=True).add_(1)
     assert not accelerator.waits()
@@ -128,11 +128,11 @@ def test_a_unit_comes_and_goes_and_nobody_waits(store: ChunkStore, accelerator: 
 
 
 def test_a_copy_comes_after_the_one_that_brought_its_source(store: ChunkStore, accelerator: Accelerator) -> None:
-    store.carry_out([Create(ONE, D)])
+    store.carry_out([Issue.create(ONE, D)])
     use(store, ONE, writes=True).fill_(3)
-    store.carry_out([Copy(ONE, D, H), Wait(ONE, H), Drop(ONE, D)])
+    store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H), Drop(ONE, D)])
     # Not into the slot that has the first copy behind it.
-    store.carry_out([Create(OTHER, D), Copy(ONE, H, D), Wait(ONE, D)])
+    store.carry_out([Issue.create(OTHER, D), Issue.copy(ONE, H, D), Wait.copy(ONE, D)])
     assert use(store, ONE).sum().item() == 3 * 1024
     finish(store, accelerator)
 
@@ -142,14 +142,14 @@ def test_a_unit_is_updated_after_what_was_computed_and_used_after_that(
     filled: bool, store: ChunkStore, accelerator: Accelerator
 ) -> None:
     """`filled`: then only what is computed is still under way."""
-    store.carry_out([Create(ONE, D)])
+    store.carry_out([Issue.create(ONE, D)])
     if filled:
         accelerator.finish()
     use(store, ONE, writes=True).fill_(3)
     store.update_work = doubling(store)
-    store.carry_out([Update(0, D), UpdateWait(0, D)])
+    store.carry_out([Issue.update(0, D), Wait.update(0, D)])
     assert use(store, ONE).sum().item() == 6 * 1024
-    store.carry_out([Update(0, D), UpdateWait(0, D), Copy(ONE, D, H), Wait(ONE, H)])
+    store.carry_out([Issue.update(0, D), Wait.update(0, D), Issue.copy(ONE, D, H), Wait.copy(ONE, H)])
     assert store.tensor(ONE, H).sum() == 12 * 1024
     finish(store, accelerator)
 
@@ -157,18 +157,18 @@ def test_a_unit_is_updated_after_what_was_computed_and_used_after_that(
 def test_the_host_updates_what_has_come_down_and_it_goes_up_after_that(
     store: ChunkStore, accelerator: Accelerator
 ) -> None:
-    store.carry_out([Create(ONE, D)])
+    store.carry_out([Issue.create(ONE, D)])
     use(store, ONE, writes=True).fill_(3)
-    store.carry_out([Copy(ONE, D, H), Wait(ONE, H), Drop(ONE, D)])
+    store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H), Drop(ONE, D)])
     store.update_work = doubling(store)
-    store.carry_out([Update(0, H), UpdateWait(0, H), Copy(ONE, H, D), Wait(ONE, D)])
+    store.carry_out([Issue.update(0, H), Wait.update(0, H), Issue.copy(ONE, H, D), Wait.copy(ONE, D)])
     assert use(store, ONE).sum().item() == 6 * 1024
     finish(store, accelerator)
 
 
 def test_new_contents_are_zeros_whatever_was_there(store: ChunkStore, accelerator: Accelerator) -> None:
     for number in range(3):
-        store.carry_out([Create(ONE, D)])
+        store.carry_out([Issue.create(ONE, D)])
         assert not use(store, ONE).any().item()
         use(store, ONE, writes=True).fill_(number)
         use(store, ONE).sum()
@@ -179,12 +179,12 @@ def test_new_contents_are_zeros_whatever_was_there(store: ChunkStore, accelerato
 def test_new_contents_at_home_come_after_a_copy_that_still_writes_there(
     store: ChunkStore, accelerator: Accelerator
 ) -> None:
-    store.carry_out([Create(ONE, D)])
+    store.carry_out([Issue.create(ONE, D)])
     use(store, ONE, writes=True).fill_(3)
-    store.carry_out([Copy(ONE, D, H), Wait(ONE, H)])
+    store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H)])
     store.release(ONE)
-    store.carry_out([Create(ONE, H)])
-    store._filling[ONE, H].wait()  # by a thread: before anybody else waits for the copy
+    store.carry_out([Issue.create(ONE, H)])
+    store._under_way[WorkKind.CREATE, ONE, H].ticket.wait()  # by a thread: before anybody else waits for the copy
     assert not store.tensor(ONE, H).any()
     finish(store, accelerator)
 
@@ -194,11 +194,11 @@ def test_chunks_of_a_run_go_down_after_what_was_computed_and_updated(
     waited: int, runs: ChunkStore, accelerator: Accelerator
 ) -> None:
     """Also a chunk that has no update, or whose update has been waited for, which is then queued and no more."""
-    runs.carry_out([Create(ONE, D, 3)])
+    runs.carry_out([Issue.create(ONE, D, 3)])
     use(runs, ONE, writes=True).fill_(3)
-    runs.carry_out([Update(chunk, D) for chunk in range(2 + waited)])
-    runs.carry_out([UpdateWait(2, D)] * waited)
-    runs.carry_out([Copy(ONE, D, H, 3), UpdateWait(0, D), UpdateWait(1, D), Wait(ONE, H)])
+    runs.carry_out([Issue.update(chunk, D) for chunk in range(2 + waited)])
+    runs.carry_out([Wait.update(2, D)] * waited)
+    runs.carry_out([Issue.copy(ONE, D, H, 3), Wait.update(0, D), Wait.update(1, D), Wait.copy(ONE, H)])
     assert runs.tensor(ONE, H).sum() == (6 + 6 + 3 * (1 + waited)) * NUMEL
     finish(runs, accelerator)
 
@@ -206,14 +206,14 @@ def test_chunks_of_a_run_go_down_after_what_was_computed_and_updated(
 def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
     runs: ChunkStore, accelerator: Accelerator
 ) -> None:
-    runs.carry_out([Create(RUN, D, 3)])
+    runs.carry_out([Issue.create(RUN, D, 3)])
     use(runs, RUN, writes=True).fill_(4)
-    runs.carry_out([Copy(RUN, D, H, 3), Wait(RUN, H), Create(ONE, H, 3)])
+    runs.carry_out([Issue.copy(RUN, D, H, 3), Wait.copy(RUN, H), Issue.create(ONE, H, 3)])
     runs.tensor(ONE, H).fill_(3)
     runs.wrote(ONE, H)
     total = use(runs, RUN).sum()
-    runs.carry_out([Drop(RUN, D, 3), Update(0, H), Update(1, H), Copy(ONE, H, D, 3)])
-    runs.carry_out([UpdateWait(0, H), UpdateWait(1, H), Wait(ONE, D)])
+    runs.carry_out([Drop(RUN, D, 3), Issue.update(0, H), Issue.update(1, H), Issue.copy(ONE, H, D, 3)])
+    runs.carry_out([Wait.update(0, H), Wait.update(1, H), Wait.copy(ONE, D)])
     assert use(runs, ONE).sum().item() == (6 + 6 + 3) * NUMEL
     assert total.item() == 12 * NUMEL
     finish(runs, accelerator)
@@ -222,12 +222,23 @@ def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
 def test_the_disk_comes_after_the_device_in_both_directions(passing: ChunkStore, accelerator: Accelerator) -> None:
     """A file is written when what it is written from has come down, and read into a slot that no copy reads any more."""
     for ref, value in ((ONE, 3), (OTHER, 4)):
-        passing.carry_out([Create(ref, D)])
+        passing.carry_out([Issue.create(ref, D)])
         use(passing, ref, writes=True).fill_(value)
-        passing.carry_out([Copy(ref, D, H), Wait(ref, H), Copy(ref, H, K), Wait(ref, K), Drop(ref, H), Drop(ref, D)])
+        passing.carry_out(
+            [
+                Issue.copy(ref, D, H),
+                Wait.copy(ref, H),
+                Issue.copy(ref, H, K),
+                Wait.copy(ref, K),
+                Drop(ref, H),
+                Drop(ref, D),
+            ]
+        )
     for _ in range(100):  # a read that is too early is seen where the thread that waits for the copy has not waited yet
         for ref in (ONE, OTHER):
-            passing.carry_out([Copy(ref, K, H), Wait(ref, H), Copy(ref, H, D), Wait(ref, D), Drop(ref, H)])
+            passing.carry_out(
+                [Issue.copy(ref, K, H), Wait.copy(ref, H), Issue.copy(ref, H, D), Wait.copy(ref, D), Drop(ref, H)]
+            )
         assert [use(passing, ref).sum().item() for ref in (ONE, OTHER)] == [3 * NUMEL, 4 * NUMEL]
         passing.carry_out([Drop(ONE, D), Drop(OTHER, D)])
     finish(passing, accelerator)

@@ -16,7 +16,7 @@ from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.links import Links
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.thread_lane import ThreadLane
-from patrickstar.plan.actions import Copy, Create, Drop, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from patrickstar.plan.residency import InvariantError, Residency
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.testing.manual_lane import ManualLane
@@ -45,10 +45,10 @@ def store_of_one_slot(make_lane: Callable[[Tier, Tier | None], Lane]) -> ChunkSt
 
 def filled(store: ChunkStore, ref: PlaneRef, value: float) -> None:
     """Gives a unit contents, and has it rest at home."""
-    store.carry_out([Create(ref, D)])
+    store.carry_out([Issue.create(ref, D)])
     store.tensor(ref).fill_(value)
     store.wrote(ref)
-    store.carry_out([Copy(ref, D, H), Wait(ref, H), Drop(ref, D)])
+    store.carry_out([Issue.copy(ref, D, H), Wait.copy(ref, H), Drop(ref, D)])
 
 
 def slow_filling(src: Tier, dst: Tier | None) -> Lane:
@@ -58,7 +58,7 @@ def slow_filling(src: Tier, dst: Tier | None) -> Lane:
 def test_zeros_are_there_when_a_unit_is_used() -> None:
     store = store_of_one_slot(slow_filling)
     filled(store, OTHER, 5.0)
-    store.carry_out([Create(ONE, D)])
+    store.carry_out([Issue.create(ONE, D)])
     assert store.tensor(ONE).eq(0).all()
     store.close()
 
@@ -66,7 +66,7 @@ def test_zeros_are_there_when_a_unit_is_used() -> None:
 def test_a_unit_that_leaves_at_once_leaves_with_its_zeros() -> None:
     store = store_of_one_slot(slow_filling)
     filled(store, OTHER, 5.0)
-    store.carry_out([Create(ONE, D), Copy(ONE, D, H), Wait(ONE, H), Drop(ONE, D)])
+    store.carry_out([Issue.create(ONE, D), Issue.copy(ONE, D, H), Wait.copy(ONE, H), Drop(ONE, D)])
     assert store.tensor(ONE, H).eq(0).all()
     assert store.tensor(OTHER, H).eq(5).all()
     store.close()
@@ -75,9 +75,9 @@ def test_a_unit_that_leaves_at_once_leaves_with_its_zeros() -> None:
 def test_slots_that_are_given_back_at_once_have_their_zeros_behind_them() -> None:
     store = store_of_one_slot(slow_filling)
     filled(store, OTHER, 5.0)
-    store.carry_out([Create(ONE, D)])
+    store.carry_out([Issue.create(ONE, D)])
     store.forget(ONE)
-    store.carry_out([Drop(ONE, D), Copy(OTHER, H, D), Wait(OTHER, D)])
+    store.carry_out([Drop(ONE, D), Issue.copy(OTHER, H, D), Wait.copy(OTHER, D)])
     store._links.drain()
     assert store.tensor(OTHER).eq(5).all()
     store.close()
@@ -92,10 +92,10 @@ def test_an_interruption_at_issue_leaves_no_slot_taken() -> None:
     filled(store, ONE, 3.0)
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
-            store.carry_out([Copy(ONE, H, D)])
+            store.carry_out([Issue.copy(ONE, H, D)])
     assert (store.state.slots_used[D], store.committed_slots) == (0, 1)
     assert not store.state.in_flight
-    store.carry_out([Create(OTHER, D)])
+    store.carry_out([Issue.create(OTHER, D)])
     assert store.tensor(OTHER).eq(0).all()
     store.close()
 
@@ -108,7 +108,7 @@ class UpdatesOf:
         self.store = store_of_one_slot(lambda src, dst: ThreadLane("updates") if dst is None else ManualLane())
         self.store.update_work = self.work
         filled(self.store, ONE, 1.0)
-        self.store.carry_out([Copy(ONE, H, D), Wait(ONE, D)])
+        self.store.carry_out([Issue.copy(ONE, H, D), Wait.copy(ONE, D)])
 
     def work(self, chunk: int, tier: Tier) -> Callable[[], None]:
         assert (chunk, tier) == (0, D)
@@ -131,27 +131,27 @@ def updates() -> Iterator[UpdatesOf]:
 
 def test_a_transfer_of_what_an_update_writes_comes_after_it(updates: UpdatesOf) -> None:
     store = updates.store
-    store.carry_out([Update(0, D), Copy(ONE, D, H)])
+    store.carry_out([Issue.update(0, D), Issue.copy(ONE, D, H)])
     threading.Timer(0.1, updates.may_begin.set).start()
-    store._tickets[ONE, H].wait()
-    store.carry_out([UpdateWait(0, D), Wait(ONE, H)])
+    store._under_way[Work.copy(ONE, H)].ticket.wait()
+    store.carry_out([Wait.update(0, D), Wait.copy(ONE, H)])
     assert store.tensor(ONE, H).eq(2).all()
 
 
 def test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait(updates: UpdatesOf) -> None:
     store = updates.store
-    store.carry_out([Update(0, D)])
-    with pytest.raises(InvariantError, match=r"\(10\) c0.weight is used while an update of chunk 0 is under way"):
+    store.carry_out([Issue.update(0, D)])
+    with pytest.raises(InvariantError, match=r"\(10\) c0.weight is used while c0 step@D is under way"):
         store.tensor(ONE)
     updates.may_begin.set()
     with pytest.raises(InvariantError, match=r"\(10\)"):
         store.carry_out([Drop(ONE, D)])
-    assert not store.state.updating, "whatever goes wrong, what is under way ends first"
+    assert not store.state.updates, "whatever goes wrong, what is under way ends first"
 
 
 def test_what_is_landed_is_updated(updates: UpdatesOf) -> None:
     store = updates.store
-    store.carry_out([Update(0, D)])
+    store.carry_out([Issue.update(0, D)])
     updates.may_begin.set()
     store.land(ONE)
     assert store.tensor(ONE).eq(2).all()
@@ -164,7 +164,7 @@ def test_an_update_that_fails_says_so_at_its_wait(updates: UpdatesOf) -> None:
         raise ZeroDivisionError
 
     store.update_work = lambda chunk, tier: fails
-    store.carry_out([Update(0, D)])
+    store.carry_out([Issue.update(0, D)])
     with pytest.raises(ZeroDivisionError):
-        store.carry_out([UpdateWait(0, D)])
-    assert not store.state.updating
+        store.carry_out([Wait.update(0, D)])
+    assert not store.state.updates

@@ -15,7 +15,7 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import Lane
 from patrickstar.memory.links import Links
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Copy, Create, Drop, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.testing.manual_lane import ManualLane
@@ -50,7 +50,7 @@ class RunOnHost:
         self.store.update_work = self.work
         for tier, refs in ((D, GRADS), (H, [WEIGHT])):
             for ref in refs:
-                self.store.carry_out([Create(ref, tier, slots[ref])])
+                self.store.carry_out([Issue.create(ref, tier, slots[ref])])
                 self.store.tensor(ref, tier).fill_(1.0 if ref == WEIGHT else ref.chunk + 2.0)
                 self.store.wrote(ref, tier)
 
@@ -70,13 +70,13 @@ class RunOnHost:
 
     def begin(self) -> None:
         """Everything is issued, and nothing is done."""
-        down = [Copy(ref, D, H) for ref in GRADS]
-        self.store.carry_out([*down, *(Update(chunk, H) for chunk in range(CHUNKS))])
+        down = [Issue.copy(ref, D, H) for ref in GRADS]
+        self.store.carry_out([*down, *(Issue.update(chunk, H) for chunk in range(CHUNKS))])
         for ref in GRADS:
             self.store.forget(ref)
 
     def end(self) -> None:
-        self.store.carry_out([UpdateWait(chunk, H) for chunk in range(CHUNKS)])
+        self.store.carry_out([Wait.update(chunk, H) for chunk in range(CHUNKS)])
 
     def values(self, tier: Tier) -> list[float]:
         return self.store.tensor(WEIGHT, tier).view(CHUNKS, NUMEL).mean(1).tolist()
@@ -93,7 +93,7 @@ def test_an_update_comes_after_its_gradients_way_there_which_its_wait_ends(run: 
     run.begin()
     assert run.lanes[D, H].pending == CHUNKS
     assert run.updated == []
-    run.store._updates[1].wait()
+    run.store._under_way[Work.update(1, H)].ticket.wait()
     assert run.lanes[D, H].pending == CHUNKS - 1
     run.end()
     assert run.updated == [1, 0, 2]
@@ -105,7 +105,7 @@ def test_an_update_comes_after_its_gradients_way_there_which_its_wait_ends(run: 
 
 def test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update(run: RunOnHost) -> None:
     run.begin()
-    run.store.carry_out([Copy(WEIGHT, H, D, CHUNKS)])
+    run.store.carry_out([Issue.copy(WEIGHT, H, D, CHUNKS)])
     up = run.lanes[H, D]
     up.complete(1)
     assert run.updated == [0]
@@ -113,7 +113,7 @@ def test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update(run: RunOn
     up.complete(1)
     assert run.updated == [0, 1]
     run.end()
-    run.store.carry_out([Wait(WEIGHT, D)])
+    run.store.carry_out([Wait.copy(WEIGHT, D)])
     assert run.values(D) == run.values(H) == [3.0, 4.0, 5.0]
     assert run.store.ledger.moved("H>D") == CHUNKS * SLOT_BYTES
 
@@ -137,11 +137,11 @@ def test_what_could_not_come_is_not_updated_and_stays_wanted(run: RunOnHost, mon
     monkeypatch.undo()
     state = run.store.state
     assert sorted(run.updated) == [0, 2]
-    assert not state.updating
+    assert not state.updates
     assert not state.in_flight
     assert [state.is_free(ref) for ref in GRADS] == [True, False, True]
     assert state.newest[GRADS[1]] == {D}
-    run.store.carry_out([Copy(GRADS[1], D, H), Update(1, H)])
+    run.store.carry_out([Issue.copy(GRADS[1], D, H), Issue.update(1, H)])
     run.store.forget(GRADS[1])
-    run.store.carry_out([UpdateWait(1, H)])
+    run.store.carry_out([Wait.update(1, H)])
     assert run.values(H) == [3.0, 4.0, 5.0]

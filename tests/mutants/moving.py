@@ -35,11 +35,12 @@ MOVING: tuple[Mutant, ...] = (
     Fault("a-unit-is-used-before-its-zeros", "memory.store:ChunkStore._wrapped").by(
         drop("wait"), "tests/memory/test_store.py::test_zeros_are_there_when_a_unit_is_used"
     ),
-    Fault("a-unit-leaves-before-its-zeros", "memory.store:ChunkStore._under_way").by(
-        returns("updates"), "tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros"
+    Fault("a-unit-leaves-before-its-zeros", "memory.store:ChunkStore._before_reading").by(
+        drop("if issue.src is not None: ..."),
+        "tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros",
     ),
     Fault("slots-are-given-back-before-their-zeros", "memory.store:ChunkStore._give_slots").by(
-        replace("self._filling.pop(...)", "(_, None)[1]"),
+        replace("self._under_way.pop(...)", "(_, None)[1]"),
         "tests/memory/test_store.py::test_slots_that_are_given_back_at_once_have_their_zeros_behind_them",
     ),
     Fault("pages-go-back-before-works-end", "memory.arena:Arena.trim").by(
@@ -67,12 +68,6 @@ MOVING: tuple[Mutant, ...] = (
     Fault("an-interruption-leaves-transfers-under-way", "memory.store:ChunkStore._carry_out_one").by(
         drop("land_all", nth=2), f"{INTERRUPTED}[0-1-emulated]"
     ),
-    Fault("a-ticket-goes-before-its-arrival-is-noted", "memory.store:ChunkStore._apply").by(
-        replace(
-            "residency.apply(...)", "isinstance(action, Wait) and self._tickets.pop((action.ref, action.tier), None); _"
-        ),
-        "tests/session/test_lanes.py::test_an_interruption_between_a_wait_and_its_note_is_settled[cpu+disk-1]",
-    ),
     Fault("a-forked-child-is-given-the-slots-of-its-parent", "memory.store:ChunkStore.tensor").by(
         without("os.getpid() != self._process"), f"{FAULTS}::test_a_forked_child_is_given_no_slot[after its update]"
     ),
@@ -88,35 +83,35 @@ MOVING: tuple[Mutant, ...] = (
         "tests/session/test_profile.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",
     ),
     # The fifth transfer over the link, and no other.
-    Fault("one-write-back-to-the-host-is-skipped", "memory.store:ChunkStore._issue").by(
+    Fault("one-write-back-to-the-host-is-skipped", "memory.store:ChunkStore._task").by(
         replace(
-            "work = self._arenas[dst].copying(first, slots, self._arenas[src], self._at[src][ref])",
+            "arena.copying(...)",
             (
-                "_\nif src is self._compute and self._ledger.moved('D>H') == 4 * self.state.slots[ref] * "
-                "self._arenas[self._compute].slot_bytes:\n    work = lambda: None"
+                "(lambda: None) if src is self._compute and self._ledger.moved('D>H') == 4 * slots * "
+                "self._arenas[self._compute].slot_bytes else _"
             ),
         ),
         f"{TRAINING_ON}[emulated-next-use-deferred]",
     ),
-    Fault("one-write-back-to-the-disk-is-skipped", "memory.store:ChunkStore._issue").by(
+    Fault("one-write-back-to-the-disk-is-skipped", "memory.store:ChunkStore._task").by(
         replace(
             "self._pool().writing(...)",
             (
-                "(lambda: None) if self._ledger.moved('H>K') == 4 * self.state.slots[ref] * "
+                "(lambda: None) if self._ledger.moved('H>K') == 4 * slots * "
                 "self._arenas[self._compute].slot_bytes else _"
             ),
         ),
         f"{TRAINING_ON}[cpu+disk-next-use-deferred]",
     ),
-    Fault("first-contents-are-what-the-slot-held-before", "memory.store:ChunkStore._move").by(
-        drop("_fill"), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
+    Fault("first-contents-are-what-the-slot-held-before", "memory.store:ChunkStore._task").by(
+        replace("arena.filling(...)", "_nothing"), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
     ),
     Fault("what-a-moment-writes-is-not-marked", "step.executor:Executor._moment").by(
         never("writes"),
         f"{LINE}[forward backward grad(0) forward backward grad(0) step-fp32-emulated]",
     ),
-    Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._has_arrived").by(
-        drop("_give_up"),
+    Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._land").by(
+        replace("self._give_up(...)", "self._note([issue])"),
         f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",
     ),
     Fault("the-budget-is-off-by-one-slot-where-there-is-no-plan", "plan.pilot:Pilot._room_for").by(

@@ -114,7 +114,7 @@ PLANNING: tuple[Mutant, ...] = (
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
     Fault("a-drop-comes-before-the-wait-of-its-write-back", "plan.overlap:_Overlap._drop_early").by(
-        assign("ends", "[Drop(ref, self._compute, slots), Wait(ref, self._below)]"),
+        assign("ends", "[Drop(ref, self._compute, slots), Wait.copy(ref, self._below)]"),
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
     Fault("what-comes-early-takes-slots-that-others-use", "plan.free_slots:FreeSlots.enough_from").by(

@@ -46,21 +46,21 @@ STREAMS: tuple[Mutant, ...] = (
         drop("before", nth=2), *TRAINING
     ),
     Fault("a-copy-out-does-not-wait-for-what-is-computed", "memory.store:ChunkStore._before_reading").by(
-        without("*computed"), *TRAINING
+        drop("if tier is self._compute: ..."), *TRAINING
     ),
     Fault("a-copy-does-not-wait-for-what-brought-its-source", "memory.store:ChunkStore._before_reading").by(
-        without("*self._readiness.before_reading(...)"),
+        drop("before", nth=3),
         f"{STORE}::test_a_copy_comes_after_the_one_that_brought_its_source[(0.0, 0)]",
     ),
-    Fault("an-update-does-not-wait-for-the-gradient", "memory.store:ChunkStore._move_and_apply").by(
-        drop("if action.tier is self._compute: ..."),
+    Fault("an-update-does-not-wait-for-the-gradient", "memory.store:ChunkStore._before_writing").by(
+        drop("if tier is self._compute and not takes: ..."),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-True]",
     ),
-    Fault("an-update-does-not-wait-for-what-brought-its-units", "memory.store:ChunkStore._move_and_apply").by(
-        drop("before", nth=2), *TRAINING
+    Fault("an-update-does-not-wait-for-what-brought-its-units", "memory.store:ChunkStore._before_writing").by(
+        drop("before", nth=3), *TRAINING
     ),
-    Fault("nobody-waits-for-an-update-on-the-device", "memory.store:ChunkStore._move_and_apply").by(
-        drop("for ref in units: ...", nth=2),
+    Fault("nobody-waits-for-an-update-on-the-device", "memory.store:ChunkStore._note_places").by(
+        replace("writes(...)", "(() if kind is WorkKind.UPDATE else _)"),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",
     ),
     Fault("only-the-first-stream-that-computes-is-waited-for", "memory.readiness:Readiness.compute").by(
@@ -75,7 +75,9 @@ STREAMS: tuple[Mutant, ...] = (
         drop("for ticket in self._read.pop(place, ()): ..."),
         "tests/cuda/test_readiness.py::test_a_kernel_that_writes_waits_for_copies_that_read[(0.0, 0)-True]",
     ),
-    Fault("a-filling-is-not-waited-for", "memory.store:ChunkStore._fill").by(drop("written"), *TRAINING),
+    Fault("a-filling-is-not-waited-for", "memory.store:ChunkStore._note_places").by(
+        replace("writes(...)", "(() if kind is WorkKind.CREATE else _)"), *TRAINING
+    ),
     Fault("works-of-streams-wait-for-nothing", "memory.stream_lane:StreamLane._queue").by(
         replace("earlier.wait_on_device", "earlier.wait_until_settled"), *TRAINING
     ),
@@ -268,33 +270,33 @@ STREAMS: tuple[Mutant, ...] = (
         drop("synchronize"),
         "tests/cuda/test_spaces.py::test_memory_of_a_closed_arena_stays_until_what_is_queued_has_used_it[(0.0, 0)]",
     ),
-    Fault("chunks-of-a-run-come-where-something-is-still-used", "memory.store:ChunkStore._issue_by_chunk").by(
+    Fault("chunks-of-a-run-come-where-something-is-still-used", "memory.store:ChunkStore._begin_by_chunk").by(
         replace("[*before, *after]", "after"),
         f"{STORE}::test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there[(0.0, 0)]",
     ),
-    Fault("an-update-that-has-been-queued-counts-as-done", "memory.store:ChunkStore._issue_by_chunk").by(
-        assign("after", "[] if update is None else [update]"),
+    Fault("an-update-that-has-been-queued-counts-as-done", "memory.store:ChunkStore._begin_by_chunk").by(
+        assign("after", "[] if update is None else [update.ticket]", nth=1),
         f"{STORE}::test_chunks_of_a_run_go_down_after_what_was_computed_and_updated[(0.0, 0)-1]",
     ),
     Fault("contents-are-made-before-a-copy-has-written-what-was-there", "memory.store:ChunkStore._before_writing").by(
-        returns("self._under_way(ref, tier)"),
+        never("is_needed"),
         f"{STORE}::test_new_contents_at_home_come_after_a_copy_that_still_writes_there[(0.0, 0)]",
     ),
-    Fault("a-copy-comes-where-something-is-still-used", "memory.store:ChunkStore._issue").by(
-        assign("before", "[]", nth=1), *TRAINING
+    Fault("a-copy-comes-where-something-is-still-used", "memory.store:ChunkStore._begin").by(
+        assign("before", "[]"), *TRAINING
     ),
     # Where the device is at once done, bits are right, and only the checker knows.
-    Fault("a-file-is-read-where-a-copy-still-reads", "memory.store:ChunkStore._issue").by(
-        returns(
-            "lane.issue(self._pool().reading(ref, self._arenas[dst].buffer(first, slots)), [], nbytes=nbytes)", nth=2
-        ),
+    Fault("a-file-is-read-where-a-copy-still-reads", "memory.store:ChunkStore._begin").by(
+        assign("before", "[] if src is Tier.DISK else _"),
         f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions",
     ),
-    Fault("a-file-is-written-before-its-bytes-have-come", "memory.store:ChunkStore._issue").by(
-        replace("self._before_reading(...)", "[]", nth=1),
+    Fault("a-file-is-written-before-its-bytes-have-come", "memory.store:ChunkStore._begin").by(
+        replace("self._before_reading(...)", "([] if tier is Tier.DISK else _)"),
         f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions[(1.0, 0)]",
     ),
-    Fault("nobody-waits-for-a-copy-on-the-device", "memory.store:ChunkStore._copy").by(drop("written"), *TRAINING),
+    Fault("nobody-waits-for-a-copy-on-the-device", "memory.store:ChunkStore._note_places").by(
+        drop("written"), *TRAINING
+    ),
     Fault("a-stream-that-has-waited-once-waits-no-more", "memory.readiness:Readiness.written").by(
         drop("_seen.pop"),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",

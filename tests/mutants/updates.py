@@ -43,19 +43,19 @@ UPDATES: tuple[Mutant, ...] = (
         drop("update"), f"{WEAVE}::test_a_unit_that_is_held_is_updated_by_then"
     ),
     Fault("it-is-legal-to-take-the-slots-of-an-update", "plan.residency:_drop").by(
-        never("_is_updated_on"), f"{RESIDENCY}::test_what_an_update_uses_stays_until_its_wait"
+        drop("_expect_unused"), f"{RESIDENCY}::test_what_an_update_uses_stays_until_its_wait"
     ),
     Fault("a-wait-for-an-update-that-is-left-out-is-not-noticed", "plan.check:_tell").by(
         drop("end"), f"{WEAVE}::test_an_update_that_nobody_waits_for_is_noticed_at_the_end"
     ),
-    Fault("a-unit-leaves-before-its-update-is-over", "memory.store:ChunkStore._under_way").by(
-        assign("updates", "[]"), f"{STORE}::test_a_transfer_of_what_an_update_writes_comes_after_it"
+    Fault("a-unit-leaves-before-its-update-is-over", "memory.store:ChunkStore._before_reading").by(
+        replace("residency.before_it(...)", "[]"), f"{STORE}::test_a_transfer_of_what_an_update_writes_comes_after_it"
     ),
     Fault("bytes-are-given-out-while-they-are-updated", "memory.store:ChunkStore.tensor").by(
-        never("state"), f"{STORE}::test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait"
+        never("updates_of"), f"{STORE}::test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait"
     ),
-    Fault("an-interrupted-update-is-not-waited-for", "memory.store:ChunkStore.land_all").by(
-        drop("_wait_for_update"), f"{PENDING}::test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts"
+    Fault("an-interrupted-update-is-not-waited-for", "memory.store:ChunkStore._land").by(
+        drop("wait"), f"{PENDING}::test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts"
     ),
     Fault("a-clip-factor-of-the-step-before", "step.training:Training._order").by(
         replace(
@@ -74,7 +74,7 @@ UPDATES: tuple[Mutant, ...] = (
         always("is_woven"),
         f"{PENDING}::test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_them[emulated]",
     ),
-    Fault("what-departs-forgets-the-updates-that-are-left", "step.executor:Executor._update_before").by(
+    Fault("what-departs-forgets-the-updates-that-are-left", "step.executor:Executor._update_due").by(
         replace("pending.due(touches)", "[]"),
         f"{PENDING}::test_a_forward_that_goes_another_way_has_what_it_needs_updated",
     ),
@@ -97,7 +97,7 @@ UPDATES: tuple[Mutant, ...] = (
         f"{WEAVE}::test_a_gradient_goes_down_early_and_not_before_it_is_complete",
     ),
     Fault("a-new-gradient-comes-home-while-the-last-one-is-used-there", "plan.residency:_copy").by(
-        never("_is_updated_on"), f"{RESIDENCY}::test_what_an_update_on_the_host_uses_is_not_written_over"
+        drop("_expect_unused"), f"{RESIDENCY}::test_what_an_update_on_the_host_uses_is_not_written_over"
     ),
     Fault("an-update-is-made-in-the-callers-mode", "step.update:Updates.work").by(
         without("self._executor.quiet()", nth=1),
@@ -109,25 +109,26 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("a-forward-that-was-interrupted-is-still-under-way", "step.events:Events.before_forward").by(
         never("_caller"), f"{LANES}::test_after_an_interruption_steps_are_planned_again"
     ),
-    Fault("an-update-does-not-wait-for-its-gradient", "memory.store:ChunkStore._move_and_apply").by(
-        without("before", nth=2), f"{RUN}::test_an_update_comes_after_its_gradients_way_there_which_its_wait_ends"
+    Fault("an-update-does-not-wait-for-its-gradient", "memory.store:ChunkStore._begin").by(
+        without("*self._before_reading(...)"),
+        f"{RUN}::test_an_update_comes_after_its_gradients_way_there_which_its_wait_ends",
     ),
-    Fault("a-chunk-of-a-run-comes-up-before-its-update", "memory.store:ChunkStore._issue_by_chunk").by(
+    Fault("a-chunk-of-a-run-comes-up-before-its-update", "memory.store:ChunkStore._begin_by_chunk").by(
         without("number", nth=3), f"{RUN}::test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update"
     ),
-    Fault("a-gradient-is-let-go-of-though-its-update-could-not-be-done", "memory.store:ChunkStore.land_all").by(
-        drop("difference_update"), f"{RUN}::test_what_could_not_come_is_not_updated_and_stays_wanted"
+    Fault("a-gradient-is-let-go-of-though-its-update-could-not-be-done", "memory.store:ChunkStore._land").by(
+        drop("want_again"), f"{RUN}::test_what_could_not_come_is_not_updated_and_stays_wanted"
     ),
     Fault("a-gradient-is-free-while-an-update-reads-it", "plan.residency:mark_free").by(
-        drop("if ref in state.in_update: ..."),
+        drop("if state.updates_of(ref): ..."),
         f"{RESIDENCY}::test_a_gradient_may_be_on_its_way_to_its_update_which_is_its_wait",
     ),
     Fault("an-update-may-begin-before-its-gradient-is-on-its-way", "plan.residency:_update").by(
-        replace("state.is_free(...) or _is_arriving(...)", "True"),
+        replace("state.is_arriving(...)", "True"),
         f"{RESIDENCY}::test_a_gradient_may_be_on_its_way_to_its_update_which_is_its_wait",
     ),
-    Fault("an-updates-wait-is-not-that-of-its-gradient", "plan.residency:_end_update").by(
-        drop("for ref in arriving: ..."), f"{RESIDENCY}::test_a_gradient_that_is_wanted_is_where_its_update_was"
+    Fault("an-updates-wait-is-not-that-of-its-gradient", "plan.residency:ended_by").by(
+        without("*before"), f"{RESIDENCY}::test_a_gradient_that_is_wanted_is_where_its_update_was"
     ),
     Fault("older-contents-of-a-gradient-on-their-way-are-not-noticed", "plan.check:_History.use").by(
         never("_writer", nth=1), f"{WEAVE}::test_a_gradient_on_its_way_has_the_last_contents"

@@ -32,8 +32,8 @@ import torch
 from patrickstar import BudgetError, Options
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.core.fixed_costs import FixedCosts
+from patrickstar.core.planes import STEP
 from patrickstar.plan import make, planner
-from patrickstar.plan.actions import Move
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import forecast
@@ -131,7 +131,7 @@ def digest(plans: Iterable[Plan]) -> str:
 
 def without_updates(plan: Plan) -> Plan:
     """The plan's transfers alone."""
-    moments = tuple(tuple(action for action in actions if isinstance(action, Move)) for actions in plan.moments)
+    moments = tuple(tuple(action for action in actions if action.of.plane != STEP) for actions in plan.moments)
     return replace(plan, moments=moments)
 
 

@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Update, UpdateWait, Wait, parse_action
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, parse_action
 from tests.plan.builders import some
 
 refs = st.builds(PlaneRef, st.integers(0, 10**6), st.sampled_from(["weight", "grad", "exp_avg", "exp_avg_sq", "rest"]))
 tiers = st.sampled_from(Tier)
 slots = st.integers(1, 1000)
 actions = st.one_of(
-    st.builds(Copy, refs, tiers, tiers, slots),
-    st.builds(Wait, refs, tiers),
+    st.builds(Issue.copy, refs, tiers, tiers, slots),
+    st.builds(Wait.copy, refs, tiers),
     st.builds(Drop, refs, tiers, slots),
-    st.builds(Create, refs, tiers, slots),
-    st.builds(Update, st.integers(0, 99), tiers),
-    st.builds(UpdateWait, st.integers(0, 99), tiers),
+    st.builds(Issue.create, refs, tiers, slots),
+    st.builds(Issue.update, st.integers(0, 99), tiers),
+    st.builds(Wait.update, st.integers(0, 99), tiers),
 )
 
 
@@ -33,13 +33,13 @@ def test_every_action_parses_back(action: Action) -> None:
 @pytest.mark.parametrize(
     ("action", "text"),
     [
-        (Copy(PlaneRef(12, "weight"), Tier.HOST, Tier.DEVICE, 4), "c12.weight H>D x4"),
-        (Copy(PlaneRef(12, "weight"), Tier.DEVICE, Tier.HOST), "c12.weight D>H"),
-        (Wait(PlaneRef(12, "weight"), Tier.DEVICE), "c12.weight D?"),
+        (Issue.copy(PlaneRef(12, "weight"), Tier.HOST, Tier.DEVICE, 4), "c12.weight H>D x4"),
+        (Issue.copy(PlaneRef(12, "weight"), Tier.DEVICE, Tier.HOST), "c12.weight D>H"),
+        (Wait.copy(PlaneRef(12, "weight"), Tier.DEVICE), "c12.weight D?"),
         (Drop(PlaneRef(3, "weight"), Tier.DEVICE), "c3.weight D!"),
-        (Create(PlaneRef(3, "exp_avg"), Tier.DEVICE), "c3.exp_avg 0>D"),
-        (Update(3, Tier.HOST), "c3 step@H"),
-        (UpdateWait(3, Tier.HOST), "c3 step@H?"),
+        (Issue.create(PlaneRef(3, "exp_avg"), Tier.DEVICE), "c3.exp_avg 0>D"),
+        (Issue.update(3, Tier.HOST), "c3 step@H"),
+        (Wait.update(3, Tier.HOST), "c3 step@H?"),
     ],
 )
 def test_an_action_prints_as(action: Action, text: str) -> None:
@@ -69,4 +69,4 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 
 def test_actions_of_different_kinds_are_never_equal() -> None:
     ref = PlaneRef(0, "grad")
-    assert len({Drop(ref, Tier.HOST), Create(ref, Tier.HOST), Wait(ref, Tier.HOST)}) == 3
+    assert len({Drop(ref, Tier.HOST), Issue.create(ref, Tier.HOST), Wait.copy(ref, Tier.HOST)}) == 3

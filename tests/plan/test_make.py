@@ -13,7 +13,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.actions import Copy
+from patrickstar.plan.actions import is_copy
 from patrickstar.plan.check import check, show
 from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.make import make_plan
@@ -53,7 +53,7 @@ def planned(instance: Instance, policy: str = "next-use") -> Plan:
 
 
 def fetches(plan: Plan) -> int:
-    return sum(isinstance(action, Copy) and action.dst is plan.start.compute for action in plan.actions())
+    return sum(is_copy(action) and action.work.tier is plan.start.compute for action in plan.actions())
 
 
 def before_each_moment(plan: Plan) -> list[str]:

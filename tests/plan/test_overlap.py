@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.errors import BudgetError
-from patrickstar.plan.actions import Action, Copy, Drop, Wait
+from patrickstar.plan.actions import Action, Drop, Wait, is_copy
 from patrickstar.plan.check import check, show
 from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.make import make_plan
@@ -135,7 +135,7 @@ def test_what_is_written_on_the_host_comes_after_that() -> None:
 def by_unit(plan: Plan) -> dict[object, list[Action]]:
     found: dict[object, list[Action]] = defaultdict(list)
     for action in plan.actions():
-        found[action.ref].append(action)
+        found[action.of].append(action)
     return dict(found)
 
 
@@ -143,11 +143,9 @@ def on_the_compute_tier(plan: Plan) -> dict[object, list[Action]]:
     """The copies and drops by which each unit comes to the tier that computes, and leaves it, in order."""
     found: dict[object, list[Action]] = defaultdict(list)
     for action in plan.actions():
-        tiers = (
-            (action.src, action.dst) if isinstance(action, Copy) else (action.tier,) if isinstance(action, Drop) else ()
-        )
+        tiers = {action.src, action.work.tier} if is_copy(action) else {action.tier} if isinstance(action, Drop) else ()
         if plan.start.compute in tiers:
-            found[action.ref].append(action)
+            found[action.of].append(action)
     return dict(found)
 
 
@@ -172,10 +170,8 @@ def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None, 
 
 def _issues(plan: Plan) -> list[tuple[Action, int]]:
     """Copies with their moments, by unit and in the order of each unit's."""
-    found = [
-        (action, index) for index, actions in enumerate(plan.moments) for action in actions if isinstance(action, Copy)
-    ]
-    return sorted(found, key=lambda one: (one[0].ref, one[1]))
+    found = [(action, index) for index, actions in enumerate(plan.moments) for action in actions if is_copy(action)]
+    return sorted(found, key=lambda one: (one[0].of, one[1]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -207,10 +203,7 @@ def test_a_device_over_a_host_waits_where_it_uses(ahead: int | None) -> None:
     plan = overlap(make_plan(trace, layout=layout, machine=machine, start=start), trace, moments_ahead=ahead)
     assert check(plan, trace, layout, machine) == []
     waits = {
-        action.ref: index
-        for index, actions in enumerate(plan.moments)
-        for action in actions
-        if isinstance(action, Wait)
+        action.of: index for index, actions in enumerate(plan.moments) for action in actions if isinstance(action, Wait)
     }
-    early = [need - issue for _, issue in _issues(plan) for need in [waits[_.ref]]]
+    early = [need - issue for _, issue in _issues(plan) for need in [waits[_.of]]]
     assert max(early) >= 1

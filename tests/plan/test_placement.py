@@ -10,7 +10,7 @@ from patrickstar.core.formats import FP32
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
-from patrickstar.plan.actions import Create
+from patrickstar.plan.actions import Issue
 from patrickstar.plan.placement import bytes_below, place, place_gradients
 from patrickstar.plan.residency import Residency, apply, slots_of
 from tests.plan.builders import SLOT_BYTES, layout_of, some
@@ -209,7 +209,7 @@ def test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_
         # The first two are let go before the others come, or they are not.
         assert placed(machine, rest, state) == [f"{ref} {machine.compute.value}" for ref in rest]
         assert needed(machine, GRADIENTS, state) == (machine.compute.label, 2 * SLOT_BYTES)
-        apply(state, Create(first[0], machine.compute, 1))
+        apply(state, Issue.create(first[0], machine.compute, 1))
         assert needed(machine, rest, state) == (machine.compute.label, SLOT_BYTES)
         if less is not None:
             assert needed(less, first) == (less.compute.label, 1)

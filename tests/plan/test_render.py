@@ -94,4 +94,4 @@ def test_every_plan_has_a_line_per_moment_that_names_all_it_moves(instance: Inst
     lines = render(plan, instance.trace, instance.layout, instance.machine, following=instance.following).splitlines()
     assert len(lines) == 2 + len(instance.trace)
     for line, actions in zip(lines[2:], plan.moments, strict=True):
-        assert all(f" {action.ref}" in line for action in actions)
+        assert all(f" {action.of}" in line for action in actions)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from patrickstar.core.formats import FP32
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, STEP, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.plan.actions import Action, Update, UpdateWait, parse_action
+from patrickstar.plan.actions import Action, Issue, Wait, WorkKind, parse_action
 from patrickstar.plan.check import check, show
 from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
@@ -155,8 +155,8 @@ def test_the_plan_of_what_is_woven_keeps_every_invariant(
     assert Trace.parse(str(trace)) == trace
     for index, actions in enumerate(plan.moments):
         for action in actions:
-            if isinstance(action, UpdateWait):
-                assert index - _moment_of(action.chunk, trace) <= (len(trace) if prefetch is None else prefetch)
+            if isinstance(action, Wait) and action.work.kind is WorkKind.UPDATE:
+                assert index - _moment_of(action.of.chunk, trace) <= (len(trace) if prefetch is None else prefetch)
 
 
 def _moment_of(chunk: int, trace: Trace) -> int:
@@ -174,14 +174,14 @@ def test_no_update_and_no_wait_for_one_can_be_left_out_doubled_or_late(
     instance: tuple[Layout, Machine, Residency, Trace, Trace], prefetch: int | None, data: st.DataObject
 ) -> None:
     plan, trace = planned(instance, prefetch)
-    action = data.draw(st.sampled_from([one for one in plan.actions() if isinstance(one, Update | UpdateWait)]))
+    action = data.draw(st.sampled_from([one for one in plan.actions() if one.of.plane == STEP]))
     spoiled = without(plan, action)
     numbers = {violation[:4] for violation in check(spoiled, trace, instance[0], instance[1])}
     assert "(10)" in numbers
     at = next(index for index, actions in enumerate(plan.moments) if action in actions)
     doubled = replace(plan, moments=(*plan.moments[:at], (*plan.moments[at], action), *plan.moments[at + 1 :]))
     assert any(violation.startswith("(10)") for violation in check(doubled, trace, instance[0], instance[1]))
-    if isinstance(action, Update) and at + 1 < len(plan.moments):
+    if isinstance(action, Issue) and at + 1 < len(plan.moments):
         late = replace(
             spoiled,
             moments=(*spoiled.moments[: at + 1], (action, *spoiled.moments[at + 1]), *spoiled.moments[at + 2 :]),

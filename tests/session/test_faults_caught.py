@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar.core.machine import Tier
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Action, Copy, Create
+from patrickstar.plan.actions import Action, Issue
 from tests.forked import in_forked_child
 from tests.parity.compare import same_bits
 from tests.session.builders import MACHINES, ROOMY, SLOT, TIGHT, WIDTH, MakePair, batch, mlp, store_of, train_step
@@ -40,13 +40,13 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
     def look(*_: object) -> None:
         seen.append(arena.committed_slots - store.limit_slots)
 
-    def move(self: ChunkStore, action: Action) -> None:
-        unwatched(self, action)
-        if isinstance(action, Create) or (isinstance(action, Copy) and action.dst is Tier.HOST):
+    def do(self: ChunkStore, action: Action, during: str) -> None:
+        unwatched(self, action, during)
+        if isinstance(action, Issue) and (action.src is None or action.work.tier is Tier.HOST):
             look()  # its slots are about to be written
 
-    unwatched = ChunkStore._move
-    monkeypatch.setattr(ChunkStore, "_move", move)
+    unwatched = ChunkStore._do
+    monkeypatch.setattr(ChunkStore, "_do", do)
     for layer in pair.model:
         layer.register_forward_hook(look)
     for number in range(3):

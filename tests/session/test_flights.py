@@ -17,9 +17,9 @@ from torch import nn
 from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.memory.lanes import Lane, Ticket, Work
+from patrickstar.memory.lanes import Lane, Task, Ticket
 from patrickstar.memory.thread_lane import ThreadLane
-from patrickstar.plan.actions import Copy, Update, Wait
+from patrickstar.plan.actions import Issue, Wait, is_copy
 from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
@@ -34,11 +34,14 @@ def distances(plan: Plan) -> list[int]:
     found = []
     for index, actions in enumerate(plan.moments):
         for action in actions:
-            if isinstance(action, Copy):
-                issued[action.ref, action.dst] = index
-            elif isinstance(action, Wait) and (action.ref, action.tier) in issued:
-                found.append(index - issued.pop((action.ref, action.tier)))
-            elif isinstance(action, Update) and (arriving := (PlaneRef(action.chunk, GRAD), action.tier)) in issued:
+            if is_copy(action):
+                issued[action.of, action.work.tier] = index
+            elif isinstance(action, Wait) and (action.of, action.work.tier) in issued:
+                found.append(index - issued.pop((action.of, action.work.tier)))
+            elif (
+                isinstance(action, Issue)
+                and (arriving := (PlaneRef(action.of.chunk, GRAD), action.work.tier)) in issued
+            ):
                 found.append(index - issued.pop(arriving))
     return found + [len(plan.moments) - index for index in issued.values()]
 
@@ -86,7 +89,7 @@ def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str, str], Pair]
             return pair
         for at in range(1, 2 * LAYERS):
             pair = halted(machine, at)
-            if store_of(pair.session).state.updating:
+            if store_of(pair.session).state.updates:
                 return pair
             pair.session.close()
         raise AssertionError("no update outlasts a moment")
@@ -223,7 +226,7 @@ class EndsThread(ThreadLane):
 
     error: type[BaseException] | None = None
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
         error, EndsThread.error = EndsThread.error, None
 
         def end() -> None:
@@ -300,7 +303,7 @@ def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
     store._arenas[Tier.HOST].trim(0)
     store.committed_slots = store._arenas[Tier.HOST].committed_slots
     store.limit_slots = 99
-    store.carry_out([Copy(ref, Tier.DISK, Tier.HOST, 1)])
+    store.carry_out([Issue.copy(ref, Tier.DISK, Tier.HOST, 1)])
     slot_bytes = state.slot_bytes
     assert store.arriving_slots == 1
     assert store.arriving_bytes() == slot_bytes
@@ -311,7 +314,7 @@ def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
         lane.drain()
     assert store.arriving_slots == 0
     assert store.arriving_bytes() == 0
-    store.carry_out([Wait(ref, Tier.HOST)])
+    store.carry_out([Wait.copy(ref, Tier.HOST)])
     assert store.arriving_slots == 0
 
 

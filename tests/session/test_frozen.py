@@ -12,7 +12,7 @@ from torch import nn
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
-from patrickstar.plan.actions import Copy
+from patrickstar.plan.actions import is_copy
 from tests.parity.compare import same_bits
 from tests.session import masters
 from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, mlp, options
@@ -60,11 +60,11 @@ def test_what_is_frozen_is_not_written_back(kind: str, tmp_path: Path) -> None:
         for number in range(4):
             managed_step(session, model, first=number)
         frozen = {session.layout.slices[name].chunk for name, p in model.named_parameters() if not p.requires_grad}
-        moved = [action for action in store.log if isinstance(action, Copy) and action.ref.chunk in frozen]
-    assert any(action.dst is Tier.HOST for action in moved)
+        moved = [action for action in store.log if is_copy(action) and action.of.chunk in frozen]
+    assert any(action.work.tier is Tier.HOST for action in moved)
     # What manage() has put there goes home once; after that there is nothing new.
-    written = Counter(action.ref for action in moved if action.src is Tier.HOST)
-    assert max(written.values(), default=0) <= 1 < Counter(action.ref for action in moved).most_common(1)[0][1]
+    written = Counter(action.of for action in moved if action.src is Tier.HOST)
+    assert max(written.values(), default=0) <= 1 < Counter(action.of for action in moved).most_common(1)[0][1]
 
 
 def test_training_it_after_all_is_refused_where_it_does_not_fit() -> None:

@@ -17,7 +17,7 @@ import patrickstar
 from patrickstar import BudgetError, StateError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.plan.actions import Copy
+from patrickstar.plan.actions import is_copy
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import forecast
 from patrickstar.testing.inside import manage_inside
@@ -302,9 +302,9 @@ def test_gradients_that_wait_are_written_to_their_homes_and_come_back(machine: M
         store.keep_log = True
         train(plain, model, session, range(3))
         plain.expect_same(session)
-        moved = [action for action in store.log if isinstance(action, Copy) and action.ref.plane == GRAD]
+        moved = [action for action in store.log if is_copy(action) and action.of.plane == GRAD]
         compute = store.state.compute
-        assert {action.dst is compute for action in moved} == {True, False}
+        assert {action.work.tier is compute for action in moved} == {True, False}
         assert session.stats().planned_steps == 3, session.stats().reason
 
 

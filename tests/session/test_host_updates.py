@@ -10,8 +10,8 @@ import pytest
 
 import patrickstar
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.planes import EXP_AVG, GRAD, WEIGHT, PlaneRef
-from patrickstar.plan.actions import Copy, Update
+from patrickstar.core.planes import EXP_AVG, GRAD, STEP, WEIGHT, PlaneRef
+from patrickstar.plan.actions import Issue, is_copy
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
@@ -43,7 +43,9 @@ IN_TURN = UpdateChoice(tier=lambda chunk: (Tier.HOST, Tier.DEVICE)[chunk % 2])
 
 def tiers_of(session: patrickstar.Session) -> Counter[Tier]:
     """Updates of the last training step by tier."""
-    return Counter(action.tier for action in session.plan.actions() if isinstance(action, Update))
+    return Counter(
+        action.work.tier for action in session.plan.actions() if isinstance(action, Issue) and action.of.plane == STEP
+    )
 
 
 @pytest.mark.sampled
@@ -134,10 +136,10 @@ def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(
         managed_step(session, model, first=4)
         moved = {link: nbytes - before[link] for link, nbytes in session.stats().moved.items()}
         plan, chunks = session.plan, session.layout.n_chunks
-    copies = [action for action in plan.actions() if isinstance(action, Copy)]
-    up = Counter(action.ref for action in copies if action.dst is Tier.DEVICE)
+    copies = [action for action in plan.actions() if is_copy(action)]
+    up = Counter(action.of for action in copies if action.work.tier is Tier.DEVICE)
     assert up.keys() == {PlaneRef(chunk, WEIGHT) for chunk in range(chunks)}
-    assert [action.ref.plane for action in copies if action.dst is Tier.HOST] == [GRAD] * chunks
+    assert [action.of.plane for action in copies if action.work.tier is Tier.HOST] == [GRAD] * chunks
     again = sum(up.values()) - chunks
     assert (again > 0) is tight
     assert moved["D>H"] == itemsize * chunks * CHUNK

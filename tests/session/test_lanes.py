@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from patrickstar.core.machine import Tier
-from patrickstar.memory.lanes import Lane, Ticket, Work
+from patrickstar.memory.lanes import Lane, Task, Ticket
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Action, UpdateWait, Wait
+from patrickstar.plan.actions import Issue
 from patrickstar.plan.residency import Residency
 from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
@@ -84,7 +84,7 @@ class Interrupted:
     def __init__(self) -> None:
         self.lane = ThreadLane("test", works=2)
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
         ticket = self.lane.issue(lambda: (time.sleep(1e-3), work())[0], after, nbytes=nbytes)
         return InterruptedTicket(ticket)
 
@@ -194,16 +194,15 @@ def test_an_interruption_between_a_wait_and_its_note_is_settled(
 ) -> None:
     pair = make_pair(**machine)
     pair.train(2)
-    apply, waits = residency.apply, list[Action]()
+    finish, waits = residency.finish, list[Sequence[Issue]]()
 
-    def interrupted(state: Residency, action: Action) -> None:
-        if isinstance(action, Wait | UpdateWait):
-            waits.append(action)
-            if len(waits) == number:
-                raise KeyboardInterrupt
-        apply(state, action)
+    def interrupted(state: Residency, works: Sequence[Issue]) -> None:
+        waits.append(works)
+        if len(waits) == number:
+            raise KeyboardInterrupt
+        finish(state, works)
 
-    monkeypatch.setattr(residency, "apply", interrupted)
+    monkeypatch.setattr(residency, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         backward(pair.model, number=2)
     assert not pair.session._parts.executor.store.state.in_flight

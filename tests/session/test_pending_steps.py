@@ -14,8 +14,9 @@ from torch import nn
 import patrickstar
 from patrickstar import BudgetError, DeviceError
 from patrickstar.core.machine import Tier
+from patrickstar.core.planes import STEP
 from patrickstar.core.trace import Phase
-from patrickstar.plan.actions import Update, UpdateWait
+from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.inside import manage_inside
@@ -255,18 +256,21 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pair], None
 
     def arm_it(pair: Pair) -> None:
         slow, store = Slow(pair, monkeypatch), pair.session._parts.executor.store
-        real = type(store)._wait_for_update
-        waits = [0]
+        real_wait, real_land = type(store)._wait, type(store)._land
 
-        def wait(self: Any, chunk: int) -> None:
-            waits[0] += 1
-            if waits[0] == 1:
+        def wait(self: Any, issue: Issue) -> None:
+            if issue.of.plane == STEP and not slow.may_end.is_set():
                 assert slow.begun.wait(60)
                 raise KeyboardInterrupt
-            slow.may_end.set()
-            real(self, chunk)
+            real_wait(self, issue)
 
-        monkeypatch.setattr(type(store), "_wait_for_update", wait)
+        def land(self: Any, issue: Issue) -> None:
+            threading.Timer(0.1, slow.may_end.set).start()
+            real_land(self, issue)
+            assert issue.of.plane != STEP or slow.may_end.is_set(), "it goes on while it is under way"
+
+        monkeypatch.setattr(type(store), "_wait", wait)
+        monkeypatch.setattr(type(store), "_land", land)
 
     yield arm_it
     monkeypatch.undo()
@@ -279,7 +283,7 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
     interrupt(pending)
     with pytest.raises(KeyboardInterrupt):
         backward(pending.model, number=3) if where == "forward" else pending.session.state_dict()["0.weight"]
-    assert not pending.session._parts.executor.store.state.updating
+    assert not pending.session._parts.executor.store.state.updates
     pending.optimizer.zero_grad()
     pending.train(2, first=3)
     pending.expect_same()
@@ -380,13 +384,15 @@ def test_an_update_is_waited_for_when_something_needs_it_and_not_before(make_pai
     pair.train(4)
     plan, ends = pair.session.plan, dict[int, int]()
     begins = {
-        action.chunk: index
+        action.of.chunk: index
         for index, actions in enumerate(plan.moments)
         for action in actions
-        if isinstance(action, Update)
+        if isinstance(action, Issue) and action.of.plane == STEP
     }
     for index, actions in enumerate(plan.moments):
-        ends.update((action.chunk, index) for action in actions if isinstance(action, UpdateWait))
+        ends.update(
+            (action.of.chunk, index) for action in actions if isinstance(action, Wait) and action.of.plane == STEP
+        )
     assert begins.keys() == ends.keys() == set(range(LAYERS))
     assert all(ends[chunk] == begins[chunk] + 1 for chunk in begins), "the moment after it uses the weight"
     pair.expect_same()

@@ -15,7 +15,7 @@ import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Phase, Trace
-from patrickstar.plan.actions import Action, Copy
+from patrickstar.plan.actions import Action, is_copy
 from patrickstar.plan.check import check, show
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
@@ -327,7 +327,7 @@ def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
     letters = {"H": Tier.HOST, "D": Tier.DEVICE, "K": Tier.DISK}
     for link in LINKS:
         ends = letters[link[0]], letters[link[2]]
-        slots = sum(a.slots for a in store.log if isinstance(a, Copy) and (a.src, a.dst) == ends)
+        slots = sum(a.slots for a in store.log if is_copy(a) and (a.src, a.work.tier) == ends)
         assert stats.moved[link] - moved_before[link] == slots * slot_bytes, link
     pair.expect_same()
 

@@ -64,14 +64,14 @@ def stopped(request: pytest.FixtureRequest, machine: dict[str, Any], make_pair: 
     pair.session.save_checkpoint(tmp_path / "saved")
     torch.save({"model": pair.plain.state_dict(), "optimizer": pair.plain_optimizer.state_dict()}, tmp_path / "plain")
     pair.each(trip_in_backward)
-    assert store_of(pair.session).state.updating
+    assert store_of(pair.session).state.updates
     pair.plain_optimizer.step()
     return pair
 
 
 def test_whoever_reads_finds_the_updates_of_what_has_come(stopped: Pair) -> None:
     expect_bits(dict(stopped.plain.state_dict()), dict(stopped.session.state_dict()))
-    assert not store_of(stopped.session).state.updating
+    assert not store_of(stopped.session).state.updates
 
 
 def test_close_gives_back_weights_that_are_wholly_updated(stopped: Pair) -> None:
@@ -84,7 +84,7 @@ def test_training_goes_on_from_a_checkpoint(stopped: Pair, tmp_path: Path) -> No
     with pytest.raises(StateError, match="load_checkpoint"):
         stopped.model(batch())
     stopped.session.load_checkpoint(tmp_path / "saved")
-    assert not store_of(stopped.session).state.updating
+    assert not store_of(stopped.session).state.updates
     _restore_plain(stopped, tmp_path / "plain")
     stopped.train(2, first=2)
     assert_same(stopped.plain, stopped.plain_optimizer, stopped.session)
@@ -99,7 +99,7 @@ def test_a_forked_child_neither_waits_for_its_parents_updates_nor_does_them(stop
         return "it was used"
 
     assert f"belongs to process {os.getpid()}" in in_forked_child(use)
-    assert store_of(stopped.session).state.updating
+    assert store_of(stopped.session).state.updates
     expect_bits(dict(stopped.plain.state_dict()), dict(stopped.session.state_dict()))
 
 

@@ -16,9 +16,9 @@ from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.formats import FP32
 from patrickstar.core.layout import TensorSpec, build_layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
+from patrickstar.core.planes import GRAD, STEP, WEIGHT, PlaneRef
 from patrickstar.optim.hyper import Hyper
-from patrickstar.plan.actions import Update, UpdateWait
+from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.touches import step_trace
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.pending_step import PendingStep
@@ -77,7 +77,7 @@ def disarmed() -> Any:
 def updated(pair: Pair) -> list[int]:
     """The chunks whose update was begun since this was last asked, in order; the others were updated parameter by parameter."""
     log = store_of(pair.session).log
-    found = [action.chunk for action in log if isinstance(action, Update)]
+    found = [action.of.chunk for action in log if isinstance(action, Issue) and action.of.plane == STEP]
     log.clear()
     return found
 
@@ -143,8 +143,10 @@ def test_an_update_goes_on_beside_the_backward_until_something_needs_it(whole: M
     pair.train(3)
     begins, ends = dict[int, int](), dict[int, int]()
     for index, actions in enumerate(pair.session.plan.moments):
-        begins |= {action.chunk: index for action in actions if isinstance(action, Update)}
-        ends |= {action.chunk: index for action in actions if isinstance(action, UpdateWait)}
+        begins |= {
+            action.of.chunk: index for action in actions if isinstance(action, Issue) and action.of.plane == STEP
+        }
+        ends |= {action.of.chunk: index for action in actions if isinstance(action, Wait) and action.of.plane == STEP}
     assert begins.keys() == ends.keys() == set(range(LAYERS))
     assert all(ends[chunk] > begins[chunk] + 1 for chunk in range(2, LAYERS)), "a moment of the backward was beside it"
     frees = {ref.chunk: index for index, ref in pair.session.plan.frees}
@@ -451,7 +453,7 @@ def test_a_plan_that_is_left_because_a_unit_is_held_loses_no_gradient(
 
     def hold() -> None:
         state = store.state
-        if not held and state.is_newest(unit, state.compute) and unit not in state.in_update:
+        if not held and state.is_newest(unit, state.compute) and not state.updates_of(unit):
             held.append(store.leases.take(unit))
 
     pair.plain.at = pair.model.at = at
@@ -664,30 +666,33 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
     pair.train(2)
     pair.session.save_checkpoint(tmp_path / "saved")
     before = everything(pair.session)
-    begun, may_end, waits = threading.Event(), threading.Event(), [0]
+    begun, may_end = threading.Event(), threading.Event()
     passes = type(pair.session._parts.training._updates._passes["cpu"])
     store = type(store_of(pair.session))
-    real_update, real_wait = passes.update, store._wait_for_update
+    real_update, real_wait, real_land = passes.update, store._wait, store._land
 
     def slow(passes: Any, *args: Any, **keywords: Any) -> None:
         begun.set()
         assert may_end.wait(60)
         real_update(passes, *args, **keywords)
 
-    def wait(self: Any, chunk: int) -> None:
-        waits[0] += 1
-        if waits[0] == 1:
+    def wait(self: Any, issue: Issue) -> None:
+        if issue.of.plane == STEP and not may_end.is_set():
             assert begun.wait(60)
             raise KeyboardInterrupt
+        real_wait(self, issue)
+
+    def land(self: Any, issue: Issue) -> None:
         may_end.set()
-        real_wait(self, chunk)
+        real_land(self, issue)
 
     with monkeypatch.context() as patched:
         patched.setattr(passes, "update", slow)
-        patched.setattr(store, "_wait_for_update", wait)
+        patched.setattr(store, "_wait", wait)
+        patched.setattr(store, "_land", land)
         with pytest.raises(KeyboardInterrupt):
             backward(pair.model, number=2)
-    assert not store_of(pair.session).state.updating
+    assert not store_of(pair.session).state.updates
     with pytest.raises(StateError, match=r"10\.weight.*load_checkpoint"):
         pair.model(batch())
     found = {name: value.clone() for name, value in pair.session.state_dict().items()}

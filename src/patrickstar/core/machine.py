@@ -18,6 +18,8 @@ class Tier(str, Enum):
     HOST = "H"
     DISK = "K"
 
+    __hash__ = str.__hash__  # that of an Enum is a call in Python, at each look into a table
+
     def __str__(self) -> str:
         return self.value
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-__all__ = ["EXP_AVG", "EXP_AVG_SQ", "GRAD", "REST", "WEIGHT", "GradientUse", "PlaneRef"]
+__all__ = ["EXP_AVG", "EXP_AVG_SQ", "GRAD", "REST", "STEP", "WEIGHT", "GradientUse", "PlaneRef"]
 
 WEIGHT: Final = "weight"  # what the model computes with
 REST: Final = "rest"  # what completes a 16-bit weight to its fp32 master
 GRAD: Final = "grad"
 EXP_AVG: Final = "exp_avg"
 EXP_AVG_SQ: Final = "exp_avg_sq"
+STEP: Final = "step"  # no plane: the update of a chunk is of this
 
 
 class PlaneRef(NamedTuple):

@@ -24,7 +24,7 @@ import torch
 
 from patrickstar.core.slots import SlotMap
 from patrickstar.errors import StateError
-from patrickstar.memory.lanes import Ticket, Work
+from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.space import HostSpace, Space
 
 __all__ = ["SLOT_ALIGNMENT", "Arena"]
@@ -192,12 +192,12 @@ class Arena:
 
     # bytes
 
-    def filling(self, first: int, n: int, *, poison: bool = False) -> Work:
+    def filling(self, first: int, n: int, *, poison: bool = False) -> Task:
         """A work: fills `n` slots with zeros; with `poison` every byte becomes 0xFF, so that a late reader is found out."""
         at, nbytes = self._place(first, n)
         return lambda: self._space.fill(at, nbytes, _POISON if poison else 0)
 
-    def copying(self, first: int, n: int, source: Arena, source_first: int) -> Work:
+    def copying(self, first: int, n: int, source: Arena, source_first: int) -> Task:
         """A work: copies `n` slots of another arena into those from `first` on."""
         at, nbytes = self._place(first, n)
         from_, _ = source._place(source_first, n)

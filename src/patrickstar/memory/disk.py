@@ -30,7 +30,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.fileio import ALIGNMENT, FileIO, read_whole, reported, write_whole
 from patrickstar.memory.filesystem import default_disk_bytes, free_bytes, kept_in_memory, prepare_directory
-from patrickstar.memory.lanes import Work
+from patrickstar.memory.lanes import Task
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import format_bytes
 
@@ -154,12 +154,12 @@ class DiskPool:
             file.end += nbytes
         return self._extents[ref]
 
-    def reading(self, ref: PlaneRef, buffer: memoryview) -> Work:
+    def reading(self, ref: PlaneRef, buffer: memoryview) -> Task:
         """The work of filling page-aligned memory of a unit's size with the unit. It raises `DeviceError`."""
         at = self._extent_for(ref, buffer)
         return lambda: read_whole(self._io, at.path, at.fd, buffer, at.offset, error=DeviceError)
 
-    def writing(self, ref: PlaneRef, buffer: memoryview) -> Work:
+    def writing(self, ref: PlaneRef, buffer: memoryview) -> Task:
         """The work of writing a unit from page-aligned memory of its size. It raises `DeviceError`."""
         at = self._extent_for(ref, buffer)
         return lambda: write_whole(self._io, at.path, at.fd, buffer, at.offset)

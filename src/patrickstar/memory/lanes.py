@@ -18,9 +18,9 @@ from typing import Protocol
 
 from patrickstar.errors import StateError
 
-__all__ = ["DONE", "CompletedTicket", "InlineLane", "Lane", "Ticket", "Work", "end_of", "when_all_settled"]
+__all__ = ["DONE", "CompletedTicket", "InlineLane", "Lane", "Task", "Ticket", "end_of", "when_all_settled"]
 
-Work = Callable[[], None]
+Task = Callable[[], None]
 """What a lane does: a transfer, or the filling of slots. May raise."""
 
 
@@ -53,7 +53,7 @@ class Ticket(Protocol):
 class Lane(Protocol):
     """A road for works, such as the transfers of one link in one direction."""
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
         """Has a work done that moves so many bytes, after these others; gives the ticket to wait on."""
 
     def drain(self) -> None:
@@ -115,7 +115,7 @@ class InlineLane:
     def __init__(self) -> None:
         self._closed = False
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> CompletedTicket:  # noqa: ARG002
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> CompletedTicket:  # noqa: ARG002
         return CompletedTicket(StateError("the lane is closed")) if self._closed else end_of(work, after)
 
     def drain(self) -> None:
@@ -125,7 +125,7 @@ class InlineLane:
         self._closed = True
 
 
-def end_of(work: Work, after: Collection[Ticket]) -> CompletedTicket:
+def end_of(work: Task, after: Collection[Ticket]) -> CompletedTicket:
     """Does a work now, once those before it have ended; how that ended. An interruption by the user is none of the work, and raised."""
     try:
         for ticket in after:

@@ -23,30 +23,30 @@ Place = tuple[PlaneRef, Tier]
 
 
 class Readiness:
-    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask."""
+    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask.
+
+    Attributes:
+        is_needed: true where works are queued on a device.
+    """
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
+        self.is_needed = device is not None
         self._streams: dict[int, torch.Stream] = {}
         self._written: dict[Place, Ticket] = {}
         self._read: dict[Place, list[Ticket]] = {}
         self._seen: dict[Place, set[int]] = {}
 
-    @property
-    def is_needed(self) -> bool:
-        """True where works are queued on a device."""
-        return self._device is not None
-
     def written(self, place: Place, ticket: Ticket) -> None:
         """Notes a work that writes there: the last one, which comes after all before it."""
-        if self._device is not None:
+        if self.is_needed:
             self._written[place] = ticket
             self._read.pop(place, None)
             self._seen.pop(place, None)
 
     def read(self, place: Place, ticket: Ticket) -> None:
         """Notes a work that reads there."""
-        if self._device is not None:
+        if self.is_needed:
             reading = self._read.setdefault(place, [])
             reading[:] = [earlier for earlier in reading if not earlier.done]
             reading.append(ticket)

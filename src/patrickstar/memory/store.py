@@ -3,14 +3,12 @@
 On a tier a unit's bytes are in slots of that tier's arena, or in an extent of the disk pool. What may be trusted where is the matter of
 `plan/residency.py`, whose state the store owns.
 
-    Create   slots are taken, and filled with zeros before their first use
-    Copy     slots are taken where the copy arrives; the bytes follow, perhaps over several moments; a ticket is kept
-    Wait     the ticket's wait: from now on the copy holds the bytes, or will when the device has got so far (`readiness.py`)
+    Issue    slots are taken where something is copied to or created; a lane does the work, perhaps over several moments; its ticket is kept
+    Wait     the ticket's wait: from now on the bytes are there, or will be when the device has got so far (`readiness.py`)
     Drop     the slots are given back, poisoned where asked for, with a fence until that is over
-    Update   the work of a chunk's update begins, on the lane for that, once its gradient has come; a ticket is kept until its wait
 
-All bytes are moved and filled on lanes, each work after those that it depends on: what is written comes after the fences of its slots, and what is
-read after their filling.
+Each work comes after those that it depends on, by the table of `plan/works.py`: what is written comes after the fences of its slots, and after
+what still uses them, what is read after what writes it. What is created has no wait: whoever uses it first waits for its zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -33,16 +32,26 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_failure import DeviceFailureError, located
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.interruptions import InterruptionsPutOff
-from patrickstar.memory.lanes import Ticket, Work
+from patrickstar.memory.lanes import DONE, Task, Ticket
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.links import Links
 from patrickstar.memory.readiness import Readiness
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.residency import InvariantError, Residency
+from patrickstar.plan.works import reads, writes
 from patrickstar.torch_private import is_profiled
 
 __all__ = ["ChunkStore"]
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A work that has been issued. `during`: the moment of that; `fresh_slots`: slots of the compute tier whose pages come with it."""
+
+    ticket: Ticket
+    during: str
+    fresh_slots: int
 
 
 class ChunkStore:
@@ -63,7 +72,7 @@ class ChunkStore:
         update_work: makes the work of a chunk's update on a tier; set by who knows of updates.
     """
 
-    update_work: Callable[[int, Tier], Work]
+    update_work: Callable[[int, Tier], Task]
 
     def __init__(
         self,
@@ -96,11 +105,7 @@ class ChunkStore:
         self.committed_slots = 0
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
-        self._fresh: dict[PlaneRef, int] = {}
-        self._tickets: dict[tuple[PlaneRef, Tier], Ticket] = {}
-        self._issued_at: dict[PlaneRef, str] = {}
-        self._filling: dict[tuple[PlaneRef, Tier], Ticket] = {}
-        self._updates: dict[int, Ticket] = {}
+        self._under_way: dict[tuple[WorkKind, PlaneRef, Tier], _UnderWay] = {}  # by work
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
         self._beside_bytes = self._most_beside_bytes = 0
 
@@ -116,10 +121,8 @@ class ChunkStore:
         Raises:
             InvariantError: the bytes are not there, or still on their way. StateError: the store is closed, or of another process.
         """
-        if ref in self.state.in_update:
-            raise InvariantError(
-                10, f"{ref} is used while an update of chunk {min(self.state.in_update[ref])} is under way"
-            )
+        if ref in self.state.under_way and (updates := self.state.updates_of(ref)):
+            raise InvariantError(10, f"{ref} is used while {updates[0]} is under way")
         if tier is not None and tier is not self._compute:
             return self._wrapping(ref, tier)()
         wrap = self._wrap.get(ref)
@@ -141,14 +144,8 @@ class ChunkStore:
             )
 
     def _wrapping(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
-        if self._is_arriving(ref, tier):
+        if self.state.is_arriving(ref, tier):
             raise InvariantError(1, f"{ref} is used on the {tier.label}, still on its way")
-        return self._place(ref, tier)
-
-    def _is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
-        return self.state.in_flight.get(ref, (None, None))[1] is tier
-
-    def _place(self, ref: PlaneRef, tier: Tier) -> Callable[[], Tensor]:
         if tier is not self._compute and self._readiness.is_needed:
             self._readiness.wait((ref, tier))
         return self._wrapped(ref, tier)
@@ -157,10 +154,10 @@ class ChunkStore:
         first = self._at[tier].get(ref)
         if first is None:
             raise InvariantError(1, f"{ref} is used on the {tier.label}, without slots")
-        filling = self._filling.get((ref, tier))
+        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
         if filling is not None:
-            filling.wait()
-            del self._filling[ref, tier]
+            filling.ticket.wait()
+            del self._under_way[WorkKind.CREATE, ref, tier]
         return self._arenas[tier].wrapping(first, self.state.slots[ref], self._dtype(ref))
 
     @property
@@ -188,7 +185,7 @@ class ChunkStore:
             StateError: the store is of another process, whose transfers nobody here can wait for.
         """
         self._expect_own_process()
-        for waits, group in groupby(actions, key=lambda action: isinstance(action, Wait | UpdateWait)):
+        for waits, group in groupby(actions, key=lambda action: isinstance(action, Wait)):
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
             with nullcontext() if waits else InterruptionsPutOff():
                 for action in group:
@@ -198,17 +195,15 @@ class ChunkStore:
         try:
             if is_profiled():
                 with record_function(str(action)):
-                    self._move_and_apply(action)
+                    self._do(action, during)
             else:
-                self._move_and_apply(action)
+                self._do(action, during)
         except (torch.AcceleratorError, DeviceFailureError) as error:
             self.land_all()
             raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
         except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
             self.land_all()
             raise
-        if isinstance(action, Copy):
-            self._issued_at[action.ref] = during
         if self.keep_log:
             self.log.append(action)
 
@@ -218,123 +213,82 @@ class ChunkStore:
 
     def wait_for_updates(self) -> None:
         """Waits for all updates under way."""
-        self.carry_out([UpdateWait(chunk, tier) for chunk, tier in self.state.updating.items()])
+        self.carry_out(list(map(Wait, self.state.updates)))
 
-    def _give_up(self, action: Wait) -> None:
-        """Undoes a transfer whose wait has failed."""
-        ref, tier = action.ref, action.tier
-        with InterruptionsPutOff():
-            if self.state.has_slots_to_take(ref, tier):
-                self._move(Drop(ref, tier, self.state.slots[ref]))
-            residency.give_up(self.state, ref)
-            self._landed(ref, tier)
-
-    def _has_arrived(self, ref: PlaneRef, tier: Tier) -> bool:
-        """Waits for a transfer, which is given up where it fails; tells whether it has not."""
-        ticket = self._tickets[ref, tier]
-        try:
-            ticket.wait()
-        except Exception:  # whatever a lane has raised: the transfer has not been done
-            self._give_up(Wait(ref, tier))
-            return False
-        return True
-
-    def _move_and_apply(self, action: Action) -> None:
-        if isinstance(action, Update):
-            work = self.update_work(action.chunk, action.tier)
-            residency.apply(self.state, action)
-            # Other updates of its run need not be over: each has a part of the weight for itself.
-            before = [self._tickets[ref, action.tier] for ref in residency.arriving_for(self.state, action.chunk)]
-            units = residency.units_of_update(self.state, action.chunk)
-            for ref in units:
-                before += self._readiness.before_writing((ref, action.tier))
-            if action.tier is self._compute:
-                before += self._readiness.computed()
-            ticket = self._links.lane(action.tier, None).issue(work, before)
-            self._updates[action.chunk] = ticket
-            for ref in units:
-                self._readiness.written((ref, action.tier), ticket)
-            return
-        self._move(action)
-        self._apply(action)
-
-    def _apply(self, action: Action) -> None:
-        """Notes what has been moved."""
-        with InterruptionsPutOff():
-            arrived = residency.arriving_for(self.state, action.chunk) if isinstance(action, UpdateWait) else []
-            residency.apply(self.state, action)
-            if isinstance(action, Wait):
-                self._landed(action.ref, action.tier)
-            elif isinstance(action, UpdateWait):
-                for ref in arrived:
-                    self._landed(ref, action.tier)
-                self._updates.pop(action.chunk, None)
-
-    def _wait_for_update(self, chunk: int) -> None:
-        ticket = self._updates.get(chunk)
-        if ticket is None:  # an interruption came before there was one, but perhaps not before the work had begun
-            self._links.drain()
-        else:
-            ticket.wait_until_settled()
-
-    def _landed(self, ref: PlaneRef, tier: Tier) -> None:
-        self._tickets.pop((ref, tier), None)
-        self._issued_at.pop(ref, None)
-        if tier is self._compute:
-            self._fresh.pop(ref, None)
-
-    def _move(self, action: Action) -> None:
+    def _do(self, action: Action, during: str) -> None:
         match action:
-            case Create(ref, tier, slots):
-                if ref not in self._at[tier]:  # at home it may have rested before
-                    self._take(ref, tier, slots)
-                self._fill(ref, tier, slots)
-            case Copy(ref, src, dst, _):
-                self._copy(ref, src, dst)
-            case Wait(ref, tier):
-                self._wait(ref, tier)
+            case Issue():
+                self._issue(action, during)
+            case Wait():
+                over = residency.ended_by(self.state, action)
+                for issue in over:
+                    self._wait(issue)
+                self._note(over)
             case Drop(ref, tier, slots):
+                residency.apply(self.state, action)
                 self._give(ref, tier, slots)
-            case UpdateWait(chunk, tier):
-                for ref in residency.arriving_for(self.state, chunk):
-                    self._wait(ref, tier)
-                self._wait_for_update(chunk)
 
-    def _wait(self, ref: PlaneRef, tier: Tier) -> None:
+    def _note(self, over: Sequence[Issue]) -> None:
+        """Notes that works have been waited for."""
+        with InterruptionsPutOff():
+            residency.finish(self.state, over)
+            for issue in over:
+                self._under_way.pop(issue.work, None)
+
+    def _wait(self, issue: Issue) -> None:
         try:
-            self._tickets[ref, tier].wait_until_settled()
-        except (StateError, torch.AcceleratorError):  # of the lane or the device, not of this transfer
+            self._ticket(issue).wait_until_settled()
+        except (StateError, torch.AcceleratorError):  # of the lane or the device, not of this work
             raise
         except Exception as error:
-            src = self.state.in_flight[ref][0].label
-            this = f"{ref} on its way from the {src} to the {tier.label}, issued at {self._issued_at.get(ref) or 'this moment'}"
+            if issue.src is None:
+                raise
+            (_, ref, tier), during = issue.work, self._under_way[issue.work].during
+            this = (
+                f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during or 'this moment'}"
+            )
             if isinstance(error, DeviceFailureError):
                 raise located(error, this) from error
             raise DeviceError(f"{error}\n  this was {this}") from error
 
+    def _ticket(self, issue: Issue) -> Ticket:
+        """The ticket of a work under way."""
+        found = self._under_way.get(issue.work)
+        if found is None:  # an interruption came before there was one, but perhaps not before the work had begun
+            self._links.drain()
+            return DONE
+        return found.ticket
+
     def land(self, ref: PlaneRef) -> None:
-        """Waits for an update that uses a unit and for a transfer of it, if they are under way."""
-        updates = sorted(self.state.in_update.get(ref, ()))
-        self.carry_out([UpdateWait(chunk, self.state.updating[chunk]) for chunk in updates])
-        self._land_transfer(ref)
+        """Waits for the works under way that use a unit."""
+        while users := self.state.used_by(ref):
+            self.carry_out([Wait(users[0].work)])
 
     def land_all(self) -> None:
-        """Waits for all transfers and updates under way; those that fail are given up."""
-        for chunk, tier in list(self.state.updating.items()):
-            try:
-                self._wait_for_update(chunk)
-            except Exception:  # whoever has given the work knows of it; what it uses may be wanted again
-                self.state.unwanted.difference_update(residency.units_of_update(self.state, chunk))
-            for ref in residency.arriving_for(self.state, chunk):
-                self._has_arrived(ref, tier)
-            self._apply(UpdateWait(chunk, tier))
-        for ref, (_, tier) in list(self.state.in_flight.items()):
-            if self._has_arrived(ref, tier):
-                self._apply(Wait(ref, tier))
+        """Waits for all works under way; those that fail are given up."""
+        while self.state.under_way:
+            wait = Wait(next(iter(self.state.under_way.values())).by[0].work)
+            for issue in residency.ended_by(self.state, wait):
+                self._land(issue)
 
-    def _land_transfer(self, ref: PlaneRef) -> None:
-        if ref in self.state.in_flight:
-            self.carry_out([Wait(ref, self.state.in_flight[ref][1])])
+    def _land(self, issue: Issue) -> None:
+        """Waits for a work. A transfer that has failed is undone; of an update that has, whoever has given the work knows."""
+        try:
+            self._ticket(issue).wait()
+        except Exception:  # whatever a lane has raised: the work has not been done
+            if issue.src is not None:
+                self._give_up(issue)
+                return
+            residency.want_again(self.state, issue)
+        self._note([issue])
+
+    def _give_up(self, issue: Issue) -> None:
+        _, ref, tier = issue.work
+        with InterruptionsPutOff():
+            residency.give_up(self.state, ref)
+            if self.state.has_slots_to_take(ref, tier):
+                self._give(ref, tier, issue.slots)
+            del self._under_way[issue.work]
 
     def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
         """Notes that a unit has been written, on the compute tier or on one below."""
@@ -343,8 +297,8 @@ class ChunkStore:
 
     def forget(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more but an update under way; its slots go when room is needed."""
-        if ref not in self.state.in_update:
-            self._land_transfer(ref)
+        if not self.state.updates_of(ref):
+            self.land(ref)
         with InterruptionsPutOff():
             residency.mark_free(self.state, ref)
 
@@ -399,17 +353,17 @@ class ChunkStore:
     @property
     def arriving_slots(self) -> int:
         """Slots of the compute tier whose pages come with transfers that are under way, as far as they have not come."""
-        return sum(self._fresh[ref] for ref in self._coming())
+        return sum(coming.fresh_slots for _, coming in self._coming())
 
     def arriving_bytes(self) -> int:
         """Bytes of the pages that come with these transfers, without those that have. It takes a call of the system for each of them."""
         arena, at, slots = self._arenas[self._compute], self._at[self._compute], self.state.slots
-        return sum(arena.absent_bytes(at[ref], slots[ref]) for ref in self._coming())
+        return sum(arena.absent_bytes(at[ref], slots[ref]) for ref, _ in self._coming())
 
-    def _coming(self) -> list[PlaneRef]:
-        if not self._fresh:
+    def _coming(self) -> list[tuple[PlaneRef, _UnderWay]]:
+        if not self._under_way:
             return []
-        return [ref for ref in self._fresh if not self._tickets[ref, self._compute].done]
+        return [(ref, one) for (_, ref, _), one in self._under_way.items() if one.fresh_slots and not one.ticket.done]
 
     def trim(self) -> None:
         """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""
@@ -466,7 +420,8 @@ class ChunkStore:
 
     def _give_slots(self, ref: PlaneRef, tier: Tier, first: int, slots: int) -> None:
         """Gives slots back to their arena, behind what is still under way on them."""
-        fence, arena = self._filling.pop((ref, tier), None), self._arenas[tier]
+        filling, arena = self._under_way.pop((WorkKind.CREATE, ref, tier), None), self._arenas[tier]
+        fence = None if filling is None else filling.ticket
         if self._poison or self._readiness.is_needed:
             before = [] if fence is None else [fence]
             before += self._readiness.before_writing((ref, tier))
@@ -478,83 +433,109 @@ class ChunkStore:
                 fence = self._links.lane(tier, tier).issue(work, before)
         arena.give(first, slots, fence=fence)
 
-    def _fill(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
-        """Has a unit's slots filled with zeros."""
-        arena, first = self._arenas[tier], self._at[tier][ref]
-        before = [*arena.fences(first, slots), *self._before_writing(ref, tier)]
-        ticket = self._links.lane(tier, tier).issue(arena.filling(first, slots), before)
-        if tier is self._compute and self._readiness.is_needed:
-            self._readiness.written((ref, tier), ticket)
-        else:
-            self._filling[ref, tier] = ticket
-
-    def _before_reading(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """All that must be over before a work reads a unit's slots."""
-        computed = self._readiness.computed() if tier is self._compute else []
-        return [*self._under_way(ref, tier), *self._readiness.before_reading((ref, tier)), *computed]
-
-    def _before_writing(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """All that must be over before a work writes a unit's slots, but for the fences of slots that have just been taken.
-
-        What is computed is not among them: slots of the tier that computes have always just been taken.
-        """
-        return [*self._under_way(ref, tier), *self._readiness.before_writing((ref, tier))]
-
-    def _under_way(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """The filling and the updates that must be over before a unit's slots are read or written."""
-        chunks = [chunk for chunk in self.state.in_update.get(ref, ()) if self.state.updating[chunk] is tier]
-        updates = [self._updates[chunk] for chunk in chunks if chunk in self._updates]
-        filling = self._filling.get((ref, tier))
-        return updates if filling is None else [filling, *updates]
-
-    def _copy(self, ref: PlaneRef, src: Tier, dst: Tier) -> None:
-        slots, nbytes = self.state.slots[ref], self.state.unit_bytes(ref)
-        taken = dst is not Tier.DISK and ref not in self._at[dst]
-        committed_slots = self.committed_slots
-        if taken:
-            self._take(ref, dst, slots)
+    def _issue(self, issue: Issue, during: str) -> None:
+        """Has a work begin: on its lane, after what it has to come after."""
+        (kind, ref, tier), src = issue.work, issue.src
+        is_update, committed_slots = kind is WorkKind.UPDATE, self.committed_slots
+        takes = (
+            not is_update and tier is not Tier.DISK and ref not in self._at[tier]
+        )  # at home it may have rested before
+        if takes:
+            self._take(ref, tier, issue.slots)
+        task = self._task(issue)
+        if is_update:
+            residency.apply(self.state, issue)
         try:
-            ticket = self._issue(ref, src, dst, taken=taken)
+            ticket = self._begin(issue, task, takes=takes)
         except BaseException:
-            if taken:  # the transfer has not been issued: the state knows nothing of it, and neither may the slots
-                self._give(ref, dst, slots)
+            if takes:  # it has not been issued: the state knows nothing of it, and neither may the slots
+                self._give(ref, tier, issue.slots)
             raise
-        self._tickets[ref, dst] = ticket
-        self._readiness.read((ref, src), ticket)
-        self._readiness.written((ref, dst), ticket)
-        if dst is self._compute and self.committed_slots > committed_slots:
-            self._fresh[ref] = self.committed_slots - committed_slots
-        self._ledger.move(src, dst, nbytes)
+        fresh_slots = self.committed_slots - committed_slots if src is not None and tier is self._compute else 0
+        self._under_way[issue.work] = _UnderWay(ticket, during, fresh_slots)
+        if self._readiness.is_needed:
+            self._note_places(issue, ticket)
+        if src is not None:
+            self._ledger.move(src, tier, self.state.unit_bytes(ref))
+        if not is_update:
+            residency.apply(self.state, issue)
 
-    def _issue(self, ref: PlaneRef, src: Tier, dst: Tier, *, taken: bool) -> Ticket:
-        """Issues a transfer, after what it has to come after. `taken`: whether its slots have just been taken."""
-        slots, nbytes, lane = self.state.slots[ref], self.state.unit_bytes(ref), self._links.lane(src, dst)
-        if dst is Tier.DISK:
-            from_ = self._arenas[src].buffer(self._at[src][ref], slots)
-            return lane.issue(self._pool().writing(ref, from_), self._before_reading(ref, src), nbytes=nbytes)
-        first = self._at[dst][ref]
-        before = self._arenas[dst].fences(first, slots)
-        before += self._under_way(ref, dst) if taken else self._before_writing(ref, dst)
+    def _note_places(self, issue: Issue, ticket: Ticket) -> None:
+        """Notes what a work reads and writes, for what comes after it on a device."""
+        kind, _, tier = issue.work
+        for place in reads(issue, self.state.home):
+            self._readiness.read(place[:2], ticket)
+        for place in writes(issue, self.state.home):
+            self._readiness.written(place[:2], ticket)
+        if kind is WorkKind.CREATE and tier is self._compute:
+            del self._under_way[issue.work]  # nobody waits for it on the host
+
+    def _task(self, issue: Issue) -> Task:
+        """The task of a lane by which a work is done."""
+        (kind, ref, tier), src, slots = issue.work, issue.src, issue.slots
+        if kind is WorkKind.UPDATE:
+            return self.update_work(ref.chunk, tier)
+        if tier is Tier.DISK and src is not None:
+            return self._pool().writing(ref, self._arenas[src].buffer(self._at[src][ref], slots))
+        arena, first = self._arenas[tier], self._at[tier][ref]
+        if src is None:
+            return arena.filling(first, slots)
         if src is Tier.DISK:
-            return lane.issue(self._pool().reading(ref, self._arenas[dst].buffer(first, slots)), before, nbytes=nbytes)
-        if len(self.state.in_update.get(ref, ())) > 1:
-            return self._issue_by_chunk(ref, src, dst, before)
-        work = self._arenas[dst].copying(first, slots, self._arenas[src], self._at[src][ref])
-        return lane.issue(work, [*before, *self._before_reading(ref, src)], nbytes=nbytes)
+            return self._pool().reading(ref, arena.buffer(first, slots))
+        return arena.copying(first, slots, self._arenas[src], self._at[src][ref])
 
-    def _issue_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
-        """Issues the transfer of a run as one of each chunk, so that none waits for updates of others."""
+    def _begin(self, issue: Issue, task: Task, *, takes: bool) -> Ticket:
+        (kind, ref, tier), src = issue.work, issue.src
+        before = self._before_writing(issue, takes=takes)
+        if src is None:
+            lane, nbytes = self._links.lane(tier, None if kind is WorkKind.UPDATE else tier), 0
+        elif ref in self.state.under_way and len(self.state.updates_of(ref)) > 1:
+            return self._begin_by_chunk(ref, src, tier, before)
+        else:
+            lane, nbytes = self._links.lane(src, tier), self.state.unit_bytes(ref)
+        return lane.issue(task, [*before, *self._before_reading(issue)], nbytes=nbytes)
+
+    def _before_reading(self, issue: Issue) -> list[Ticket]:
+        """All that must be over before a work reads what it reads."""
+        before = [self._ticket(earlier) for earlier in residency.before_it(self.state, issue)]
+        if issue.src is not None:
+            before += self._zeros(issue.work.of, issue.src)
+        if self._readiness.is_needed:
+            for unit, tier, _ in reads(issue, self.state.home):
+                before += self._readiness.before_reading((unit, tier))
+                if tier is self._compute:
+                    before += self._readiness.computed()
+        return before
+
+    def _before_writing(self, issue: Issue, *, takes: bool) -> list[Ticket]:
+        """All that must be over before a work writes what it writes. `takes`: into slots that have just been taken, which have fences."""
+        (kind, ref, tier), before = issue.work, list[Ticket]()
+        if kind is not WorkKind.UPDATE and tier is not Tier.DISK:
+            before += self._arenas[tier].fences(self._at[tier][ref], issue.slots)
+            before += self._zeros(ref, tier)
+        if self._readiness.is_needed:
+            for unit, _, _ in writes(issue, self.state.home):
+                before += self._readiness.before_writing((unit, tier))
+            if tier is self._compute and not takes:
+                before += self._readiness.computed()
+        return before
+
+    def _zeros(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
+        """The filling of a unit's slots, if nobody has waited for it."""
+        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
+        return [] if filling is None else [filling.ticket]
+
+    def _begin_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
+        """Begins the transfer of a run as one of each chunk, so that none waits for updates of others."""
         lane, chunks = self._links.lane(src, dst), self._chunks(ref)
         slots, parts = self.state.slots[ref] // chunks, list[Ticket]()
-        filling = self._filling.get((ref, src))
         for number in range(chunks):
             first, source_first = self._at[dst][ref] + number * slots, self._at[src][ref] + number * slots
             work = self._arenas[dst].copying(first, slots, self._arenas[src], source_first)
-            update = self._updates.get(ref.chunk + number)
+            update = self._under_way.get(Work.update(ref.chunk + number, src))
             # On a device an update that has been waited for is queued, and no more. The last one comes after all before it, and what was computed.
-            after = self._readiness.before_reading((ref, src)) if update is None else [update]
-            if filling is not None:
-                after.append(filling)
+            after = self._readiness.before_reading((ref, src)) if update is None else [update.ticket]
+            after += self._zeros(ref, src)
             parts.append(lane.issue(work, [*before, *after], nbytes=slots * self.state.slot_bytes))
         return lane.issue(_nothing, parts)
 

@@ -11,7 +11,7 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.memory.device_failure import DeviceFailureError
-from patrickstar.memory.lanes import CompletedTicket, Ticket, Work, when_all_settled
+from patrickstar.memory.lanes import CompletedTicket, Task, Ticket, when_all_settled
 
 __all__ = ["StreamLane", "StreamTicket"]
 
@@ -108,7 +108,7 @@ class StreamLane:
         self._closed = False
         self._process = os.getpid()
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
         if self._closed:
             return CompletedTicket(StateError(f"the lane {self.name} is closed"))
         ticket, before = StreamTicket(), tuple(after)
@@ -117,7 +117,7 @@ class StreamLane:
         when_all_settled(before, lambda: self._queue(work, before, ticket))
         return ticket
 
-    def _queue(self, work: Work, after: Collection[Ticket], ticket: StreamTicket) -> None:
+    def _queue(self, work: Task, after: Collection[Ticket], ticket: StreamTicket) -> None:
         how: torch.Event | BaseException = StateError(f"the lane {self.name} was interrupted")
         try:
             with self._queueing, self.stream:

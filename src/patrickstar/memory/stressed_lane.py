@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from random import Random
 
-from patrickstar.memory.lanes import Lane, Ticket, Work
+from patrickstar.memory.lanes import Lane, Task, Ticket
 
 __all__ = ["StressedLane"]
 
@@ -20,7 +20,7 @@ class StressedLane:
         self._lane = lane
         self._random = random
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
         # Most are late by a little, some by much.
         seconds = _LATEST_SECONDS * self._random.random() ** 3
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from threading import Lock
 
 from patrickstar.errors import DeviceError, StateError
-from patrickstar.memory.lanes import Ticket, Work, when_all_settled
+from patrickstar.memory.lanes import Task, Ticket, when_all_settled
 from patrickstar.memory.workers import Job, Workers
 
 __all__ = ["PacedLane", "ThreadLane"]
@@ -54,7 +54,7 @@ class ThreadLane:
         self._lock = Lock()
         self._process = os.getpid()
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
         end: Future[None] = Future()
         with self._lock:
             self._ends.add(end)
@@ -63,7 +63,7 @@ class ThreadLane:
         when_all_settled(before, lambda: self._start(work, before, end))
         return _Ticket(end)
 
-    def _start(self, work: Work, after: Collection[Ticket], end: Future[None]) -> None:
+    def _start(self, work: Task, after: Collection[Ticket], end: Future[None]) -> None:
         def fail(error: Exception) -> None:
             with suppress(InvalidStateError):  # it is over
                 end.set_exception(error)
@@ -102,7 +102,7 @@ class PacedLane(ThreadLane):
         self._bytes_per_second = bytes_per_second
         self._free_at = 0.0
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
         ready_at = 0.0
 
         def note() -> None:
@@ -121,7 +121,7 @@ class PacedLane(ThreadLane):
         return super().issue(paced, after)
 
 
-def _do(work: Work, after: Collection[Ticket], end: Future[None], lane: str) -> None:
+def _do(work: Task, after: Collection[Ticket], end: Future[None], lane: str) -> None:
     try:
         for ticket in after:
             ticket.wait()

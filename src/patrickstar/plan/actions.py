@@ -1,104 +1,141 @@
-"""Actions that a plan may ask for. Each is one line of text that parses back.
+"""Works, which take time, and the actions that a plan may ask for. Each action is one line of text that parses back.
 
-    c12.weight H>D x4    Copy: a transfer is issued; the unit takes four slots
-    c12.weight D?        Wait: the transfer to this tier must be over now
+    c12.weight H>D x4    Issue of a COPY: a transfer begins; the unit takes four slots
+    c3.exp_avg 0>D       Issue of a CREATE: first contents, all zeros; it has no wait
+    c3 step@D            Issue of an UPDATE: the optimizer's update of a chunk begins, on this tier
+    c12.weight D?        Wait for a COPY: the transfer to this tier must be over now
+    c3 step@D?           Wait for an UPDATE
     c12.weight D! x4     Drop: the copy's slots are given back, nothing is transferred
-    c3.exp_avg 0>D       Create: first contents, all zeros
-    c3 step@D            Update: the optimizer's update of a chunk begins, on this tier
-    c3 step@D?           UpdateWait: it must be over now
 
-A count of slots is printed where it is not one. The union is closed: a new kind of action is a new class here, a line
-in `parse_action`, a case in `residency.apply`, and a case in `check`.
+A count of slots is printed where it is not one. A new kind of work is a member of `WorkKind`, a line of text here, and one in the table of
+`plan/works.py`, which says what it reads and writes.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from enum import Enum
+from typing import Final, NamedTuple, TypeGuard
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import PlaneRef
+from patrickstar.core.planes import STEP, PlaneRef
+
+
+class WorkKind(Enum):
+    """The kinds of work."""
+
+    COPY = "the transfer of a unit from one tier to its neighbour"
+    CREATE = "first contents of a unit, all zeros"
+    UPDATE = "the optimizer's update of a chunk, where all that it needs is"
+
+    __hash__ = object.__hash__  # that of an Enum is a call in Python
+
+
+class Work(NamedTuple):
+    """Something that takes time: on lanes, beside what follows its issue.
+
+    Attributes:
+        of: the unit; of an update `c3.step`, which has no bytes.
+        tier: where it is done; that of a copy is where it arrives.
+    """
+
+    kind: WorkKind
+    of: PlaneRef
+    tier: Tier
+
+    @classmethod
+    def copy(cls, ref: PlaneRef, tier: Tier) -> Work:
+        """The transfer of a unit to a tier."""
+        return cls(WorkKind.COPY, ref, tier)
+
+    @classmethod
+    def update(cls, chunk: int, tier: Tier) -> Work:
+        """The optimizer's update of a chunk on a tier."""
+        return cls(WorkKind.UPDATE, PlaneRef(chunk, STEP), tier)
+
+    def __str__(self) -> str:
+        if self.kind is WorkKind.UPDATE:
+            return f"c{self.of.chunk} step@{self.tier.value}"
+        return f"{self.of} {self.tier.value}"
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Issue the transfer of a unit from one tier to its neighbour; where it arrives it takes slots now."""
+class Issue:
+    """Begin a work. What is copied or created takes slots now. `src`: the tier that a copy comes from."""
 
-    ref: PlaneRef
-    src: Tier
-    dst: Tier
+    work: Work
+    src: Tier | None = None
     slots: int = 1
 
+    @classmethod
+    def copy(cls, ref: PlaneRef, src: Tier, dst: Tier, slots: int = 1) -> Issue:
+        """The issue of a transfer from one tier to its neighbour."""
+        return cls(Work.copy(ref, dst), src, slots)
+
+    @classmethod
+    def create(cls, ref: PlaneRef, tier: Tier, slots: int = 1) -> Issue:
+        """The issue of the first contents of a unit that has none."""
+        return cls(Work(WorkKind.CREATE, ref, tier), None, slots)
+
+    @classmethod
+    def update(cls, chunk: int, tier: Tier) -> Issue:
+        """The issue of a chunk's update."""
+        return cls(Work.update(chunk, tier))
+
+    @property
+    def of(self) -> PlaneRef:
+        """The unit, or what an update is of."""
+        return self.work.of
+
     def __str__(self) -> str:
-        return f"{self.ref} {self.src.value}>{self.dst.value}{_times(self.slots)}"
+        if self.work.kind is WorkKind.UPDATE:
+            return str(self.work)
+        return f"{self.of} {self.src.value if self.src else 0}>{self.work.tier.value}{_times(self.slots)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for the transfer that makes a unit valid on this tier: one for each copy."""
+    """Wait for a work: one for each."""
 
-    ref: PlaneRef
-    tier: Tier
+    work: Work
+
+    @classmethod
+    def copy(cls, ref: PlaneRef, tier: Tier) -> Wait:
+        """The wait for the transfer that makes a unit valid on a tier."""
+        return cls(Work.copy(ref, tier))
+
+    @classmethod
+    def update(cls, chunk: int, tier: Tier) -> Wait:
+        """The wait for the update of a chunk."""
+        return cls(Work.update(chunk, tier))
+
+    @property
+    def of(self) -> PlaneRef:
+        """The unit, or what an update is of."""
+        return self.work.of
 
     def __str__(self) -> str:
-        return f"{self.ref} {self.tier.value}?"
+        return f"{self.work}?"
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Give a copy's slots back without a transfer: another tier holds the same bytes, or nobody wants them."""
 
-    ref: PlaneRef
+    of: PlaneRef
     tier: Tier
     slots: int = 1
 
     def __str__(self) -> str:
-        return f"{self.ref} {self.tier.value}!{_times(self.slots)}"
+        return f"{self.of} {self.tier.value}!{_times(self.slots)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Create:
-    """Give a unit that has no contents slots full of zeros."""
-
-    ref: PlaneRef
-    tier: Tier
-    slots: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.ref} 0>{self.tier.value}{_times(self.slots)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Begin the optimizer's update of a chunk on a tier, where all that it needs is; it may go on beside what follows."""
-
-    chunk: int
-    tier: Tier
-
-    def __str__(self) -> str:
-        return f"c{self.chunk} step@{self.tier.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateWait:
-    """Wait for the update of a chunk: one for each."""
-
-    chunk: int
-    tier: Tier
-
-    def __str__(self) -> str:
-        return f"c{self.chunk} step@{self.tier.value}?"
-
-
-Move = Copy | Wait | Drop | Create
-"""An action on one unit."""
-
-Action = Move | Update | UpdateWait
+Action = Issue | Wait | Drop
 
 _TIER: Final = "[DHK]"
 _ACTION: Final = re.compile(
-    rf"(?P<ref>\S+) (?:(?P<src>0|{_TIER})>(?P<dst>{_TIER})|(?P<tier>{_TIER})(?P<kind>[?!]))(?: x(?P<slots>[1-9]\d*))?"
+    rf"(?P<ref>\S+) (?:(?P<src>0|{_TIER})>(?P<dst>{_TIER})|(?P<tier>{_TIER})(?P<end>[?!]))(?: x(?P<slots>[1-9]\d*))?"
 )
 _UPDATE: Final = re.compile(rf"c(?P<chunk>\d+) step@(?P<tier>{_TIER})(?P<waits>\??)")
 
@@ -111,18 +148,34 @@ def parse_action(text: str) -> Action:
     """
     update = _UPDATE.fullmatch(text)
     if update:
-        return (UpdateWait if update["waits"] else Update)(int(update["chunk"]), Tier(update["tier"]))
+        work = Work.update(int(update["chunk"]), Tier(update["tier"]))
+        return Wait(work) if update["waits"] else Issue(work)
     found = _ACTION.fullmatch(text)
-    if not found or (found["kind"] == "?" and found["slots"]) or found["slots"] == "1":
+    if not found or (found["end"] == "?" and found["slots"]) or found["slots"] == "1":
         raise ValueError(f'{text!r} is not an action, such as "c12.weight H>D x4", "c12.weight D?", "c12.weight D!"')
     ref, slots = PlaneRef.parse(found["ref"]), int(found["slots"] or 1)
-    if found["kind"] == "?":
-        return Wait(ref, Tier(found["tier"]))
-    if found["kind"] == "!":
+    if found["end"] == "?":
+        return Wait.copy(ref, Tier(found["tier"]))
+    if found["end"] == "!":
         return Drop(ref, Tier(found["tier"]), slots)
     if found["src"] == "0":
-        return Create(ref, Tier(found["dst"]), slots)
-    return Copy(ref, Tier(found["src"]), Tier(found["dst"]), slots)
+        return Issue.create(ref, Tier(found["dst"]), slots)
+    return Issue.copy(ref, Tier(found["src"]), Tier(found["dst"]), slots)
+
+
+def is_copy(action: Action) -> TypeGuard[Issue]:
+    """Tells whether an action is the issue of a transfer."""
+    return isinstance(action, Issue) and action.work.kind is WorkKind.COPY
+
+
+def slots_taken(action: Action, tier: Tier) -> int:
+    """Slots of a tier that an action takes for a copy of a unit there; negative: that it gives back."""
+    match action:
+        case Issue(Work(WorkKind.COPY | WorkKind.CREATE, _, arrives), _, slots) if arrives is tier:
+            return slots
+        case Drop(_, leaves, slots) if leaves is tier:
+            return -slots
+    return 0
 
 
 def _times(slots: int) -> str:

@@ -12,8 +12,8 @@
     A transfer that nobody waits for may read or write its slots at any later time. One that outlasts the plan is
     written down at its end, and the next one's to wait for.
 (6) All ranks of a group issue the same collectives in the same order.
-    Otherwise they wait for each other for ever. One rank has none: any action that is not one of the four local kinds
-    is a violation.
+    Otherwise they wait for each other for ever. One rank has none: any work that is not of the three local kinds is a
+    violation.
 (7) What leaves a tier is the local shard, never the gathered chunk.
     One rank's shard is the whole unit: a copy carries exactly its slots, as do the slots it takes and gives back.
 (8) Each gradient is reduced once per step boundary.
@@ -41,7 +41,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.snapshot import Snapshot
 
@@ -81,14 +81,14 @@ def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: 
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=False)):
         pinned = {*moment.held, *(touch.ref for touch in moment.touches if touch.tier in (None, compute))}
         for number, action in enumerate(actions):
-            if isinstance(action, Update | UpdateWait):
-                updates.act((index, number), action, moment)
-            elif not isinstance(action, Move):
+            if not isinstance(action, Issue | Wait | Drop):
                 found.add((index, number), 6, f"{action}: not an action of one rank")
-            elif action.ref not in histories:
+            elif not isinstance(action, Drop) and action.work.kind is WorkKind.UPDATE:
+                updates.act((index, number), action, moment)
+            elif action.of not in histories:
                 found.add((index, number), 9, f"{action}: there is no such unit")
             else:
-                histories[action.ref].act((index, number), action, is_pinned=action.ref in pinned)
+                histories[action.of].act((index, number), action, is_pinned=action.of in pinned)
         updates.expect_begun((index, _USE), moment)
         _use(histories, moment, (index, _USE), pinned, compute)
         for ref in freed_after.get(index, ()):
@@ -120,36 +120,38 @@ class _Updates:
         self._compute = compute
         self._found = found
 
-        self._under_way: dict[int, tuple[Tier, Moment]] = {}
+        self._under_way: dict[Work, Moment] = {}
         self._begun: set[int] = set()
 
-    def act(self, at: _At, action: Update | UpdateWait, moment: Moment) -> None:
-        if isinstance(action, Update):
-            self._begin(at, action, moment)
-        elif self._under_way.get(action.chunk, (None, None))[0] is not action.tier:
+    def act(self, at: _At, action: Issue | Wait, moment: Moment) -> None:
+        update = action.work
+        if isinstance(action, Issue):
+            self._begin(at, update, moment)
+        elif update not in self._under_way:
             self._found.add(at, 10, f"{action}: no such update has begun")
         else:
-            for touch in self._under_way.pop(action.chunk)[1].touches:
-                self._histories[touch.ref].end_update(at, action)
+            for touch in self._under_way.pop(update).touches:
+                self._histories[touch.ref].end_update(at, update)
 
-    def _begin(self, at: _At, action: Update, moment: Moment) -> None:
-        if action.chunk in self._begun:
-            self._found.add(at, 10, f"{action}: it has been done")
-        if moment.updates != action.chunk or (moment.update_tier or self._compute) is not action.tier:
-            self._found.add(at, 10, f"{action}: this is not its moment")
+    def _begin(self, at: _At, update: Work, moment: Moment) -> None:
+        chunk = update.of.chunk
+        if chunk in self._begun:
+            self._found.add(at, 10, f"{update}: it has been done")
+        if moment.updates != chunk or (moment.update_tier or self._compute) is not update.tier:
+            self._found.add(at, 10, f"{update}: this is not its moment")
             return
-        self._begun.add(action.chunk)
-        self._under_way[action.chunk] = action.tier, moment
+        self._begun.add(chunk)
+        self._under_way[update] = moment
         for touch in moment.touches:
-            self._histories[touch.ref].begin_update(at, action)
+            self._histories[touch.ref].begin_update(at, update)
 
     def expect_begun(self, at: _At, moment: Moment) -> None:
         if moment.updates is not None and moment.updates not in self._begun:
             self._found.add(at, 10, f"the update of c{moment.updates} does not begin")
 
     def end(self, at: _At) -> None:
-        for chunk in sorted(self._under_way):
-            self._found.add(at, 10, f"the update of c{chunk} was never waited for")
+        for update in sorted(self._under_way, key=lambda update: update.of):
+            self._found.add(at, 10, f"the update of c{update.of.chunk} was never waited for")
 
 
 def show(violations: Iterable[str], plan: Plan, trace: Trace) -> str:
@@ -206,7 +208,7 @@ class _History:
         self._bytes: dict[Tier, str | None] = dict.fromkeys(start.newest.get(ref, ()), self._writer)
         self._room = {tier for tier, refs in start.taken.items() if ref in refs}
         self._under_way: dict[Tier, tuple[Tier, str | None]] = {}
-        self._updates: list[Update] = []
+        self._updates: list[Work] = []
         self._is_unwanted = False
         if ref in start.in_flight:
             src, dst = start.in_flight[ref]
@@ -225,46 +227,44 @@ class _History:
     def _needs_room(self, tier: Tier) -> bool:
         return tier is self._compute or tier is not self._home
 
-    def begin_update(self, at: _At, update: Update) -> None:
+    def begin_update(self, at: _At, update: Work) -> None:
         for other in self._updates:
             if not self._is_shared_with(other, update.tier):
                 self.wrong(at, 10, f"{update}: {self._ref} is used by {other}, which has not been waited for")
         self._updates.append(update)
 
-    def _is_shared_with(self, other: Update, tier: Tier) -> bool:
+    def _is_shared_with(self, other: Work, tier: Tier) -> bool:
         return self._ref.plane == WEIGHT and other.tier is tier
 
-    def end_update(self, at: _At, wait: UpdateWait) -> None:
-        self._updates = [update for update in self._updates if update.chunk != wait.chunk]
-        if self._ref.plane == GRAD and wait.tier in self._under_way:
-            _, self._bytes[wait.tier] = self._under_way.pop(wait.tier)
+    def end_update(self, at: _At, update: Work) -> None:
+        self._updates.remove(update)
+        if self._ref.plane == GRAD and update.tier in self._under_way:
+            _, self._bytes[update.tier] = self._under_way.pop(update.tier)
         if self._is_unwanted and not self._updates:
             self.free(at)
 
-    def act(self, at: _At, action: Move, *, is_pinned: bool) -> None:
+    def act(self, at: _At, action: Action, *, is_pinned: bool) -> None:
+        tier = action.tier if isinstance(action, Drop) else action.work.tier
         for update in self._updates:
-            if (
-                isinstance(action, Wait)
-                or (isinstance(action, Drop | Create) and action.tier is update.tier)
-                or (isinstance(action, Copy) and action.dst is update.tier)
-            ):
+            # A gradient may arrive before its update is over; what an update writes comes after it.
+            reads_it = isinstance(action, Wait) and self._ref.plane != GRAD
+            if reads_it or (not isinstance(action, Wait) and tier is update.tier):
                 self.wrong(at, 10, f"{action}: {update} has not been waited for")
         if not isinstance(action, Wait) and action.slots != self._slots:
             self.wrong(at, 7, f"{action}: the unit takes {self._slots} slots")
         match action:
-            case Copy(_, src, dst):
-                self._copy(at, action, src, dst, is_pinned=is_pinned)
-            case Wait(_, tier):
-                if tier not in self._under_way:
-                    self.wrong(at, 5, f"{action}: no such transfer has been issued")
-                else:
-                    _, self._bytes[tier] = self._under_way.pop(tier)
-            case Drop(_, tier):
-                self._drop(at, action, tier, is_pinned=is_pinned)
-            case Create(_, tier):
+            case Issue(_, Tier() as src):
+                self._copy(at, action, src, tier, is_pinned=is_pinned)
+            case Issue():
                 self._create(at, action, tier)
+            case Drop():
+                self._drop(at, action, tier, is_pinned=is_pinned)
+            case Wait() if tier in self._under_way:
+                _, self._bytes[tier] = self._under_way.pop(tier)
+            case Wait():
+                self.wrong(at, 5, f"{action}: no such transfer has been issued")
 
-    def _copy(self, at: _At, action: Copy, src: Tier, dst: Tier, *, is_pinned: bool) -> None:
+    def _copy(self, at: _At, action: Issue, src: Tier, dst: Tier, *, is_pinned: bool) -> None:
         if src is self._compute and is_pinned:
             self.wrong(at, 3, f"{action}: it is in use at this moment")
         way = [tier for tier in Tier if not _is_above(tier, self._compute) and not _is_above(self._home, tier)]
@@ -299,7 +299,7 @@ class _History:
         self._room.discard(tier)
         self.changes.append((at, tier, -self._slots))
 
-    def _create(self, at: _At, action: Create, tier: Tier) -> None:
+    def _create(self, at: _At, action: Issue, tier: Tier) -> None:
         if self._writer is not None:
             self.wrong(at, 8 if self._ref.plane == GRAD else 4, f"{action}: it has contents")
         is_between = not _is_above(tier, self._compute) and not _is_above(self._home, tier)
@@ -321,7 +321,7 @@ class _History:
     def use(self, at: _At, tier: Tier, *, by: int | None) -> None:
         """A moment reads or writes the unit on this tier. `by`: the chunk whose update that is."""
         for update in self._updates:
-            if update.chunk != by and not (by is not None and self._is_shared_with(update, tier)):
+            if update.of.chunk != by and not (by is not None and self._is_shared_with(update, tier)):
                 self.wrong(at, 10, f"{self._ref} is used before the wait for {update}")
         if tier in self._under_way and by is not None and self._ref.plane == GRAD:
             if self._under_way[tier][1] != self._writer:

@@ -19,7 +19,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
-from patrickstar.plan.actions import Action, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Action, Issue, Wait
 from patrickstar.plan.eviction import Ranking, Uses, policy_named
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
 from patrickstar.plan.overlap import overlap
@@ -110,10 +110,10 @@ def make_plan(
         except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
             host_bytes = machine.budget[Tier.HOST]
             raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
-        moved = [action.ref for action in actions if not isinstance(action, Update | UpdateWait)]
+        moved = [action.of for action in actions]
         if moment.updates is not None:
-            where = moment.updates, moment.update_tier or machine.compute
-            actions = [*actions, Update(*where), UpdateWait(*where)]
+            update = Issue.update(moment.updates, moment.update_tier or machine.compute)
+            actions = [*actions, update, Wait(update.work)]
         for action in actions:
             apply(state, action)
         mark_moment(state, moment, done)
@@ -144,13 +144,13 @@ def _before(
     is_ready = (
         not state.stale[compute]
         and all(state.slots_used[tier] <= slots for tier, slots in capacity.items())
-        and not state.in_flight
+        and not state.under_way
         and not leaving
         and all(touch.tier is None and state.is_newest(touch.ref, compute) for touch in (*moment.touches, *held))
     )
     if is_ready:
         return []
     actions = make_room(state, touches=(*moment.touches, *held), leaving=leaving, capacity=capacity, order=order)
-    landed = {action.ref for action in actions if isinstance(action, Wait)}
-    left = (ref for ref in freed if ref in state.in_flight and ref not in landed)
-    return [*actions, *(Wait(ref, state.in_flight[ref][1]) for ref in left)]
+    landed = {action.of for action in actions if isinstance(action, Wait)}
+    left = ((ref, state.flight(ref)) for ref in freed if ref not in landed)
+    return [*actions, *(Wait.copy(ref, flight[1]) for ref, flight in left if flight)]

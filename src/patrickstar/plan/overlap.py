@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind, is_copy, slots_taken
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
@@ -47,7 +47,7 @@ def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: C
     Args:
         goes_down: what will be used on the tier below after the plan's end, and not before that on any other.
     """
-    if moments_ahead == 0 or not (goes_down or any(isinstance(action, Copy | Update) for action in plan.actions())):
+    if moments_ahead == 0 or not (goes_down or any(map(_takes_time, plan.actions()))):
         return plan
     return _Overlap(plan, trace, len(trace) if moments_ahead is None else moments_ahead).plan(goes_down)
 
@@ -110,10 +110,10 @@ class _Overlap:
         """Has these units begin to go down once they have been written for the last time; where everything is at the end."""
         state = Residency.of(self._plan.end)
         for ref in sorted(goes_down, key=lambda ref: (self._written.get(ref, -1), ref)):
-            if state.is_dirty(ref, self._compute) and ref not in state.in_flight and state.home[ref] is self._below:
+            if state.is_dirty(ref, self._compute) and not state.flight(ref) and state.home[ref] is self._below:
                 at = self._not_pinned(ref, max(len(moments) - self._ahead, self._written.get(ref, -1) + 1, 0))
                 if at < len(moments):
-                    down = Copy(ref, self._compute, self._below, self._slots[ref])
+                    down = Issue.copy(ref, self._compute, self._below, self._slots[ref])
                     moments[at].append(down)
                     apply(state, down)
         return state.snapshot()
@@ -133,21 +133,15 @@ class _Overlap:
         plan, used, free = self._plan, self._plan.start.slots_used, []
         budget = plan.machine.budget[self._compute]
         for moment, actions in zip(self._trace.moments, plan.moments, strict=True):
-            for action in actions:
-                match action:
-                    case Copy(_, _, tier, slots) | Create(_, tier, slots) if tier is self._compute:
-                        used += slots
-                    case Drop(_, tier, slots) if tier is self._compute:
-                        used -= slots
+            used += sum(slots_taken(action, self._compute) for action in actions)
             free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - used)
         return free
 
     def _move(self, index: int, actions: Sequence[Action]) -> list[Action]:
         """Moves what can be moved from a moment to earlier ones; what stays."""
-        by_unit: dict[PlaneRef, list[Move]] = defaultdict(list)
+        by_unit: dict[PlaneRef, list[Action]] = defaultdict(list)
         for action in actions:
-            if not isinstance(action, Update | UpdateWait):
-                by_unit[action.ref].append(action)
+            by_unit[action.of].append(action)
         leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
         for one in leaving:
             self._free.add(self._slots[one.ref], one.earliest, index)  # if they are needed
@@ -161,22 +155,21 @@ class _Overlap:
             at = self._goes_down(ref, own, index)
             if at < index:
                 early[ref] = at
-                self._moved[at].write_backs += [action for action in own if isinstance(action, Copy)]
+                self._moved[at].write_backs += list(filter(is_copy, own))
         for ref, at in early.items():
             if self._arrives(by_unit[ref]):
-                self._moved[at].copies += [action for action in by_unit[ref] if isinstance(action, Copy)]
+                self._moved[at].copies += list(filter(is_copy, by_unit[ref]))
         self._note_places(actions, gone, index)
         return [
             action
             for action in actions
-            if isinstance(action, Update | UpdateWait)
-            or not ((action.ref in early and isinstance(action, Copy)) or action in gone.get(action.ref, ()))
+            if not ((action.of in early and is_copy(action)) or action in gone.get(action.of, ()))
         ]
 
-    def _leaving(self, ref: PlaneRef, own: Sequence[Move], index: int) -> _Leaving | None:
+    def _leaving(self, ref: PlaneRef, own: Sequence[Action], index: int) -> _Leaving | None:
         """A unit whose actions at a moment write it back directly to the tier below, and drop it; None where they do not, or it can go no earlier."""
         match own:
-            case [Copy(_, self._compute, self._below, _), Wait(), Drop(_, self._compute, _)]:
+            case [Issue(Work(_, _, self._below), self._compute), Wait(), Drop(_, self._compute)]:
                 if self._plan.start.home[ref] is not self._below:
                     return None
             case _:
@@ -194,19 +187,19 @@ class _Overlap:
 
     def _drop_unused(self, index: int, actions: Sequence[Action]) -> None:
         """Has what leaves at a moment without a transfer leave when it has been used for the last time."""
-        own = Counter(action.ref for action in actions if not isinstance(action, Update | UpdateWait))
+        own = Counter(action.of for action in actions)
         for action in actions:
-            if isinstance(action, Drop) and action.tier is self._compute and own[action.ref] == 1:
-                at = self._unused_from(action.ref, index)
+            if isinstance(action, Drop) and action.tier is self._compute and own[action.of] == 1:
+                at = self._unused_from(action.of, index)
                 if at < index:
                     self._free.add(action.slots, at, index)
                     self._moved[at].drops.append(action)
-                    self._dropped[index][action.ref] = at
+                    self._dropped[index][action.of] = at
 
-    def _goes_down(self, ref: PlaneRef, own: Sequence[Move], index: int) -> int:
+    def _goes_down(self, ref: PlaneRef, own: Sequence[Action], index: int) -> int:
         """The moment at which a unit that is used below, and stays, can begin to go there; the same moment where it does not, or not earlier."""
         match own:
-            case [Copy(_, self._compute, self._below, _), Wait(_, self._below)] if (
+            case [Issue(Work(_, _, self._below), self._compute), Wait(Work(_, _, self._below))] if (
                 self._plan.start.home[ref] is self._below and ref not in self._plan.start.in_flight
             ):
                 return min(self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0)), index)
@@ -220,10 +213,10 @@ class _Overlap:
             first, at = first + 1, bisect_right(pins, first)
         return first
 
-    def _arrives(self, own: Sequence[Move]) -> bool:
+    def _arrives(self, own: Sequence[Action]) -> bool:
         """Tells whether a unit's actions at a moment are its way from the tier below to the one that computes, and no more."""
         match own:
-            case [Copy(_, self._below, self._compute, _), Wait(_, self._compute)]:
+            case [Issue(Work(_, _, self._compute), self._below), Wait(Work(_, _, self._compute))]:
                 return True
         return False
 
@@ -242,12 +235,12 @@ class _Overlap:
         gone: dict[PlaneRef, list[Action]] = {}
         for one in leaving:
             ref, slots = one.ref, self._slots[one.ref]
-            moved: list[Action] = [Copy(ref, self._compute, self._below, slots)]
+            moved: list[Action] = [Issue.copy(ref, self._compute, self._below, slots)]
             self._moved[one.write_back].write_backs += moved
             at = max(one.earliest, first)
             self._free.add(-slots, one.earliest, at)
             if at < index:
-                ends: list[Action] = [Wait(ref, self._below), Drop(ref, self._compute, slots)]
+                ends: list[Action] = [Wait.copy(ref, self._below), Drop(ref, self._compute, slots)]
                 self._moved[at].drops += ends
                 moved += ends
             gone[ref] = moved
@@ -258,9 +251,9 @@ class _Overlap:
         """Notes what comes and goes at a moment, but for what has left before."""
         for action in actions:
             match action:
-                case Drop(ref, self._compute, _) | Wait(ref, self._below) if ref not in gone:
+                case Drop(ref, self._compute) | Wait(Work(_, ref, self._below)) if ref not in gone:
                     self._since[ref] = index
-                case Create(ref, self._compute, _):
+                case Issue(Work(WorkKind.CREATE, ref, self._compute)):
                     self._written[ref] = index
 
     def _together(self, index: int, kept: list[Action]) -> list[Action]:
@@ -268,11 +261,14 @@ class _Overlap:
         moved = self._moved.get(index)
         if moved is None:
             return kept
+        arrivals = (WorkKind.COPY, self._compute)
         waits = (
-            number for number, action in enumerate(kept) if isinstance(action, Wait) and action.tier is self._compute
+            number
+            for number, action in enumerate(kept)
+            if isinstance(action, Wait) and (action.work.kind, action.work.tier) == arrivals
         )
         at = next(waits, len(kept))
-        if any(isinstance(action, Drop | Copy) for action in kept[at:]):
+        if any(isinstance(action, Drop) or is_copy(action) for action in kept[at:]):
             at = len(kept)  # nothing is taken before the last drop
         return [*moved.drops, *kept[:at], *moved.copies, *moved.write_backs, *kept[at:]]
 
@@ -282,21 +278,18 @@ class _Overlap:
         for index in reversed(range(len(moments))):
             moment, actions = self._trace.moments[index], moments[index]
             wait = actions[-1] if actions else None
-            if isinstance(wait, UpdateWait):
+            if isinstance(wait, Wait) and wait.work.kind is WorkKind.UPDATE:
+                tier = wait.work.tier
                 last = min(index + self._ahead, len(moments) - 1)
-                at = min(last, *(later.needs(touch.ref, wait.tier, last) for touch in moment.touches))
-                gradient = PlaneRef(wait.chunk, GRAD)
+                at = min(last, *(later.needs(touch.ref, tier, last) for touch in moment.touches))
+                gradient = PlaneRef(wait.of.chunk, GRAD)
                 drop_at = min(at, later.drops.get(gradient, at))
                 # Where it is updated, slots that stay would be memory that a step needs without need.
-                at = drop_at if wait.tier is self._compute else self._drop_late(gradient, drop_at, at, moments)
+                at = drop_at if tier is self._compute else self._drop_late(gradient, drop_at, at, moments)
                 if index < at:
                     moments[at].insert(0, actions.pop())
-                    own = [
-                        other
-                        for other in actions
-                        if not isinstance(other, Update | UpdateWait) and other.ref == gradient
-                    ]
-                    if own[-1:] == [Wait(gradient, wait.tier)]:
+                    own = [other for other in actions if other.of == gradient]
+                    if own[-1:] == [Wait.copy(gradient, tier)]:
                         actions.remove(own[-1])
             later.note(index, moment, actions, self._compute)
 
@@ -310,6 +303,10 @@ class _Overlap:
         moments[index].remove(drop)
         moments[at].insert(0, drop)
         return at
+
+
+def _takes_time(action: Action) -> bool:
+    return isinstance(action, Issue) and action.work.kind is not WorkKind.CREATE
 
 
 class _Later:
@@ -328,7 +325,7 @@ class _Later:
         """Notes a moment, the one before those that have been noted."""
         for action in actions:
             match action:
-                case Wait(ref, _):
+                case Wait(Work(_, ref)):
                     self._needed[ref] = index
                 case Drop(ref, tier, _) if ref.plane == GRAD and tier is compute:
                     self.drops[ref] = index

@@ -22,11 +22,12 @@ from dataclasses import dataclass, field, replace
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind, slots_taken
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import Residency, units_of_update
+from patrickstar.plan.residency import Residency
 from patrickstar.plan.room import capacity_of
+from patrickstar.plan.works import units_of
 
 __all__ = ["overlap_disk"]
 
@@ -78,7 +79,7 @@ class _OverlapDisk:
             uses = (
                 touch.ref for touch in self._trace.moments[index].touches if touch.writes or touch.tier is Tier.HOST
             )
-            self._touched.update((ref, index) for ref in (*_units(actions, self._state), *uses))
+            self._touched.update((ref, index) for ref in (*self._units(actions), *uses))
             self._touched.update((ref, index) for ref in freed_after.get(index, ()))
         nothing = _MovedHere()
         moved = [self._moved.get(index, nothing) for index in range(len(kept))]
@@ -89,10 +90,11 @@ class _OverlapDisk:
         """Moves what can be moved from a moment to earlier ones; what stays."""
         by_unit: dict[PlaneRef, list[Action]] = defaultdict(list)
         for action in actions:
-            if not isinstance(action, Update | UpdateWait):
-                by_unit[action.ref].append(action)
+            by_unit[action.of].append(action)
         # What an update is over with at this moment is not to be had before it.
-        for ref in _units((action for action in actions if isinstance(action, UpdateWait)), self._state):
+        for ref in self._units(
+            action for action in actions if isinstance(action, Wait) and action.work.kind is WorkKind.UPDATE
+        ):
             by_unit.pop(ref, None)
         gone: set[Action] = set()
         level = self._used[index]
@@ -103,7 +105,7 @@ class _OverlapDisk:
         stays = [action for action in actions if action not in gone]
         for ref, own in by_unit.items():
             read = own[0]
-            if not isinstance(read, Copy) or (read.src, read.dst) != (Tier.DISK, Tier.HOST):
+            if not isinstance(read, Issue) or (read.src, read.work.tier) != (Tier.DISK, Tier.HOST):
                 continue
             before = self._levels(level, stays[: stays.index(read)])
             if max(before) + read.slots > self._capacity:
@@ -129,7 +131,7 @@ class _OverlapDisk:
                 self._moved[at].before.append(drop)
                 self._free.add(slots, at, index)
                 return here
-            case [Copy(_, Tier.HOST, Tier.DISK, _) as copy, Wait() as wait, Drop(_, Tier.HOST, slots) as drop]:
+            case [Issue(Work(_, _, Tier.DISK), Tier.HOST) as copy, Wait() as wait, Drop(_, Tier.HOST, slots) as drop]:
                 begins = self._first(ref, index)
                 if begins == index:
                     return ()
@@ -150,19 +152,12 @@ class _OverlapDisk:
         """Slots of the host in use before these actions, and after each."""
         found = [level]
         for action in actions:
-            match action:
-                case Copy(ref, _, Tier.HOST, slots) | Create(ref, Tier.HOST, slots):
-                    level += slots * self._state.has_slots_to_take(ref, Tier.HOST)
-                case Drop(_, Tier.HOST, slots):
-                    level -= slots
+            if action.of in self._slots and self._state.has_slots_to_take(action.of, Tier.HOST):
+                level += slots_taken(action, Tier.HOST)
             found.append(level)
         return found
 
-
-def _units(actions: Iterable[Action], state: Residency) -> Iterable[PlaneRef]:
-    """The units that actions are about, those of updates included."""
-    for action in actions:
-        if isinstance(action, Update | UpdateWait):
-            yield from units_of_update(state, action.chunk)
-        else:
-            yield action.ref
+    def _units(self, actions: Iterable[Action]) -> Iterable[PlaneRef]:
+        """The units that actions are about: of an update all that it uses."""
+        for action in actions:
+            yield from (action.of,) if isinstance(action, Drop) else units_of(Issue(action.work), self._state.home)

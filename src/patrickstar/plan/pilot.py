@@ -16,7 +16,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.actions import Action, Drop, Update, UpdateWait
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
 from patrickstar.plan.fit import refuse_host
 from patrickstar.plan.plan import Plan
@@ -218,7 +218,7 @@ class Pilot:
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
         *,
-        update: Update | None = None,
+        update: Work | None = None,
     ) -> Sequence[Action]:
         """Actions that must be done before a moment that touches these units, while `held` are in use.
 
@@ -295,8 +295,8 @@ class Pilot:
     def _drops_held(self, actions: Sequence[Action], held: Collection[PlaneRef]) -> PlaneRef | None:
         """A unit in use that these actions would drop, if there is one."""
         for action in actions:
-            if isinstance(action, Drop) and action.tier is self._state.compute and action.ref in held:
-                return action.ref
+            if isinstance(action, Drop) and action.tier is self._state.compute and action.of in held:
+                return action.of
         return None
 
     def decided(
@@ -305,11 +305,11 @@ class Pilot:
         label: str,
         touches: Sequence[Touch],
         held: Collection[PlaneRef],
-        update: Update | None = None,
+        update: Work | None = None,
     ) -> Sequence[Action]:
         """Actions for such a moment that are decided on the spot, whatever the plan says. BudgetError: what it needs at once does not fit."""
         room = self._room_for(phase, label, touches, held)
-        return room if update is None else [*room, update, UpdateWait(update.chunk, update.tier)]
+        return room if update is None else [*room, Issue(update), Wait(update)]
 
     def _room_for(
         self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
@@ -353,7 +353,7 @@ class Pilot:
     def _make_room(self, touches: Sequence[Touch], held: Collection[PlaneRef], capacity_slots: int) -> Sequence[Action]:
         state = self._state
         capacity = capacity_of(state, capacity_slots, host_bytes=self._host_bytes)
-        waits = [UpdateWait(chunk, tier) for chunk, tier in state.updating.items()]
+        waits = [Wait(update) for update in state.updates]
         if waits:
             state = state.copy()
             for wait in waits:

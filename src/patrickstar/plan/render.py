@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Iterator
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import LINKS, Machine, Tier
-from patrickstar.core.planes import PlaneRef
+from patrickstar.core.planes import STEP, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait
+from patrickstar.plan.actions import Action, Drop, Issue, WorkKind
 from patrickstar.plan.eviction import NEVER, Uses
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import Simulation, simulate
@@ -84,13 +84,16 @@ def _told(
     """One phrase per unit and stay: its actions up to a `Drop` from the compute tier belong to the way out."""
     written = {touch.ref for touch in moment.touches if touch.writes}
     for ref, path in _journeys(actions):
-        slots = plan.start.slots[ref]
+        slots = plan.start.slots.get(ref, 1)
         unit = str(ref) if slots == 1 else f"{ref} x{slots}"
-        links = "".join(f" {step.src.value}>{step.dst.value}" for step in path if isinstance(step, Copy))
-        if any(isinstance(step, Create) for step in path):
+        begun = [step for step in path if isinstance(step, Issue)]
+        links = "".join(f" {step.src.value}>{step.work.tier.value}" for step in begun if step.src)
+        if ref.plane == STEP:
+            yield from (f"update c{ref.chunk} on the {step.work.tier.label}" for step in begun)
+        elif any(step.work.kind is WorkKind.CREATE for step in begun):
             yield f"create {unit} (zeros{'' if ref in written else ', only read'})"
         elif not _leaves(path, plan.start.compute):
-            if any(isinstance(step, Copy) and step.dst is plan.start.compute for step in path):
+            if any(step.src and step.work.tier is plan.start.compute for step in begun):
                 yield f"fetch {unit}{links}"
             elif _leaves(path, Tier.HOST):
                 yield f"write back {unit}{links} and drop it from the host" if links else f"drop {unit} from the host"
@@ -102,26 +105,22 @@ def _told(
             yield f"write back {unit}{links} and drop it ({_reason(ref, plan.policy, uses, now)})"
         else:
             yield f"drop {unit} (clean; {_reason(ref, plan.policy, uses, now)})"
-    for action in actions:
-        if isinstance(action, Update):
-            yield f"update c{action.chunk} on the {action.tier.label}"
 
 
-def _journeys(actions: Iterable[Action]) -> list[tuple[PlaneRef, list[Move]]]:
+def _journeys(actions: Iterable[Action]) -> list[tuple[PlaneRef, list[Action]]]:
     """Actions by unit, in order of each one's first; a creation or a fetch after a drop is a journey of its own."""
-    journeys: list[tuple[PlaneRef, list[Move]]] = []
+    journeys: list[tuple[PlaneRef, list[Action]]] = []
     open_at: dict[PlaneRef, int] = {}
     for action in actions:
-        if isinstance(action, Update | UpdateWait):
-            continue
-        if isinstance(action, Create) or action.ref not in open_at:
-            open_at[action.ref] = len(journeys)
-            journeys.append((action.ref, []))
-        journeys[open_at[action.ref]][1].append(action)
+        is_begun = isinstance(action, Issue) and action.work.kind is WorkKind.CREATE
+        if is_begun or action.of not in open_at:
+            open_at[action.of] = len(journeys)
+            journeys.append((action.of, []))
+        journeys[open_at[action.of]][1].append(action)
     return journeys
 
 
-def _leaves(path: Iterable[Move], tier: Tier) -> bool:
+def _leaves(path: Iterable[Action], tier: Tier) -> bool:
     return any(isinstance(step, Drop) and step.tier is tier for step in path)
 
 

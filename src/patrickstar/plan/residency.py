@@ -6,13 +6,15 @@ between, a copy takes slots as long as it is there.
 
 | what                          | allowed where                                            | after it                                        |
 |-------------------------------|----------------------------------------------------------|-------------------------------------------------|
-| `Create` on a tier            | the unit is free and has no slots                        | newest there alone                              |
-| `Copy` to a neighbour, `Wait` | newest at the source, no other transfer of it in flight  | newest at both, until the wait at the source    |
+| `CREATE` on a tier            | the unit is free and has no slots                        | newest there alone                              |
+| `COPY` to a neighbour         | newest at the source, no other transfer of it in flight  | newest at both, until the wait at the source    |
+| `UPDATE` on a tier            | what it writes is newest there, and what it reads is, or | what it writes is newest there alone            |
+|                               | is on its way there                                      |                                                 |
 | `Drop` from a tier            | it has slots there, and is not newest there alone        | no copy there                                   |
 | `mark_written` on a tier      | newest there, nothing in flight                          | newest there alone: other slots of it are stale |
-| `mark_free`                   | nothing in flight, or in an update                       | free: its slots are stale; after the update     |
-| `Update`, `UpdateWait`        | what it needs is newest on its tier, its gradient at     | until its wait: no slots that it uses go        |
-|                               | least on its way there                                   |                                                 |
+| `mark_free`                   | nothing in flight, or read by an update                  | free: its slots are stale; after the update     |
+
+From a work's issue to its wait no slots that it uses go, and nothing else is written there. `plan/works.py` says what it uses.
 
 Slots that are stale hold nothing that anybody wants: they are given back as soon as room is made. `make_room` of `plan/room.py` decides and changes
 nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state what a moment did.
@@ -20,19 +22,19 @@ nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Move, Update, UpdateWait, Wait
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.works import Place, reads, units_of, writes
 
 _DEPTH: Final = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
 _ALONE: Final = MappingProxyType({tier: frozenset((tier,)) for tier in Tier})
@@ -49,6 +51,16 @@ class InvariantError(AssertionError):
         return "({}) {}".format(*self.args)
 
 
+class InUse(NamedTuple):
+    """The works under way that use a unit, in the order of their issue. `is_unwanted`: it is free once they are over."""
+
+    by: tuple[Issue, ...] = ()
+    is_unwanted: bool = False
+
+
+_UNUSED: Final = InUse()
+
+
 @dataclass(slots=True)
 class Residency:
     """The place of every unit now.
@@ -59,10 +71,9 @@ class Residency:
         taken: by tier, the units that have slots there, those of copies still arriving included: of the tier that computes, and of those
             between it and a unit's home.
         stale: by tier, those of `taken` that hold nothing that anybody wants.
-        in_flight: transfers issued and not waited for, at most one of a unit: where from, and where to.
         slots_used: by tier, the slots of `taken`; slots_resting: by tier below the one that computes, those of the units whose home it is.
-        updating: by chunk, the tier of its update that has begun and has not been waited for; in_update: by unit, the chunks of such updates,
-            of which the weight of a run may have several on one tier; unwanted: those of them that are free once it is over.
+        under_way: by unit, and by what updates are of, the works that use it, issued and not waited for: at most one transfer, and several
+            updates where they write different parts.
     """
 
     compute: Tier
@@ -73,13 +84,9 @@ class Residency:
     newest: dict[PlaneRef, frozenset[Tier]]
     taken: dict[Tier, set[PlaneRef]]
     stale: dict[Tier, set[PlaneRef]]
-    in_flight: dict[PlaneRef, tuple[Tier, Tier]] = field(default_factory=dict)
+    under_way: dict[PlaneRef, InUse] = field(default_factory=dict)
     slots_used: dict[Tier, int] = field(default_factory=dict)
     slots_resting: dict[Tier, int] = field(default_factory=dict)
-    updating: dict[int, Tier] = field(default_factory=dict)
-    in_update: dict[PlaneRef, set[int]] = field(default_factory=dict)
-    unwanted: set[PlaneRef] = field(default_factory=set)
-    _heads: list[int] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def at_rest(
@@ -100,7 +107,7 @@ class Residency:
     @classmethod
     def of(cls, snapshot: Snapshot) -> Residency:
         """A working copy of a snapshot."""
-        slots, flights, newest = dict(snapshot.slots), dict(snapshot.in_flight), dict(snapshot.newest)
+        slots, flights, newest = dict(snapshot.slots), snapshot.in_flight, dict(snapshot.newest)
         taken = {tier: set(refs) for tier, refs in snapshot.taken.items()}
         resting = dict.fromkeys(Tier, 0)
         for ref, tier in snapshot.home.items():
@@ -120,7 +127,7 @@ class Residency:
                 }
                 for tier, refs in taken.items()
             },
-            in_flight=flights,
+            under_way={ref: InUse((Issue.copy(ref, src, dst, slots[ref]),)) for ref, (src, dst) in flights.items()},
             slots_used={tier: sum(slots[ref] for ref in refs) for tier, refs in taken.items()},
             slots_resting=resting,
         )
@@ -135,17 +142,14 @@ class Residency:
             dict(self.newest),
             {tier: set(refs) for tier, refs in self.taken.items()},
             {tier: set(refs) for tier, refs in self.stale.items()},
-            dict(self.in_flight),
+            dict(self.under_way),
             dict(self.slots_used),
             dict(self.slots_resting),
-            dict(self.updating),
-            {ref: set(chunks) for ref, chunks in self.in_update.items()},
-            set(self.unwanted),
         )
 
     def snapshot(self) -> Snapshot:
         """A frozen copy of the state, between two moments, at which no update is under way."""
-        assert not self.updating, f"updates of chunks {sorted(self.updating)} are under way"
+        assert not self.updates, f"{', '.join(map(str, self.updates))} are under way"
         return Snapshot(self.compute, self.slot_bytes, self.home, self.slots, self.newest, self.taken, self.in_flight)
 
     def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
@@ -155,22 +159,43 @@ class Residency:
                 self.slots_resting[self.home[ref]] -= self.slots[ref]
             self.slots_resting[homes[ref]] += slots[ref]
             self.newest.pop(ref, None)
-        self._heads = None
         self.home.update(homes)
         self.slots.update((ref, slots[ref]) for ref in homes)
 
     def shrink(self, refs: Iterable[PlaneRef]) -> None:
         """Takes units out that are free and have no slots."""
-        self._heads = None
         for ref in refs:
             self.slots_resting[self.home.pop(ref)] -= self.slots.pop(ref)
 
-    def weight_of(self, chunk: int) -> PlaneRef | None:
-        """The weight whose run a chunk is part of."""
-        if self._heads is None:
-            self._heads = sorted(ref.chunk for ref in self.home if ref.plane == WEIGHT)
-        at = bisect_right(self._heads, chunk)
-        return PlaneRef(self._heads[at - 1], WEIGHT) if at else None
+    def used_by(self, ref: PlaneRef) -> tuple[Issue, ...]:
+        """The works under way that use a unit."""
+        return self.under_way.get(ref, _UNUSED).by
+
+    def flight(self, ref: PlaneRef) -> tuple[Tier, Tier] | None:
+        """The transfer of a unit that is under way: where from, and where to."""
+        for issue in self.under_way.get(ref, _UNUSED).by:
+            if issue.src is not None:
+                return issue.src, issue.work.tier
+        return None
+
+    def is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
+        """Tells whether a unit is on its way to a tier."""
+        flight = self.flight(ref)
+        return flight is not None and flight[1] is tier
+
+    @property
+    def in_flight(self) -> dict[PlaneRef, tuple[Tier, Tier]]:
+        """The transfers under way, by unit: where from, and where to."""
+        return {ref: flight for ref in self.under_way if (flight := self.flight(ref))}
+
+    def updates_of(self, ref: PlaneRef) -> list[Work]:
+        """The updates under way that use a unit."""
+        return [issue.work for issue in self.used_by(ref) if issue.work.kind is WorkKind.UPDATE]
+
+    @property
+    def updates(self) -> list[Work]:
+        """The updates under way, in the order of their issue."""
+        return [work for ref in self.under_way for work in self.updates_of(ref) if work.of == ref]
 
     def is_free(self, ref: PlaneRef) -> bool:
         """Tells whether a unit has no contents."""
@@ -217,7 +242,7 @@ def mark_written(state: Residency, ref: PlaneRef, tier: Tier | None = None) -> N
     newest = state.newest.get(ref, ())
     if here not in newest:
         raise InvariantError(1, f"{ref} is written on the {here.label}, which does not hold its last contents")
-    if ref in state.in_flight:
+    if ref in state.under_way and state.flight(ref):
         raise InvariantError(5, f"{ref} is written while it is on its way")
     if len(newest) > 1:
         state.newest[ref] = _ALONE[here]
@@ -234,11 +259,10 @@ def mark_free(state: Residency, ref: PlaneRef) -> None:
     Raises:
         InvariantError: a transfer of it is in flight (5).
     """
-    if ref in state.in_update:
-        state.unwanted.add(ref)
+    if state.updates_of(ref):
+        state.under_way[ref] = InUse(state.used_by(ref), is_unwanted=True)
         return
-    state.unwanted.discard(ref)
-    if ref in state.in_flight:
+    if state.used_by(ref):
         raise InvariantError(5, f"{ref} is freed while it is on its way")
     state.newest.pop(ref, None)
     for tier, refs in state.taken.items():
@@ -268,41 +292,31 @@ def apply(state: Residency, action: Action) -> None:
         InvariantError: the action is not legal now; it names the invariant of `plan/check.py` that would be broken,
             and the state is unchanged.
     """
-    if isinstance(action, Update):
-        _update(state, action)
-    elif isinstance(action, UpdateWait):
-        _end_update(state, action)
-    else:
-        _move(state, action)
-
-
-def _move(state: Residency, action: Move) -> None:
-    if action.ref not in state.home:
-        _refuse(9, action, "there is no such unit")
     if isinstance(action, Wait):
-        _wait(state, action)
-        return
-    if action.slots != state.slots[action.ref]:
-        _refuse(7, action, f"the unit takes {state.slots[action.ref]} slots")
-    if isinstance(action, Copy):
-        _copy(state, action)
+        finish(state, ended_by(state, action))
     elif isinstance(action, Drop):
         _drop(state, action)
-    else:
+    elif action.work.kind is WorkKind.UPDATE:
+        _update(state, action)
+    elif action.src is None:
         _create(state, action)
+    else:
+        _copy(state, action, action.src)
 
 
 def give_up(state: Residency, ref: PlaneRef) -> None:
     """Undoes a transfer that has failed: what it took is given back, and its source holds what it held."""
-    _, dst = state.in_flight.pop(ref)
-    if state.has_slots_to_take(ref, dst):
-        _forget_slots(state, ref, dst)
+    issue = next(issue for issue in state.used_by(ref) if issue.work.kind is WorkKind.COPY)
+    _end(state, issue)
+    if state.has_slots_to_take(ref, issue.work.tier):
+        _forget_slots(state, ref, issue.work.tier)
 
 
-def _copy(state: Residency, action: Copy) -> None:
-    ref, src, dst = action.ref, action.src, action.dst
+def _copy(state: Residency, action: Issue, src: Tier) -> None:
+    _, ref, dst = action.work
+    _expect_unit(state, action, ref)
     home, newest = state.home[ref], state.newest.get(ref, ())
-    if ref in state.in_flight:
+    if ref in state.under_way and state.flight(ref):
         _refuse(5, action, "an earlier transfer of it has not been waited for")
     if not _is_leg(src, dst, state.compute, home):
         _refuse(9, action, f"it rests on the {home.label}, and this is not its way there or back")
@@ -311,10 +325,10 @@ def _copy(state: Residency, action: Copy) -> None:
         _refuse(5, action, "it has slots there already")
     if src not in newest:
         _refuse(4, action, f"the {src.label} does not hold its last contents")
-    if _is_updated_on(state, ref, dst):
-        _refuse(10, action, "an update still uses what is there")
-    # From where it is updated a transfer may be issued: it begins when the update is over.
-    state.in_flight[ref] = src, dst
+    if ref in state.under_way:
+        _expect_unused(state, action, ref, dst)
+    # From where it is written a transfer may be issued: it begins when that is over.
+    _begin(state, action)
     state.newest[ref] = frozenset(newest) - {dst}
     if takes:
         state.taken[dst].add(ref)
@@ -327,31 +341,46 @@ def _is_leg(src: Tier, dst: Tier, compute: Tier, home: Tier) -> bool:
     return lower == upper + 1 and _DEPTH[compute] <= upper and lower <= _DEPTH[home]
 
 
-def _wait(state: Residency, action: Wait) -> None:
-    ref, tier = action.ref, action.tier
-    if not _is_arriving(state, ref, tier):
-        _refuse(5, action, "no such transfer has been issued")
-    if ref in state.in_update:
-        _refuse(10, action, "its update has not been waited for")
-    _arrive(state, ref)
+def ended_by(state: Residency, wait: Wait) -> list[Issue]:
+    """The works that are over with a wait: the copies under way that its work comes after, and that.
+
+    Raises:
+        InvariantError: it has not been issued, or comes after another work that has not been waited for.
+    """
+    issue = next(filter(lambda issue: issue.work == wait.work, state.used_by(wait.work.of)), None)
+    if issue is None:
+        _refuse(_number(wait.work), wait, "no such work has been issued")
+    before = before_it(state, issue)
+    for earlier in before:
+        if earlier.src is None:
+            _refuse(10, wait, f"{earlier} comes before it, and has not been waited for")
+    return [*before, issue]
 
 
-def _arrive(state: Residency, ref: PlaneRef) -> None:
-    _, tier = state.in_flight.pop(ref)
-    state.newest[ref] |= _ALONE[tier]
+def finish(state: Residency, works: Iterable[Issue]) -> None:
+    """Notes that works are over: what a wait does."""
+    for issue in works:
+        if issue.src is not None:
+            state.newest[issue.work.of] |= _ALONE[issue.work.tier]
+        _end(state, issue)
 
 
-def _is_arriving(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
-    return state.in_flight.get(ref, (None, None))[1] is tier
+def before_it(state: Residency, issue: Issue) -> list[Issue]:
+    """The works under way that write what this one reads."""
+    found = list[Issue]()
+    for unit, tier, _ in reads(issue, state.home):
+        users = state.under_way.get(unit, _UNUSED).by
+        if users and users != (issue,):
+            found += (one for one in users if any(own[:2] == (unit, tier) for own in writes(one, state.home)))
+    return found
 
 
 def _drop(state: Residency, action: Drop) -> None:
-    ref, tier = action.ref, action.tier
+    ref, tier = action.of, action.tier
+    _expect_unit(state, action, ref)
     newest = state.newest.get(ref, ())
-    if tier in state.in_flight.get(ref, ()):
-        _refuse(5, action, "a transfer still uses these slots")
-    if _is_updated_on(state, ref, tier):
-        _refuse(10, action, "an update still uses these slots")
+    if ref in state.under_way:
+        _expect_unused(state, action, ref, tier)
     if ref not in state.taken.get(tier, ()):
         _refuse(4 if tier is state.home[ref] else 2, action, "it has no slots there that may go")
     if newest == _ALONE[tier]:
@@ -367,77 +396,90 @@ def _forget_slots(state: Residency, ref: PlaneRef, tier: Tier) -> None:
     state.slots_used[tier] -= state.slots[ref]
 
 
-def _create(state: Residency, action: Create) -> None:
-    ref, tier = action.ref, action.tier
+def _create(state: Residency, action: Issue) -> None:
+    _, ref, tier = action.work
+    _expect_unit(state, action, ref)
     if ref in state.newest:
         _refuse(4, action, "it has contents")
     if any(ref in refs for refs in state.taken.values()):
         _refuse(5, action, "it has slots already")
     if not (tier is state.compute or _is_leg(state.compute, tier, state.compute, state.home[ref])) or tier is Tier.DISK:
         _refuse(9, action, "first contents are made in memory on its way home")
-    state.newest[ref] = _ALONE[tier]
+    state.newest[ref] = _ALONE[tier]  # there is no wait: whoever fills the slots has it over before their first use
     if state.has_slots_to_take(ref, tier):
         state.taken[tier].add(ref)
         state.slots_used[tier] += action.slots
 
 
-def _update(state: Residency, action: Update) -> None:
-    chunk, tier = action.chunk, action.tier
-    units = units_of_update(state, chunk)
-    for ref in units:
-        earlier = state.in_update.get(ref, ())
-        if any(ref.plane != WEIGHT or other == chunk or state.updating[other] is not tier for other in earlier):
-            _refuse(10, action, f"an earlier update of {ref} has not been waited for")
-    for ref in units:
-        is_read = ref.plane == GRAD
-        # A gradient need not have arrived: the update comes after its transfer.
-        is_there = tier in state.newest.get(ref, ()) or (
-            is_read and (state.is_free(ref) or _is_arriving(state, ref, tier))
-        )
-        if not is_there:
+def _update(state: Residency, action: Issue) -> None:
+    try:
+        written, read = writes(action, state.home), reads(action, state.home)
+    except LookupError as error:
+        _refuse(9, action, str(error))
+    for place in written:
+        for other in state.used_by(place[0]):
+            if not _is_apart(state, place, other):
+                _refuse(_number(other.work), action, f"{other} uses {place[0]}, and has not been waited for")
+    for ref, tier, _ in written:
+        if not state.is_newest(ref, tier):
             _refuse(1, action, f"the {tier.label} does not hold the last contents of {ref}")
-        if ref in state.in_flight and not is_read:
-            _refuse(5, action, f"{ref} is on its way")
-    state.updating[chunk] = tier
-    for ref in units:
-        state.in_update.setdefault(ref, set()).add(chunk)
-        if ref.plane != GRAD:
-            mark_written(state, ref, tier)
+    for ref, tier, _ in read:
+        if not (state.is_newest(ref, tier) or state.is_free(ref) or state.is_arriving(ref, tier)):
+            _refuse(1, action, f"the {tier.label} does not hold the last contents of {ref}")
+    for ref, tier, _ in written:
+        mark_written(state, ref, tier)
+    _begin(state, action)
 
 
-def _end_update(state: Residency, action: UpdateWait) -> None:
-    if state.updating.get(action.chunk) is not action.tier:
-        _refuse(10, action, "no such update has begun")
-    arriving = arriving_for(state, action.chunk)
-    del state.updating[action.chunk]
-    for ref in units_of_update(state, action.chunk):
-        chunks = state.in_update.get(ref, set())
-        chunks.discard(action.chunk)
-        if not chunks:
-            state.in_update.pop(ref, None)
-    for ref in arriving:
-        _arrive(state, ref)
-    for ref in state.unwanted - state.in_update.keys():
-        mark_free(state, ref)
+def _is_apart(state: Residency, place: Place, other: Issue) -> bool:
+    """Tells whether another work under way writes another part of a unit in the same place, and so has nothing to do with this one."""
+    unit, tier, part = place
+    theirs = (own[2] for own in writes(other, state.home) if own[:2] == (unit, tier))
+    return part is not None and next(theirs, None) not in (None, part)
 
 
-def units_of_update(state: Residency, chunk: int) -> list[PlaneRef]:
-    """The units that a chunk's update uses: its own, and the weight whose run it is part of."""
-    weight = state.weight_of(chunk)
-    if weight is None:
-        raise InvariantError(9, f"there is no weight of chunk {chunk}")
-    planes = (PlaneRef(chunk, plane) for plane in (REST, EXP_AVG, EXP_AVG_SQ, GRAD))
-    return [weight, *(ref for ref in planes if ref in state.home)]
+def want_again(state: Residency, issue: Issue) -> None:
+    """Notes that a work under way has failed: what it uses is not free once it is over."""
+    for ref in units_of(issue, state.home):
+        state.under_way[ref] = InUse(state.used_by(ref))
 
 
-def arriving_for(state: Residency, chunk: int) -> list[PlaneRef]:
-    """The units, a gradient or none, whose transfer comes before a chunk's update that is under way: its wait is theirs too."""
-    tier = state.updating[chunk]
-    return [ref for ref in units_of_update(state, chunk) if ref.plane == GRAD and _is_arriving(state, ref, tier)]
+def _begin(state: Residency, issue: Issue) -> None:
+    for ref in units_of(issue, state.home):
+        use = state.under_way.get(ref, _UNUSED)
+        state.under_way[ref] = InUse((*use.by, issue), use.is_unwanted)
 
 
-def _is_updated_on(state: Residency, ref: PlaneRef, tier: Tier) -> bool:
-    return any(state.updating[chunk] is tier for chunk in state.in_update.get(ref, ()))
+def _end(state: Residency, issue: Issue) -> None:
+    """Notes that a work is over, or given up; what nobody else wants is free then."""
+    for ref in units_of(issue, state.home):
+        use = state.under_way[ref]
+        left = tuple(other for other in use.by if other is not issue)
+        if left:
+            state.under_way[ref] = InUse(left, use.is_unwanted)
+        else:
+            del state.under_way[ref]
+            if use.is_unwanted:
+                mark_free(state, ref)
+
+
+def _expect_unit(state: Residency, action: Issue | Drop, ref: PlaneRef) -> None:
+    if ref not in state.home:
+        _refuse(9, action, "there is no such unit")
+    if action.slots != state.slots[ref]:
+        _refuse(7, action, f"the unit takes {state.slots[ref]} slots")
+
+
+def _expect_unused(state: Residency, action: Action, ref: PlaneRef, tier: Tier) -> None:
+    """Refuses an action that takes or writes slots which a work under way uses."""
+    for user in state.used_by(ref):
+        if tier in (user.src, user.work.tier):
+            _refuse(_number(user.work), action, f"{user} still uses what is there")
+
+
+def _number(work: Work) -> int:
+    """The invariant that says how long a work has what it uses."""
+    return 10 if work.kind is WorkKind.UPDATE else 5
 
 
 def _refuse(number: int, action: Action, why: str) -> NoReturn:

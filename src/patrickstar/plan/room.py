@@ -70,13 +70,13 @@ def capacity_of(state: Residency, compute_slots: int, *, host_bytes: int) -> dic
 
 def _landing(state: Residency, touches: Iterable[Touch]) -> dict[PlaneRef, Tier]:
     """Transfers that must be over first: those by which something comes, and those of what is written. By unit, where they go."""
-    flights = state.in_flight
-    if not flights:
+    if not state.under_way:
         return {}
     return {
-        touch.ref: flights[touch.ref][1]
+        touch.ref: flight[1]
         for touch in touches
-        if touch.ref in flights and (touch.writes or not state.is_newest(touch.ref, touch.tier or state.compute))
+        if (flight := state.flight(touch.ref))
+        and (touch.writes or not state.is_newest(touch.ref, touch.tier or state.compute))
     }
 
 
@@ -92,7 +92,7 @@ def _choose(
     """Units that leave anyway, and then the victims, in order, whose slots bring `in_use` down to the capacity."""
     if in_use <= capacity_slots and not leaving:
         return []
-    compute, home, flights = state.compute, state.home, state.in_flight
+    compute, home = state.compute, state.home
     taken, stale = state.taken[compute], state.stale[compute]
 
     def may_go(ref: PlaneRef) -> bool:
@@ -103,8 +103,8 @@ def _choose(
     if in_use <= capacity_slots:
         return gone
     candidates = order(compute, filter(may_go, taken))
-    if flights:  # what is still arriving goes last: somebody wanted it early
-        candidates = sorted(candidates, key=lambda ref: flights.get(ref, (None, None))[1] is compute)
+    if state.under_way:  # what is still arriving goes last: somebody wanted it early
+        candidates = sorted(candidates, key=lambda ref: state.is_arriving(ref, compute))
     victims: dict[PlaneRef, None] = {}
     for ref in candidates:
         if may_go(ref) and ref not in victims and ref not in gone:

@@ -13,7 +13,7 @@ from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Machine, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError
-from patrickstar.plan.actions import Copy, Create, Drop, Move, Update, UpdateWait
+from patrickstar.plan.actions import Action, Drop, Issue, Work, WorkKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply, mark_moment
 
@@ -65,8 +65,7 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=True)):
         for action in actions:
             apply(state, action)
-            if not isinstance(action, Update | UpdateWait):
-                _enter(ledger, state, action)
+            _enter(ledger, state, action)
         ledger.begin_moment({compute: moment.nonmodel_bytes})
         slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))
@@ -79,14 +78,12 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
     return Simulation(peak, moved, tuple(moved_by_moment), tuple(slots), tuple(per_moment))
 
 
-def _enter(ledger: Ledger, state: Residency, action: Move) -> None:
-    nbytes = state.unit_bytes(action.ref)
+def _enter(ledger: Ledger, state: Residency, action: Action) -> None:
     match action:
-        case Copy(ref, src, dst):
-            if state.has_slots_to_take(ref, dst):
-                ledger.add(dst, nbytes)
-            ledger.move(src, dst, nbytes)
-        case Create(ref, tier) if state.has_slots_to_take(ref, tier):
-            ledger.add(tier, nbytes)
-        case Drop(_, tier):
-            ledger.remove(tier, nbytes)
+        case Issue(Work(WorkKind.COPY | WorkKind.CREATE, ref, tier), src):
+            if state.has_slots_to_take(ref, tier):
+                ledger.add(tier, state.unit_bytes(ref))
+            if src is not None:
+                ledger.move(src, tier, state.unit_bytes(ref))
+        case Drop(ref, tier):
+            ledger.remove(tier, state.unit_bytes(ref))

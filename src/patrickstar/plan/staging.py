@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Wait
+from patrickstar.plan.actions import Action, Drop, Issue, Wait
 from patrickstar.plan.residency import Residency
 
 __all__ = ["NoRoom", "Order", "Staging"]
@@ -82,7 +82,9 @@ class Staging:
         """Has a transfer under way waited for, before what else is done in this round."""
         if ref not in self._landed:
             self._landed.add(ref)
-            self._round.host.insert(0, Wait(ref, self._state.in_flight[ref][1]))
+            flight = self._state.flight(ref)
+            assert flight is not None, f"{ref} is not on its way"
+            self._round.host.insert(0, Wait.copy(ref, flight[1]))
 
     def drop_stale(self, refs: Iterable[PlaneRef]) -> None:
         """Gives slots of these on the tier that computes back, and all of the host's that nobody wants."""
@@ -99,7 +101,7 @@ class Staging:
         """Takes a unit off the tier that computes."""
         state, compute = self._state, self._state.compute
         self._gone.add(ref)
-        if compute in state.in_flight.get(ref, ()):
+        if compute in (state.flight(ref) or ()):
             self.land(ref)
         elif state.is_dirty(ref, compute):
             self._take_down(ref)
@@ -109,26 +111,26 @@ class Staging:
         """Copies what only the tier that computes has to the next one."""
         state = self._state
         self._reserve(ref, state.compute.below)
-        self._round.out.append(Copy(ref, state.compute, state.compute.below, state.slots[ref]))
-        self._round.out_ends.append(Wait(ref, state.compute.below))
+        self._round.out.append(Issue.copy(ref, state.compute, state.compute.below, state.slots[ref]))
+        self._round.out_ends.append(Wait.copy(ref, state.compute.below))
 
     def fetch(self, ref: PlaneRef) -> None:
         """Brings a unit to the tier that computes: with its contents, or full of zeros where it has none."""
         state = self._state
         compute, slots = state.compute, state.slots[ref]
         if state.is_free(ref):
-            self._round.into.append(Create(ref, compute, slots))
+            self._round.into.append(Issue.create(ref, compute, slots))
             return
         if compute is Tier.HOST:
-            self._round.into.append(Copy(ref, Tier.DISK, compute, slots))
+            self._round.into.append(Issue.copy(ref, Tier.DISK, compute, slots))
         elif self._is_on_host(ref):
-            self._round.into.append(Copy(ref, Tier.HOST, compute, slots))
+            self._round.into.append(Issue.copy(ref, Tier.HOST, compute, slots))
             self._round.read.add(ref)
         else:
             self._reserve(ref, Tier.HOST)
-            self._round.into.append(Copy(ref, Tier.DISK, Tier.HOST, slots))
-            self._round.onward += [Wait(ref, Tier.HOST), Copy(ref, Tier.HOST, compute, slots)]
-        self._round.into_ends.append(Wait(ref, compute))
+            self._round.into.append(Issue.copy(ref, Tier.DISK, Tier.HOST, slots))
+            self._round.onward += [Wait.copy(ref, Tier.HOST), Issue.copy(ref, Tier.HOST, compute, slots)]
+        self._round.into_ends.append(Wait.copy(ref, compute))
 
     def use_on_host(self, ref: PlaneRef, *, writes: bool) -> None:
         """Brings a unit to the host, below a device; where it is written there, it leaves the device."""
@@ -140,12 +142,12 @@ class Staging:
             pass
         elif state.is_free(ref):
             self._reserve(ref, Tier.HOST)
-            self._round.into.append(Create(ref, Tier.HOST, slots))
+            self._round.into.append(Issue.create(ref, Tier.HOST, slots))
         elif state.is_newest(ref, device) and is_here:
             self._take_down(ref)
         else:
             self._reserve(ref, Tier.HOST)
-            self._round.into += [Copy(ref, Tier.DISK, Tier.HOST, slots), Wait(ref, Tier.HOST)]
+            self._round.into += [Issue.copy(ref, Tier.DISK, Tier.HOST, slots), Wait.copy(ref, Tier.HOST)]
         self._used.add(ref)
         if is_here and writes:
             self._round.out_ends.append(Drop(ref, device, slots))
@@ -153,8 +155,8 @@ class Staging:
 
     def _is_on_host(self, ref: PlaneRef) -> bool:
         """Tells whether the host will hold a unit's last contents, once the rounds that are over have been done."""
-        comes = self._state.in_flight.get(ref, (None, None))[1] is Tier.HOST
-        is_there = self._state.is_newest(ref, Tier.HOST) or ref in self._came or comes
+        comes = ref in self._came or self._state.is_arriving(ref, Tier.HOST)
+        is_there = self._state.is_newest(ref, Tier.HOST) or comes
         return is_there and ref not in self._left
 
     def _reserve(self, ref: PlaneRef, tier: Tier) -> None:
@@ -188,19 +190,19 @@ class Staging:
             for ref in self._order(Tier.HOST, taken)
             if ref in taken and ref not in stale and ref not in stays and ref not in self._came
         ]
-        yield from sorted(cached, key=lambda ref: (ref in state.in_flight, ref in self._wanted))
+        yield from sorted(cached, key=lambda ref: (state.flight(ref) is not None, ref in self._wanted))
         yield from (ref for ref in below if state.is_dirty(ref, state.compute))
 
     def _leave_host(self, ref: PlaneRef) -> None:
         state, step = self._state, self._round
-        slots, flight = state.slots[ref], state.in_flight.get(ref)
+        slots, flight = state.slots[ref], state.flight(ref)
         self._left.add(ref)
         self._host_free += slots
         if flight:
             self.land(ref)
         if not state.is_newest(ref, Tier.DISK) and flight != (Tier.HOST, Tier.DISK):
-            step.host.append(Copy(ref, Tier.HOST, Tier.DISK, slots))
-            step.host_ends.append(Wait(ref, Tier.DISK))
+            step.host.append(Issue.copy(ref, Tier.HOST, Tier.DISK, slots))
+            step.host_ends.append(Wait.copy(ref, Tier.DISK))
         step.host_ends.append(Drop(ref, Tier.HOST, slots))
 
     def _end_round(self) -> None:

@@ -19,7 +19,7 @@ from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.errors import BudgetError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Action, Copy, Create, Drop, Update
+from patrickstar.plan.actions import Action, Work, slots_taken
 from patrickstar.plan.pilot import Pilot, Planned, Stretch
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.device_peak import DevicePeak
@@ -31,7 +31,7 @@ from patrickstar.units import format_bytes
 
 __all__ = ["Executor", "MeterBound"]
 
-_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Update | None]
+_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Work | None]
 """A moment as the pilot decides about it: phase, label, touches, what is held, and the update that begins."""
 
 
@@ -97,7 +97,7 @@ class Executor:
             self._update_before(touches)
             self._moment(phase, label, touches)
 
-    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], update: Update | None = None) -> None:
+    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], update: Work | None = None) -> None:
         with self.lock:
             store, pilot = self.store, self.pilot
             self.look_at_device()
@@ -150,7 +150,7 @@ class Executor:
             if tier is not self._compute and any(touch.ref in held for touch in touches):
                 # Somebody has its address there: what is updated elsewhere would leave that.
                 tier, touches = self._compute, tuple(touch._replace(tier=None) for touch in touches)
-            self._moment(moment.phase, moment.label, touches, update=Update(chunk, tier))
+            self._moment(moment.phase, moment.label, touches, update=Work.update(chunk, tier))
             gradient = PlaneRef(chunk, GRAD)
             if gradient in pending.frees:
                 self.store.forget(gradient)
@@ -168,10 +168,13 @@ class Executor:
             return
         while (planned := self.pilot.next_update()) is not None and planned.updates in pending.waiting:
             self.update(planned)
-        for moment in pending.due(touches):
-            if moment.updates not in self.store.state.updating:
-                self.update(moment)
+        self._update_due(pending, touches)
         self._notice_end(pending)
+
+    def _update_due(self, pending: PendingStep, touches: Sequence[Touch]) -> None:
+        for moment in pending.due(touches):
+            if moment.updates not in {work.of.chunk for work in self.store.state.updates}:
+                self.update(moment)
 
     def _notice_end(self, pending: PendingStep) -> None:
         if (pending.is_done or pending.failed is not None) and self.pending is pending:
@@ -211,7 +214,7 @@ class Executor:
                 return
             if backward_id() == -1:
                 pending.close()  # where a backward that brought gradients was left, no more come
-            if self.store.state.updating:
+            if self.store.state.updates:
                 self.pilot.stretch.depart("the optimizer's updates were waited for at once")
             self.wait_for_updates()
             if pending.waiting and pending.failed is None:
@@ -242,18 +245,16 @@ class Executor:
                 self.settle()
                 return
             held = [Touch(ref) for ref in self.store.leases.held()]
-            for moment in self.pending.due(held):
-                if moment.updates not in self.store.state.updating:
-                    self.update(moment)
+            self._update_due(self.pending, held)
             for touch in held:
-                if touch.ref in self.store.state.in_update:
+                if self.store.state.updates_of(touch.ref):
                     self._land(touch.ref, "was used")
 
     def wait_for_updates(self) -> None:
         """Waits for the updates that have begun."""
         with self.lock:
             try:
-                if self.store.state.updating:
+                if self.store.state.updates:
                     with self._uncounted():
                         self.store.wait_for_updates()
             finally:
@@ -282,9 +283,8 @@ class Executor:
 
     def _land(self, ref: PlaneRef, why: str) -> None:
         """Ends a transfer of a unit before its time, if one is under way: the plan, which would wait for it later, is followed no longer."""
-        state = self.store.state
-        if ref in state.in_flight or ref in state.in_update:
-            what = "on its way" if ref in state.in_flight else "in an update"
+        if self.store.state.used_by(ref):
+            what = "on its way" if self.store.state.flight(ref) else "in an update"
             self.pilot.stretch.depart(f"{ref} {why} while it was {what}")
             with self._uncounted():
                 self.store.land(ref)
@@ -352,11 +352,7 @@ class Executor:
         """Number of slots that will be in use once these actions are done."""
         in_use = self.store.state.slots_used[self._compute]
         for action in actions:
-            match action:
-                case Create(_, tier, slots) | Copy(_, _, tier, slots) if tier is self._compute:
-                    in_use += slots
-                case Drop(_, tier, slots) if tier is self._compute:
-                    in_use -= slots
+            in_use += slots_taken(action, self._compute)
         return in_use
 
     def _rise_bytes(self) -> int:

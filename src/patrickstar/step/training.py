@@ -19,7 +19,7 @@ from patrickstar.core.planes import GradientUse
 from patrickstar.core.trace import Trace
 from patrickstar.errors import StateError, some
 from patrickstar.memory.device_failure import noticed_at
-from patrickstar.memory.lanes import Work
+from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import clip_factor
 from patrickstar.optim.scratch import NONE, PassBytes
@@ -410,7 +410,7 @@ class Training:
         """Forgets the norm that was taken for the next step: gradients may change from now on."""
         self._norm = None
 
-    def _work(self, chunk: int, tier: Tier) -> Work:
+    def _work(self, chunk: int, tier: Tier) -> Task:
         assert self._executor.pending is not None, "no update is pending"
         return self._updates.work(self._executor.pending, chunk, tier)
 

@@ -16,7 +16,7 @@ from patrickstar.core.layout import Layout, aligned
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.memory.lanes import Work
+from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, norm_of
 from patrickstar.optim.passes import Passes
@@ -99,7 +99,7 @@ class Updates:
         self._bump = bump
         self._formats = formats
 
-    def work(self, order: PendingStep, chunk: int, tier: Tier) -> Work:
+    def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
         """The work of a chunk's update, from its accumulated gradient or from the order's: each parameter once, whoever asks for it how often.
 
         In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them

@@ -10,7 +10,7 @@ from random import Random
 from threading import Thread
 
 from patrickstar.errors import StateError
-from patrickstar.memory.lanes import CompletedTicket, Ticket, Work, end_of
+from patrickstar.memory.lanes import CompletedTicket, Task, Ticket, end_of
 
 __all__ = ["ManualLane", "ManualTicket", "RandomLane"]
 
@@ -30,7 +30,7 @@ class ManualLane:
         """Works issued and not yet done."""
         return len(self._pending)
 
-    def issue(self, work: Work, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
         if self._closed:
             return CompletedTicket(StateError("the lane is closed"))
         ticket = ManualTicket(self, work, tuple(after))
@@ -94,10 +94,10 @@ class RandomLane(ManualLane):
 class ManualTicket:
     """A work of a `ManualLane`."""
 
-    def __init__(self, lane: ManualLane, work: Work, after: Collection[Ticket]) -> None:
+    def __init__(self, lane: ManualLane, work: Task, after: Collection[Ticket]) -> None:
         self._lane = lane
 
-        self._work: Work | None = work
+        self._work: Task | None = work
         self._after = after
         self._end: CompletedTicket | None = None
         self._calls: list[Callable[[], None]] = []
