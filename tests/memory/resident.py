@@ -182,11 +182,10 @@ def measure(
     from patrickstar.memory.allocator import allocator
 
     if spoil:
-        from patrickstar.step import freed_blocks as kept
-        from patrickstar.step.pressure import Pressure
+        from patrickstar.step import room
 
-        kept.return_at_once = lambda: ""  # type: ignore[assignment]
-        Pressure.excess_bytes = lambda self, growth_bytes: 0  # type: ignore[method-assign]
+        room.return_at_once = lambda: ""  # type: ignore[assignment]
+        room.HostRoom.excess_bytes = lambda self, growth_bytes: 0  # type: ignore[method-assign]
     model, tokens = build(config, batch, checkpointing=checkpointing, holes=holes)
     run = Run(model, tokens, budget=budget, disk=disk, clip=clip, precision=precision)
     folder = Path(disk) / "checkpoints"

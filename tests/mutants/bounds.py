@@ -31,14 +31,15 @@ BOUNDS: tuple[Mutant, ...] = (
     Fault("a-refusal-names-a-budget-without-fixed-costs", "plan.fit:expect_room").by(
         assign("fixed_bytes", "0", nth=1), BUDGETS
     ),
-    Fault("freed-blocks-are-kept-whatever-a-plan-takes", "step.freed_blocks:FreedBlocks.plan").by(
-        never("_kept"), f"{BLOCKS}::test_a_session_in_which_chunks_fill_all_room_returns_them_from_its_first_plan"
+    Fault("freed-blocks-are-kept-whatever-a-plan-takes", "step.room:HostRoom.planned").by(
+        never("_keeps_blocks"),
+        f"{BLOCKS}::test_a_session_in_which_chunks_fill_all_room_returns_them_from_its_first_plan",
     ),
-    Fault("freed-blocks-have-the-room-of-the-worst-moment", "step.freed_blocks:leaves_room").by(
+    Fault("freed-blocks-have-the-room-of-the-worst-moment", "step.budgets:leaves_room").by(
         without("int(...)"), f"{BLOCKS}::test_a_plan_that_takes_that_room_has_them_returned_at_once_and_once"
     ),
-    Fault("freed-blocks-are-kept-in-a-step-that-nobody-foresaw", "step.stretches:Stretches.end").by(
-        drop("return_at_once"),
+    Fault("freed-blocks-are-kept-in-a-step-that-nobody-foresaw", "step.room:HostRoom.end").by(
+        drop("_return_at_once"),
         f"{BLOCKS}::test_a_session_keeps_them_in_room_and_returns_them_from_the_first_step_that_was_not_as_planned",
     ),
     Fault("holes-of-the-heap-stay-in-use", "memory.allocator:fill_holes").by(

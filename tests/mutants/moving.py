@@ -18,7 +18,7 @@ DISK_TIER = "tests/session/test_disk_tier.py"
 TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 
 MOVING: tuple[Mutant, ...] = (
-    Fault("pages-that-have-come-count-twice", "step.executor:Executor._within_bounds").by(
+    Fault("pages-that-have-come-count-twice", "step.room:HostRoom.within").by(
         drop("arriving", nth=2),
         f"{NEAR_THE_BOUND}_the_guard_is_told_of_pages_that_are_to_come_and_not_of_those_that_have[True-8192]",
     ),
@@ -121,7 +121,7 @@ MOVING: tuple[Mutant, ...] = (
     Fault("pages-of-free-slots-stay-while-others-are-taken", "memory.store:ChunkStore._take").by(
         assign("limit", "None"), f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
-    Fault("pages-of-slots-that-activations-need-stay", "step.executor:Executor._moment").by(
+    Fault("pages-of-slots-that-activations-need-stay", "step.room:Room.make").by(
         drop("trim"), f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
     Fault("trimmed-pages-are-not-given-back", "memory.arena:Arena.trim").by(
@@ -139,7 +139,7 @@ MOVING: tuple[Mutant, ...] = (
         drop("expect_open"),
         "tests/session/test_flights.py::test_a_forked_child_does_not_wait_for_its_parents_transfers",
     ),
-    Fault("a-plan-is-followed-after-one-of-its-transfers-has-failed", "step.executor:Executor._carry_out").by(
+    Fault("a-plan-is-followed-after-one-of-its-transfers-has-failed", "step.room:Room.carry_out").by(
         drop("depart"), "tests/session/test_flights.py::test_a_forward_goes_on_where_one_of_its_transfers_has_failed"
     ),
     Fault("pages-that-come-with-a-transfer-do-not-count", "memory.store:ChunkStore._coming").by(

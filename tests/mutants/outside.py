@@ -42,11 +42,11 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault("torch-holds-a-session-by-a-hook", "parameters.gradient_access:GradientAccess.watch").by(
         assign("take", "self._take"), f"{DROPPED}[cpu+disk-nothing]"
     ),
-    Fault("a-meter-that-is-on-holds-a-session", "step.metering:Metering.start").by(
-        replace("(weakref.proxy(...), weakref.proxy(...))", "(self._executor.store.leases, self._executor)"),
+    Fault("a-meter-that-is-on-holds-a-session", "step.room:Room.start_meter").by(
+        replace("(weakref.proxy(...), weakref.proxy(...))", "(self._store.leases, self)"),
         f"{DROPPED}[emulated-a forward]",
     ),
-    Fault("the-meter-of-a-dropped-session-stays-on", "step.metering:Metering.start").by(
+    Fault("the-meter-of-a-dropped-session-stays-on", "step.room:Room.start_meter").by(
         replace("meter.retire", "meter.restart_peak"), f"{DROPPED}[emulated-a forward]"
     ),
     Fault("what-completes-masters-is-let-go-before-they-are-given-back", "session.close:Closing._return_weights").by(
@@ -82,7 +82,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         replace("self._ledger.move(...)", "self._ledger.move(src, tier, 2 * self.state.unit_bytes(ref))"),
         "tests/session/test_simulation.py::test_reactive_steps_move_what_the_pilot_decided_and_nothing_else[cpu+disk]",
     ),
-    Fault("growth-is-counted-from-the-last-peak", "step.executor:Executor._rise_bytes").by(
+    Fault("growth-is-counted-from-the-last-peak", "step.room:HostRoom._rise_bytes").by(
         replace(
             "return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes",
             (
@@ -92,10 +92,10 @@ OUTSIDE: tuple[Mutant, ...] = (
         ),
         f"{BOUND}::test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone",
     ),
-    Fault("the-allocator-is-asked-without-what-is-to-come", "step.pressure:Pressure.excess_bytes").by(
+    Fault("the-allocator-is-asked-without-what-is-to-come", "step.room:HostRoom.excess_bytes").by(
         replace(
             "resident + growth_bytes > min(...)",
-            "resident + growth_bytes > self._limit_bytes or resident > self._least_bytes + _STEP_BYTES",
+            "resident + growth_bytes > limit or resident > self._least_bytes + _STEP_BYTES",
         ),
         f"{BOUND}::test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much",
     ),
@@ -115,7 +115,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         replace("order.hypers", "self._gradients.names"),
         f"{LINE}[step grad(7)=.1 forward backward step read-bf16-fp32-cpu+disk]",
     ),
-    Fault("what-is-to-come-is-no-part-of-the-resident-size", "step.pressure:Pressure.excess_bytes").by(
+    Fault("what-is-to-come-is-no-part-of-the-resident-size", "step.room:HostRoom.excess_bytes").by(
         without("growth_bytes", nth=3), f"{BOUND}::test_the_guard_counts_what_is_coming_beside_what_is_there"
     ),
     Fault("a-16-bit-gradient-takes-a-second-backward", "step.gradients:Gradients._make_ready").by(

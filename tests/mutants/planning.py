@@ -8,7 +8,7 @@ from tests.mutants.operators import assign, drop, never, replace, returns, witho
 __all__ = ["PLANNING"]
 
 RESIDENCY = "tests/plan/test_residency.py"
-ROOM_TESTS = "tests/plan/test_room.py"
+ROOM_TESTS = "tests/plan/test_make_room.py"
 MAKE = "tests/plan/test_make.py"
 OVERLAP = "tests/plan/test_overlap.py"
 DISK = "tests/plan/test_overlap_disk.py"
@@ -36,7 +36,7 @@ PLANNING: tuple[Mutant, ...] = (
     Fault("what-was-there-when-a-step-began-is-worth-no-more-than-the-rest", "plan.make:make_plan").by(
         without("stays="), f"{REPEATS}::test_after_some_plans_the_next_repeat_themselves_at_the_same_price"
     ),
-    Fault("what-leaves-anyway-is-chosen-again-to-make-room", "plan.room:_choose").by(
+    Fault("what-leaves-anyway-is-chosen-again-to-make-room", "plan.make_room:_choose").by(
         without("ref not in gone"),
         f"{REPEATS}::test_what_the_last_moment_needs_besides_what_leaves_is_taken_from_what_was_there",
     ),
@@ -65,11 +65,11 @@ PLANNING: tuple[Mutant, ...] = (
         replace("self._round.out_ends", "self._round.onward"),
         f"{ROOM_TESTS}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",
     ),
-    Fault("a-unit-at-home-here-is-evicted", "plan.room:_choose.may_go").by(
+    Fault("a-unit-at-home-here-is-evicted", "plan.make_room:_choose.may_go").by(
         without("home[ref] is not compute"),
         f"{ROOM_TESTS}::test_an_order_may_offer_what_may_not_go_and_nothing_twice_counts",
     ),
-    Fault("a-pinned-unit-is-evicted", "plan.room:make_room").by(
+    Fault("a-pinned-unit-is-evicted", "plan.make_room:make_room").by(
         assign("keep", "needed", nth=1), f"{ROOM_TESTS}::test_needed_and_pinned_units_are_never_victims"
     ),
     Fault("a-write-of-the-trace-does-not-make-dirty", "plan.residency:mark_moment").by(
@@ -105,7 +105,7 @@ PLANNING: tuple[Mutant, ...] = (
     Fault("what-only-the-host-has-leaves-it-without-a-transfer", "plan.staging:Staging._leave_host").by(
         never("DISK"), f"{ROOM_TESTS}::test_dirty_copies_leave_the_host_through_the_disk_and_stale_ones_at_once"
     ),
-    Fault("what-is-on-its-way-is-fetched-again", "plan.room:make_room").by(
+    Fault("what-is-on-its-way-is-fetched-again", "plan.make_room:make_room").by(
         without("landing.get(ref) is not compute"),
         f"{ROOM_TESTS}::test_what_is_on_its_way_is_waited_for_and_not_fetched_again",
     ),

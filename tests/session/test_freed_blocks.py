@@ -1,4 +1,4 @@
-"""step/freed_blocks.py: freed blocks are kept as long as every plan leaves room for them."""
+"""Freed blocks (`step/room.py`) are kept as long as every plan leaves room for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import patrickstar
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.memory.allocator import allocator
+from patrickstar.plan.pilot import Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.session.forecast import forecast
-from patrickstar.step import freed_blocks
+from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
-from patrickstar.step.freed_blocks import FreedBlocks
+from patrickstar.step.room import HostRoom
 from patrickstar.units import MIB
 from tests.session.builders import SLOT, WithLoss, adamw, batch, options, step_with_loss
 
@@ -27,7 +28,7 @@ ACTIVATIONS = 24 * MIB
 def returned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Each time that the allocator was made to return blocks."""
     calls: list[str] = []
-    monkeypatch.setattr(freed_blocks, "return_at_once", lambda: calls.append("returned") or "done")
+    monkeypatch.setattr(room, "return_at_once", lambda: calls.append("returned") or "done")
     return calls
 
 
@@ -44,9 +45,10 @@ def planned() -> tuple[Plan, Trace, Any, int]:
     return plan, heavy, known.layout, ACTIVATIONS
 
 
-def bounded(room_bytes: int, *, binds: bool = True) -> FreedBlocks:
+def bounded(room_bytes: int, *, binds: bool = True) -> HostRoom:
     machine = Machine(Tier.HOST, {Tier.HOST: room_bytes, Tier.DISK: 1 << 40})
-    return FreedBlocks(Budgets(machine, binds, room_bytes, 1.0))
+    nobody: Any = None  # is asked
+    return HostRoom(nobody, nobody, Budgets(machine, binds, room_bytes, 1.0))
 
 
 def test_blocks_are_kept_where_the_worst_moment_leaves_what_the_allocator_may_take_beyond_it(
@@ -54,24 +56,24 @@ def test_blocks_are_kept_where_the_worst_moment_leaves_what_the_allocator_may_ta
 ) -> None:
     plan, trace, layout, activations = planned()
     slots = 64 * SLOT  # more than the model takes
-    room = activations + slots + int(activations * allocator().overshoots)
-    bounded(room).plan(plan, trace, layout)
+    at_most = activations + slots + int(activations * allocator().overshoots)
+    bounded(at_most).planned(plan, trace, layout)
     assert not returned
 
 
 def test_a_plan_that_takes_that_room_has_them_returned_at_once_and_once(returned: list[str]) -> None:
     plan, trace, layout, activations = planned()
     blocks = bounded(activations + int(activations * allocator().overshoots) - 1)
-    blocks.plan(plan, trace, layout)
-    blocks.plan(plan, trace, layout)
+    blocks.planned(plan, trace, layout)
+    blocks.planned(plan, trace, layout)
     assert returned == ["returned"]
 
 
 def test_without_a_bound_nothing_is_asked_of_the_allocator(returned: list[str]) -> None:
     plan, trace, layout, _ = planned()
     blocks = bounded(1, binds=False)
-    blocks.plan(plan, trace, layout)
-    blocks.return_at_once("whatever")
+    blocks.planned(plan, trace, layout)
+    blocks.begin(Stretch(StretchKind.TRAINING, Reactive("whatever")))
     assert not returned
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar.core.machine import Tier
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.memory.process import resident_bytes
 from patrickstar.memory.store import ChunkStore
-from patrickstar.step import pressure
-from patrickstar.step.pressure import Pressure
+from patrickstar.step import room
+from patrickstar.step.budgets import Budgets
+from patrickstar.step.room import HostRoom
 from patrickstar.units import MIB
 from tests.session.builders import (
     LAYERS,
@@ -84,14 +85,20 @@ def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_n
     executor = pair.session._parts.executor
     pair.session.state_dict()["2.weight"]  # no stretch is under way any more
     assert executor.store.state.slots_used[Tier.HOST] > 1
-    with executor.making(TIGHT):
+    with executor.room.making(TIGHT):
         pair.session.state_dict()["0.weight"]
         assert executor.store.state.slots_used[Tier.HOST] == 1
     pair.expect_same()
 
 
+def bounded(resident_limit_bytes: int) -> HostRoom:
+    machine = Machine(Tier.HOST, {Tier.HOST: 128 * MIB})
+    nobody: Any = None  # is asked
+    return HostRoom(nobody, nobody, Budgets(machine, True, resident_limit_bytes, 1.0))
+
+
 def test_the_guard_counts_what_is_coming_beside_what_is_there() -> None:
-    guard = Pressure(resident_bytes() + 64 * MIB, 128 * MIB)  # 40 MiB and 1 MiB of the budget may come on top
+    guard = bounded(resident_bytes() + 64 * MIB)  # 40 MiB and 1 MiB of the budget may come on top
     assert guard.excess_bytes(80 * MIB) == 0
     assert guard.excess_bytes(200 * MIB) == pytest.approx(95 * MIB, abs=10 * MIB)
 
@@ -100,8 +107,8 @@ def test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = list[int]()
-    monkeypatch.setattr(pressure, "release_free_memory", lambda: asked.append(len(asked)))
-    guard = Pressure(resident_bytes() - 20 * MIB, 128 * MIB)
+    monkeypatch.setattr(room, "release_free_memory", lambda: asked.append(len(asked)))
+    guard = bounded(resident_bytes() - 20 * MIB)
     for growth, times in ((0, 1), (0, 1), (8 * MIB, 1), (17 * MIB, 2), (0, 2), (17 * MIB, 3)):
         assert guard.excess_bytes(growth) == 0
         assert len(asked) == times
@@ -114,12 +121,12 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
     pair.train(1)
     pilot, told = pair.session._parts.executor.pilot, dict[str, int]()
 
-    def excess_bytes(self: Pressure, growth_bytes: int) -> int:
+    def excess_bytes(self: HostRoom, growth_bytes: int) -> int:
         if pilot.stretch.trace is not None:
             told[pilot.stretch.trace.moments[pilot.stretch.position - 1].name] = growth_bytes
         return 0
 
-    monkeypatch.setattr(Pressure, "excess_bytes", excess_bytes)
+    monkeypatch.setattr(HostRoom, "excess_bytes", excess_bytes)
     pair.train(1, first=1)
     assert told["forward first.weight"] >= Replaces.LARGE_BYTES
     assert told["forward second.weight"] >= Replaces.LARGE_BYTES
@@ -138,12 +145,12 @@ def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_t
     pair.train(1)
     told = list[int]()
 
-    def told_without_transfers(self: Pressure, growth_bytes: int) -> int:
+    def told_without_transfers(self: HostRoom, growth_bytes: int) -> int:
         told.append(growth_bytes)
         return 0
 
-    monkeypatch.setattr(Pressure, "excess_bytes", told_without_transfers)
-    monkeypatch.setattr(Pressure, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
+    monkeypatch.setattr(HostRoom, "excess_bytes", told_without_transfers)
+    monkeypatch.setattr(HostRoom, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
     monkeypatch.setattr(ChunkStore, "arriving_slots", 0)
     monkeypatch.setattr(ChunkStore, "arriving_bytes", lambda self: SLOT)
     pair.train(1, first=1)
@@ -160,7 +167,7 @@ def test_chunks_make_room_for_what_the_process_holds_beside_them(
     pair.train(1)
     executor = pair.session._parts.executor
     executor.settle()
-    executor._pressure = Pressure(0, 0)  # whatever is there is too much
+    executor.room._limits = (0, 0)  # whatever is there is too much
     with caplog.at_level(logging.WARNING, "patrickstar"):
         pair.train(1, first=1)
         pair.session.state_dict()["0.weight"]

@@ -64,7 +64,7 @@ class FixedCosts:
 class WorkspaceCosts(FixedCosts):
     """The part of a device's budget that is left for workspaces of kernels: what they take and give back, and what libraries keep.
 
-    No trace shows it. A step does, and then plans have what it took (`step/device_level.py`).
+    No trace shows it. A step does, and then plans have what it took (`step/room.py`).
 
     Attributes:
         percent: of the budget, `WORKSPACE_BYTES` at least; 0: nothing is left.

@@ -24,9 +24,9 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind, slots_taken
 from patrickstar.plan.free_slots import FreeSlots
+from patrickstar.plan.make_room import capacity_of
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.room import capacity_of
 from patrickstar.plan.works import units_of
 
 __all__ = ["overlap_disk"]

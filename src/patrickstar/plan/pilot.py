@@ -19,9 +19,9 @@ from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work
 from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
 from patrickstar.plan.fit import refuse_host
+from patrickstar.plan.make_room import capacity_of, make_room
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
-from patrickstar.plan.room import capacity_of, make_room
 from patrickstar.plan.staging import NoRoom, Order
 from patrickstar.plan.whole_chunks import WholeChunks
 from patrickstar.units import format_bytes

@@ -31,13 +31,13 @@ from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_pl
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 
-__all__ = ["PASSES", "Ask", "Draft", "Planner", "Room"]
+__all__ = ["PASSES", "Ask", "Draft", "PlanBudgets", "Planner"]
 
 _KEPT: Final = 192
 _Answer = TypeVar("_Answer")
 
 
-class Room(Protocol):
+class PlanBudgets(Protocol):
     """The budgets of a session or a forecast, as far as plans are concerned."""
 
     @property
@@ -134,7 +134,7 @@ class Planner:
         self,
         *,
         layout: Layout,
-        room: Room,
+        budgets: PlanBudgets,
         policy: str,
         prefetch: int | None,
         choice: UpdateChoice,
@@ -144,7 +144,7 @@ class Planner:
         made: Callable[[Plan, Trace], object] = lambda *_: None,
     ) -> None:
         self.layout = layout
-        self.room = room
+        self.budgets = budgets
         self.policy = policy
         self.prefetch = prefetch
         self.choice = choice
@@ -212,20 +212,20 @@ class Planner:
         ask, need = draft.ask, worst_moment(draft.trace, start=draft.start).nbytes
         if draft.whole_chunks is None and ask.updates is not None:
             need = max(need, worst_moment(ask.updates, start=ask.start).nbytes)
-        return self.room.machine_for(need, taken_bytes=ask.taken_bytes, knows_workspaces=ask.knows_workspaces)
+        return self.budgets.machine_for(need, taken_bytes=ask.taken_bytes, knows_workspaces=ask.knows_workspaces)
 
     def tiers(self, updates: Trace, start: Residency, *, taken_bytes: int, level_bytes: int) -> Mapping[int, Tier]:
         """The tiers, by chunk, of the updates of a step that are best not done where the step computes."""
         if not self.weaves and self.choice.tier is None:
             return {}
-        machine = self.room.machine_for(0, taken_bytes=taken_bytes)
+        machine = self.budgets.machine_for(0, taken_bytes=taken_bytes)
         tiers = choose_tiers(updates, start, machine=machine, peak_bytes=level_bytes, choice=self.choice)
         self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
         return tiers
 
     def places(self, updates: Trace, start: Residency, *, ask: Ask) -> UpdatePlaces:
         """The tiers where updates in a backward are best done, and their gradients rest."""
-        machine = self.room.machine_for(0, taken_bytes=ask.taken_bytes)
+        machine = self.budgets.machine_for(0, taken_bytes=ask.taken_bytes)
         return choose_places(updates, start, machine=machine, peak_bytes=ask.level_bytes, choice=self.choice)
 
     def goes_down(self, ask: Ask) -> frozenset[PlaneRef]:
@@ -267,7 +267,7 @@ def allocator_keeps(planner: Planner, draft: Draft) -> Draft:
     if not planner.keeps:
         return draft
     ask, trace = draft.ask, draft.trace
-    budget = planner.room.room_bytes(knows_workspaces=ask.knows_workspaces) - ask.taken_bytes
+    budget = planner.budgets.room_bytes(knows_workspaces=ask.knows_workspaces) - ask.taken_bytes
     make = partial(_keeping, draft, budget)
     return replace(draft, trace=planner.once(("kept", id(trace), ask.level_bytes, budget), make, trace))
 
@@ -326,7 +326,7 @@ def _woven(planner: Planner, draft: Draft, updates: Trace) -> Trace:
     machine = planner.machine_for(replace(draft, trace=ask.trace))
     capacity = machine.budget[machine.compute]
     # Between the moments of the forward what libraries keep is there too.
-    kept = planner.room.fixed_bytes + (planner.room.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
+    kept = planner.budgets.fixed_bytes + (planner.budgets.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
     return planner.once(
         ("woven", id(trace), id(updates), capacity),
         lambda: weave(trace, updates, state=ask.start, capacity_bytes=capacity, kept_bytes=kept),

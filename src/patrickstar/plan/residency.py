@@ -16,8 +16,8 @@ between, a copy takes slots as long as it is there.
 
 From a work's issue to its wait no slots that it uses go, and nothing else is written there. `plan/works.py` says what it uses.
 
-Slots that are stale hold nothing that anybody wants: they are given back as soon as room is made. `make_room` of `plan/room.py` decides and changes
-nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state what a moment did.
+Slots that are stale hold nothing that anybody wants: they are given back as soon as room is made. `make_room` (`plan/make_room.py`) decides and
+changes nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state what a moment did.
 """
 
 from __future__ import annotations

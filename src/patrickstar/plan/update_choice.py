@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Trace
+from patrickstar.plan.make_room import capacity_of
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.room import capacity_of
 
 __all__ = ["UpdateChoice", "UpdatePlaces", "choose_places", "choose_tiers"]
 

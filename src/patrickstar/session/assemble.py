@@ -55,18 +55,15 @@ from patrickstar.session.start import gradient_use, layout_of, planner_of, resti
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.copies import Copies
-from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.events import Events
-from patrickstar.step.executor import Executor, MeterBound
-from patrickstar.step.freed_blocks import FreedBlocks
+from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters_by_hand import MastersByHand
-from patrickstar.step.metering import Metering
 from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.precision import Precision, find_precision, torch_type
-from patrickstar.step.pressure import Pressure
 from patrickstar.step.resources import uncounted_settings
+from patrickstar.step.room import DeviceRoom, Room, room_of
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.update import Updates
@@ -276,14 +273,8 @@ def _build_session(
         spare_bytes=budgets.spare_bytes,
         costs=machine.costs,
     )
-    device_peak = None if budgets.stream_device is None else DevicePeak(budgets.stream_device)
-    executor = Executor(
-        pilot,
-        store,
-        device_peak=device_peak,
-        pressure=_pressure(budgets),
-        meter_bound=_meter_bound(budgets, set_aside=budgets.spare_bytes + budgets.fixed_bytes),
-    )
+    room = room_of(pilot, store, budgets)
+    executor = Executor(pilot, store, room)
     late_planes = LatePlanes(
         layout,
         formats,
@@ -292,7 +283,6 @@ def _build_session(
         gradients=gradients,
         changed=lambda why: stretches.forget_plans(why),  # noqa: PLW0108  (stretches are made below, with it)
     )
-    freed_blocks = FreedBlocks(budgets)
     stretches = Stretches(
         executor=executor,
         planner=planner_of(
@@ -302,10 +292,9 @@ def _build_session(
             options=options,
             choice=choice,
             slots_of_gradient=late_planes.slots_of_gradient,
-            made=lambda plan, trace: freed_blocks.plan(plan, trace, layout),
+            made=lambda plan, trace: room.planned(plan, trace, layout),
         ),
         budgets=budgets,
-        freed_blocks=freed_blocks,
         tracer=OfflineTracer(
             layout,
             make_touches,
@@ -318,10 +307,7 @@ def _build_session(
             compute=precision.compute,
         ),
         taken_bytes=binding.taken_bytes,
-        metering=Metering(executor, on_device=budgets.stream_device is not None),
         late_planes=late_planes,
-        always_meter=compute is Tier.DEVICE and budgets.stream_device is None,
-        device_peak=device_peak,
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
@@ -393,7 +379,7 @@ def _build_session(
                 parameter_dtypes={name: parameter.dtype for name, parameter in named.items()},
                 buffers=buffers,
                 host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
-                shortage=_shortage(executor, stretches, budgets),
+                shortage=_shortage(executor, room, budgets),
             )
         )
         if original is not None:
@@ -418,29 +404,12 @@ def _build_session(
     return session
 
 
-def _pressure(budgets: Budgets) -> Pressure | None:
-    """The bound on the process itself, where the host computes and has a bound."""
-    machine = budgets.machine
-    if not budgets.host_binds or machine.compute is not Tier.HOST:
-        return None
-    return Pressure(budgets.resident_limit_bytes, machine.budget[machine.compute])
-
-
-def _meter_bound(budgets: Budgets, *, set_aside: int) -> MeterBound | None:
-    """The bound on slots and live bytes, where somebody gave one: a hard bound where a device computes."""
-    machine = budgets.machine
-    if not budgets.host_binds and machine.compute is Tier.HOST:
-        return None
-    # On the host an operation's result is there before it is counted: some room is left for that.
-    return MeterBound(machine.budget[machine.compute] - set_aside, enforced=machine.compute is Tier.DEVICE)
-
-
-def _shortage(executor: Executor, stretches: Stretches, budgets: Budgets) -> OutOfMemory | None:
+def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory | None:
     """An error for a device that has no memory in a step; to be kept for as long as that is wanted."""
-    if budgets.stream_device is None:
+    if not isinstance(room, DeviceRoom):
         return None
-    found = OutOfMemory(executor, stretches, budgets)
-    tell_when_out_of_memory(budgets.stream_device, found)
+    found = OutOfMemory(executor, room, budgets)
+    tell_when_out_of_memory(budgets.device, found)
     return found
 
 

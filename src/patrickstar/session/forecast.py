@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -17,18 +17,20 @@ from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
 from patrickstar.core.trace import Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
+from patrickstar.memory.allocator import allocator
 from patrickstar.plan.fit import advise, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import slots_of
+from patrickstar.plan.simulate import Simulation
 from patrickstar.plan.touches import Touches, UseCounts
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.paper_run import PaperRun
 from patrickstar.session.smallest import smallest_budgets
 from patrickstar.session.start import add_gradients, gradient_use, layout_of, planner_of, resting_state, with_pass_bytes
-from patrickstar.step.budgets import find_budgets, find_resources, with_retention
-from patrickstar.step.freed_blocks import KeptBlocks
+from patrickstar.step.budgets import Budgets, find_budgets, find_resources, leaves_room, with_retention
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources
+from patrickstar.step.room import EARLY_BYTES
 from patrickstar.step.step_traces import StepTraces
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 
@@ -188,7 +190,7 @@ def _forecast(
             add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
         need = worst_moment(step, start=state, trained=True)
         expect_room(need, budgets.machine_for(need.nbytes))
-        kept, slot_bytes = KeptBlocks(budgets), state.slot_bytes
+        ran = list[tuple[Simulation, Trace]]()
         run = PaperRun(
             planner_of(
                 layout,
@@ -207,7 +209,7 @@ def _forecast(
             clips=takes_norm,
             in_backward=in_backward,
             whole=in_backward and not choice.apart,
-            simulated=lambda simulated, trace: kept.add(simulated, trace, slot_bytes=slot_bytes),
+            simulated=lambda simulated, trace: ran.append((simulated, trace)),
         )
         first, last = run.settle()
     except BudgetError as refusal:
@@ -221,9 +223,25 @@ def _forecast(
         traces=tuple(last.traces),
         plans=tuple(last.plans),
         first_plans=tuple(first.plans),
-        beside_bytes=budgets.beside_bytes + kept.nbytes,
+        beside_bytes=budgets.beside_bytes + _kept_bytes(budgets, ran, slot_bytes=state.slot_bytes),
         **facts,  # type: ignore[arg-type]
     )
+
+
+def _kept_bytes(budgets: Budgets, ran: Sequence[tuple[Simulation, Trace]], *, slot_bytes: int) -> int:
+    """Bytes that the process is to take beyond the peak of these plans, carried out on paper, because freed blocks are kept.
+
+    As the allocator comes, or up to where it is asked for what it keeps.
+    """
+    found, tier = allocator(), budgets.machine.compute
+    if not budgets.host_binds or tier is not Tier.HOST:
+        return 0
+    if not all(leaves_room(simulated, trace, budgets, found) for simulated, trace in ran):
+        return 0
+    slots = max(max(simulated.slots, default=0) for simulated, _ in ran) * slot_bytes
+    as_it_comes = slots + int(max(trace.peak for _, trace in ran) * found.retains)
+    peak = max(simulated.peak[tier.label] for simulated, _ in ran)
+    return max(0, min(as_it_comes, budgets.machine.budget[tier] + EARLY_BYTES) - peak)
 
 
 def _updated_late(step: Trace, layout: Layout) -> set[str]:

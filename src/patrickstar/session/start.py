@@ -221,7 +221,7 @@ def planner_of(
     """The planner of a session, or of a forecast of it."""
     return Planner(
         layout=layout,
-        room=budgets,
+        budgets=budgets,
         policy=options.eviction,
         prefetch=options.prefetch,
         choice=choice,

@@ -105,7 +105,7 @@ class Assembling:
         held = self._binding.leases.assembled_bytes()
         self._binding.assembled.making_bytes += nbytes
         try:
-            with self._executor.assembling(nbytes):
+            with self._executor.room.making(nbytes, is_budgeted=True):
                 yield
         except BudgetError as refusal:
             taken = held + nbytes

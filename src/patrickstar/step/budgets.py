@@ -13,12 +13,14 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.memory.allocator import Allocator
 from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
 from patrickstar.optim.scratch import NONE, PassBytes
+from patrickstar.plan.simulate import Simulation
 from patrickstar.step.resources import Resources
 from patrickstar.units import KIB, MIB, format_bytes, parse_size
 
-__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources", "with_retention"]
+__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources", "leaves_room", "with_retention"]
 
 _CPU = torch.device("cpu")
 # What a tier's budget is of what is free there, where none is given.
@@ -212,3 +214,9 @@ def with_retention(trace: Trace, budgets: Budgets) -> Trace:
             nonmodel = max(nonmodel, moment.live_bytes + scratch)
         moments.append(replace(moment, nonmodel_bytes=seen(nonmodel), live_bytes=seen(moment.live_bytes)))
     return Trace(tuple(moments))
+
+
+def leaves_room(simulated: Simulation, trace: Trace, budgets: Budgets, found: Allocator) -> bool:
+    """True where the worst moment of a plan leaves what the allocator may take beyond what is live."""
+    tier = budgets.machine.compute
+    return simulated.peak[tier.label] + int(trace.peak * found.overshoots) <= budgets.machine.budget[tier]

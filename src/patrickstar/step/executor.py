@@ -1,4 +1,4 @@
-"""The executor: has done what must happen before each event of a step. Asks the pilot what that is, and the store to do it.
+"""The executor: has done what must happen before each event of a step. Asks the pilot what that is, the room whether it may, and the store to do it.
 
 Events tell the executor of every use of a parameter, gradients and updates of every chunk that they need. The executor owns the question "are the
 bytes there now?"; gradients and updates own what is done with them.
@@ -6,53 +6,31 @@ bytes there now?"; gradients and updates own what is done with them.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch
-from patrickstar.errors import BudgetError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Action, Work, slots_taken
-from patrickstar.plan.pilot import Pilot, Planned, Stretch
+from patrickstar.plan.actions import Work
+from patrickstar.plan.pilot import Pilot, Planned
 from patrickstar.plan.recorder import TraceRecorder
-from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.pending_step import PendingStep
-from patrickstar.step.pressure import Pressure
+from patrickstar.step.room import Room
 from patrickstar.torch_private import Plain, backward_id
-from patrickstar.tracing.live_bytes import LiveBytes
-from patrickstar.units import format_bytes
 
-__all__ = ["Executor", "MeterBound"]
-
-_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Work | None]
-"""A moment as the pilot decides about it: phase, label, touches, what is held, and the update that begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeterBound:
-    """The bound on what slots and metered bytes together may take of the compute tier. `enforced`: whether exceeding it is an error."""
-
-    nbytes: int
-    enforced: bool
+__all__ = ["Executor"]
 
 
 class Executor:
     """Has everything done that must happen before a moment, one moment after another.
 
-    Args:
-        pressure: the bound on the process itself, if any. meter_bound: the bound on live bytes while they are metered, if any.
-        device_peak: what the allocator of a device has given out, where there is one that keeps it.
-
     Attributes:
-        recorder: writes down what happens, where somebody wants to know.
-        meter: of live bytes, while one is on. meter_acts: whether chunks leave where the meter shows more than there is room for.
+        lock: held by whoever changes what is in memory. recorder: writes down what happens, where somebody wants to know.
         pending: the optimizer step that was called and is not over. carry_out_step: carries out what is left of it, in a stretch of its own.
             step_is_over: is told of its end.
     """
@@ -60,30 +38,15 @@ class Executor:
     carry_out_step: Callable[[PendingStep], None]
     step_is_over: Callable[[PendingStep], None]
 
-    def __init__(
-        self,
-        pilot: Pilot,
-        store: ChunkStore,
-        *,
-        pressure: Pressure | None = None,
-        meter_bound: MeterBound | None = None,
-        device_peak: DevicePeak | None = None,
-    ) -> None:
+    def __init__(self, pilot: Pilot, store: ChunkStore, room: Room) -> None:
         self.pilot = pilot
         self.store = store
-        self.lock = threading.RLock()
+        self.room = room
+        self.lock = room.lock
         self._compute = store.state.compute
-        self._pressure = pressure
-        self._meter_bound = meter_bound
-        self._device_peak = device_peak
 
         self.recorder: TraceRecorder | None = None
         self.pending: PendingStep | None = None
-        self.meter: LiveBytes | None = None
-        self.meter_acts = True
-        self._nonmodel_before = 0
-        self._making_bytes = 0
-        self._assembling_bytes = 0
 
     # moments
 
@@ -94,37 +57,28 @@ class Executor:
             BudgetError: the moment does not fit. DeviceError: the disk does not do its work.
         """
         with self.lock:
-            self._update_before(touches)
+            if self.pending is not None:
+                self._update_before(touches)
             self._moment(phase, label, touches)
 
     def _moment(self, phase: Phase, label: str, touches: Sequence[Touch], update: Work | None = None) -> None:
-        with self.lock:
-            store, pilot = self.store, self.pilot
-            self.look_at_device()
-            held = store.leases.held()
-            if self.recorder is not None and phase is not Phase.STEP:
-                self.recorder.moment(phase, label, touches, held)
-            actions = pilot.planned(phase, touches, held)
-            if actions is None:
-                self._use_what_came()
-                actions = pilot.decided(phase, label, touches, held, update)
-            if self._pressure is not None or self.meter is not None:
-                actions = self._within_bounds(actions, (phase, label, touches, held, update))
-            store.limit_slots = pilot.capacity_slots
-            now = self._nonmodel_now()
-            if actions:
-                # What is alive between two moments is part of both.
-                store.hold_beside(now if self._is_measured() else min(now, self._nonmodel_before))
-                self._carry_out(actions, f"{phase} {label}")
-            if store.committed_slots > store.limit_slots:
-                store.trim()
-            store.hold_beside(now)
-            self._nonmodel_before = now
-            with noticed_at(f"moment {phase} {label}"):
-                store.compute(touches)
-            for touch in touches:
-                if touch.writes:
-                    store.wrote(touch.ref, touch.tier)
+        store, pilot, room = self.store, self.pilot, self.room
+        room.look()
+        held = store.leases.held()
+        if self.recorder is not None and phase is not Phase.STEP:
+            self.recorder.moment(phase, label, touches, held)
+        actions = pilot.planned(phase, touches, held)
+        if actions is None:
+            self._use_what_came()
+            actions = pilot.decided(phase, label, touches, held, update)
+        actions = room.within(actions, (phase, label, touches, held, update))
+        store.limit_slots = pilot.capacity_slots
+        room.make(actions, phase, label)
+        with noticed_at(f"moment {phase} {label}"):
+            store.compute(touches)
+        for touch in touches:
+            if touch.writes:
+                store.wrote(touch.ref, touch.tier)
 
     def use(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
         """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. Raises what `moment` raises."""
@@ -184,27 +138,10 @@ class Executor:
     def open(self) -> None:
         """Does what may be done as soon as a stretch of the step has begun."""
         with self.lock:
-            store, pilot = self.store, self.pilot
             self._update_before(())
-            if self.meter is None and self._is_measured():
-                store.hold_beside(self._nonmodel_now())
-            elif self.meter is None:
-                # What is alive between two moments is part of both: what the last stretch held is gone, as far as the next does not hold it.
-                store.hold_beside(min(self._nonmodel_at(pilot.stretch, 0), self._nonmodel_before))
-            actions = pilot.opening(store.leases.held())
-            store.limit_slots = pilot.capacity_slots
-            if actions:
-                self._carry_out(actions, f"the start of the {pilot.stretch.kind}")
-            store.trim()
-
-    def _carry_out(self, actions: Sequence[Action], during: str) -> None:
-        try:
-            with self._uncounted():
-                self.store.carry_out(actions, during=during)
-        except BaseException:
-            # What a plan has from here on begins elsewhere.
-            self.pilot.stretch.depart(f"a transfer at {during} was not done")
-            raise
+            actions = self.pilot.opening(self.store.leases.held())
+            self.store.limit_slots = self.pilot.capacity_slots
+            self.room.open(actions)
 
     def settle(self) -> None:
         """Carries out what is left of the optimizer step that is pending, if one is."""
@@ -255,7 +192,7 @@ class Executor:
         with self.lock:
             try:
                 if self.store.state.updates:
-                    with self._uncounted():
+                    with self.room.uncounted():
                         self.store.wait_for_updates()
             finally:
                 if self.pending is not None:
@@ -286,7 +223,7 @@ class Executor:
         if self.store.state.used_by(ref):
             what = "on its way" if self.store.state.flight(ref) else "in an update"
             self.pilot.stretch.depart(f"{ref} {why} while it was {what}")
-            with self._uncounted():
+            with self.room.uncounted():
                 self.store.land(ref)
 
     def change_phase(self) -> Phase:
@@ -297,182 +234,13 @@ class Executor:
         is_known = self.recorder is not None or (isinstance(stretch.course, Planned) and not stretch.complete)
         return Phase.FORWARD if is_known else Phase.STEP
 
-    # room
-
-    @contextmanager
-    def making(self, nbytes: int) -> Iterator[None]:
-        """Leaves room for a tensor of so many bytes, which is being filled, in the moments meanwhile."""
-        stretch = self.pilot.stretch
-        stretch.reserve_bytes += nbytes
-        self._making_bytes += nbytes
-        try:
-            yield
-        finally:
-            stretch.reserve_bytes -= nbytes
-            self._making_bytes -= nbytes
-
-    @contextmanager
-    def assembling(self, nbytes: int) -> Iterator[None]:
-        """Counts a tensor that is being put together, which the budget counts by itself, among what the process grows by."""
-        self._making_bytes += nbytes
-        self._assembling_bytes += nbytes
-        try:
-            yield
-        finally:
-            self._making_bytes -= nbytes
-            self._assembling_bytes -= nbytes
-
-    def _within_bounds(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:
-        """Actions that must be done before the moment, and make neither slots and live bytes nor the process too large: these, or others."""
-        store, slot_bytes = self.store, self.store.state.slot_bytes
-        if self._meter_bound is not None and self._meter_bound.enforced:
-            in_use = self._slots_in_use(actions)
-            excess = self._excess_bytes(in_use * slot_bytes)
-            if excess:
-                self.pilot.yield_bytes(excess, slots=in_use)
-                actions = self.pilot.decided(*moment)
-                self._expect_room(self._slots_in_use(actions) * slot_bytes)
-        if self._pressure is None:
-            return actions
-        in_use = self._slots_in_use(actions)
-        # Those that will hold pages.
-        slots = max(in_use, min(store.committed_slots, self.pilot.capacity_slots))
-        growth = (slots - store.committed_slots) * slot_bytes + self._rise_bytes()
-        # Pages of slots whose transfers are under way come with these. Those that have come count as resident already.
-        arriving = store.arriving_slots * slot_bytes
-        if arriving and self._pressure.is_exceeded_by(growth + arriving):
-            arriving = store.arriving_bytes()
-        excess = self._pressure.excess_bytes(growth + arriving)
-        if not excess:
-            return actions
-        self.pilot.yield_bytes(excess, slots=slots)
-        return self.pilot.decided(*moment)
-
-    def _slots_in_use(self, actions: Sequence[Action]) -> int:
-        """Number of slots that will be in use once these actions are done."""
-        in_use = self.store.state.slots_used[self._compute]
-        for action in actions:
-            in_use += slots_taken(action, self._compute)
-        return in_use
-
-    def _rise_bytes(self) -> int:
-        """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
-        stretch = self.pilot.stretch
-        if not isinstance(stretch.course, Planned) or not stretch.position:
-            return self._making_bytes
-        # From what is alive now, not from the last moment's peak: what was made in between may be gone, and its memory returned.
-        moment = stretch.course.trace.moments[stretch.position - 1]
-        return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
-
-    def look_at_device(self) -> None:
-        """Notes what the allocator of a device has given out since the last moment, and by how much that is more than was foreseen."""
-        found = None if self._device_peak is None else self._device_peak.look()
-        if found is None:
-            return
-        self.store.hold_beside(found)
-        self.store.hold_beside(self._nonmodel_now())  # what was there in between is there no more
-        stretch = self.pilot.stretch
-        if stretch.foreseen is not None and isinstance(stretch.course, Planned) and stretch.position:
-            more = found - stretch.foreseen.moments[stretch.position - 1].nonmodel_bytes
-            stretch.excess_bytes = max(stretch.excess_bytes, more)
-
-    def _is_measured(self) -> bool:
-        """Tells whether what lies beside chunks is known by more than a trace."""
-        return self.meter is not None or (self._device_peak is not None and self._device_peak.now is not None)
-
-    def _nonmodel_now(self) -> int:
-        """Bytes of non-model data: as the allocator or a meter has them, else as the trace does, else what is reserved for them."""
-        if self._device_peak is not None and self._device_peak.now is not None:
-            return self._device_peak.now
-        if self.meter is not None:
-            return self.meter.live
-        stretch = self.pilot.stretch
-        return self._nonmodel_at(stretch, stretch.position - 1)
-
-    def _nonmodel_at(self, stretch: Stretch, index: int) -> int:
-        if isinstance(stretch.course, Planned) and stretch.course.trace.moments:
-            return stretch.course.trace.moments[index].nonmodel_bytes
-        return stretch.reserve_bytes if stretch.trace is not None else 0
-
-    # live bytes, where they are metered
-
-    def live_changed(self, live: int) -> None:
-        """Makes room for the live bytes that the meter has just seen. BudgetError where the bound is hard and chunks cannot make room."""
-        bound = self._meter_bound
-        if bound is not None and self.meter_acts and self._excess_bytes(self._slot_bytes()):
-            # More than was foreseen: chunks that nothing uses right now leave, which is said, and only then it is an error.
-            self._make_way(self._metered_room(bound) - live)
-            if bound.enforced:
-                self._expect_room(self._slot_bytes())
-        self.store.hold_beside(live)
-
-    def _slot_bytes(self) -> int:
-        return self.store.state.slots_used[self._compute] * self.store.state.slot_bytes
-
-    def _metered_room(self, bound: MeterBound) -> int:
-        return bound.nbytes - self.store.leases.assembled_bytes() - self._assembling_bytes
-
-    def _excess_bytes(self, slot_bytes: int) -> int:
-        """Bytes by which slots and live bytes would exceed the bound, with so many bytes of slots in use."""
-        if self.meter is None or self._meter_bound is None or LiveBytes.is_shared():
-            return 0
-        return max(0, slot_bytes + self.meter.live - self._metered_room(self._meter_bound))
-
-    def _expect_room(self, slot_bytes: int) -> None:
-        """Raises BudgetError where slots and live bytes would exceed the bound."""
-        if not self._excess_bytes(slot_bytes):
-            return
-        assert self.meter is not None
-        assert self._meter_bound is not None
-        live, budget, stretch = self.meter.live, self._metered_room(self._meter_bound), self.pilot.stretch
-        held = slot_bytes + live
-        # Where there is no forecast, or it has just been shown to be wrong, nobody knows what is still to come: a quarter more is an estimate.
-        smallest = held + held // 4
-        self.unmeter()  # this step is over
-        raise BudgetError(
-            f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {stretch.position} of the {stretch.kind}: "
-            f"{format_bytes(held)} = chunk slots {format_bytes(slot_bytes)} + activations {format_bytes(live)}\n"
-            f"  give {self._compute.label}_memory >= {format_bytes(smallest)}, or a smaller batch",
-            tier=self._compute.label,
-            moment=f"{stretch.position} {stretch.kind}",
-            needed_bytes=held,
-            available_bytes=budget,
-            smallest_bytes=smallest,
-        )
-
-    def _make_way(self, slot_bytes: int) -> None:
-        """Makes chunks that nothing uses leave, in the middle of a moment, until slots in use take no more than these bytes, if that can be."""
-        with self.lock:
-            self._carry_out(self.pilot.clearing(slot_bytes, self.store.leases.held()), "the middle of a moment")
-            self.store.trim()
-
-    def unmeter(self) -> None:
-        """Stops metering: what is made from now on is no part of the step."""
-        if self.meter is not None:
-            self.meter.counts = False
-            self.meter = None
-        self.store.hold_beside(0)
-
     # our own operations
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A context as `quiet`, in which bytes are not counted: copies handed to the user as host memory, a kernel's few scalars."""
-        with self._uncounted(), self.quiet():
+        with self.room.uncounted(), self.quiet():
             yield
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """A context in which bytes are not counted: a lane may do its works in the thread that waits for them."""
-        meter = self.meter
-        if meter is None:
-            yield
-            return
-        counted, meter.counts = meter.counts, False
-        try:
-            yield
-        finally:
-            meter.counts = counted
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -141,7 +141,7 @@ class Gradients:
         """A copy of the gradient on the host, of the parameter's shape and strides."""
         with self._executor.quiet():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype, device="cpu")
-            with self._executor.making(whole.nbytes):
+            with self._executor.room.making(whole.nbytes):
                 self.copy_into(bound.name, whole.as_strided((whole.numel(),), (1,)))
             return whole
 

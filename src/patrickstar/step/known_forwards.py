@@ -18,10 +18,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from patrickstar.core.trace import Phase, Trace
+from patrickstar.errors import BudgetError
 from patrickstar.plan.pilot import Stretch
 from patrickstar.tracing.signature import Signature
+from patrickstar.units import format_bytes
 
-__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one"]
+__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one", "refused_as_learned"]
 
 BEING_MEASURED = "the forward did not go as its trace; it is being measured"
 _MEASUREMENTS = 3
@@ -75,6 +77,10 @@ class KnownForward:
             excess_bytes=self.excess_bytes,
             knows_workspaces=self.knows_workspaces,
         )
+
+    def excess_beyond(self, share_bytes: int) -> int:
+        """Bytes that plans have beside the trace: what such a step took more; less the share that is left for that until all of it is known."""
+        return self.excess_bytes if self.knows_workspaces else max(0, self.excess_bytes - share_bytes)
 
     def learn(self, stretch: Stretch, recorded: Trace | None) -> None:
         """Learns from a step of this kind, which went as the stretch says. `recorded`: what it did, with its backward, where that was recorded."""
@@ -145,3 +151,16 @@ def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -
         return KnownForward()
     _, least = min(larger, key=lambda item: item[0])
     return least.bound()
+
+
+def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
+    """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
+    return BudgetError(
+        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} were not foreseen: such a step has taken them, and this one has not begun",
+        tier=refusal.tier,
+        moment=refusal.moment,
+        needed_bytes=refusal.needed_bytes,
+        available_bytes=refusal.available_bytes,
+        smallest_bytes=refusal.smallest_bytes,
+        fixed_bytes=refusal.fixed_bytes,
+    )

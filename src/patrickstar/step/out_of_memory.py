@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from patrickstar.errors import BudgetError
 from patrickstar.plan.pilot import StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
-from patrickstar.step.stretches import Stretches
+from patrickstar.step.room import DeviceRoom
 from patrickstar.units import format_bytes
 
 __all__ = ["OutOfMemory"]
 
 
+@dataclass(frozen=True, eq=False)
 class OutOfMemory:
     """Raises in the place of torch, where a device has no memory in the middle of a step. `budgets`: of a session that computes there."""
 
-    def __init__(self, executor: Executor, stretches: Stretches, budgets: Budgets) -> None:
-        self._executor = executor
-        self._stretches = stretches
-        self._budgets = budgets
+    executor: Executor
+    room: DeviceRoom
+    budgets: Budgets
 
     def out_of_memory(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
         """Raises BudgetError where a forward or backward of this session is under way."""
-        stretch, store = self._executor.pilot.stretch, self._executor.store
+        stretch, store = self.executor.pilot.stretch, self.executor.store
         if stretch.is_over or stretch.kind not in {StretchKind.TRAINING, StretchKind.EVALUATION}:
             return
         tier = store.state.compute
         slots = store.committed_slots * store.state.slot_bytes
-        allocated = torch.accelerator.memory_allocated(self._budgets.device)
-        others = max(0, total_bytes - free_bytes - slots - torch.accelerator.memory_reserved(self._budgets.device))
+        allocated = torch.accelerator.memory_allocated(self.budgets.device)
+        others = max(0, total_bytes - free_bytes - slots - torch.accelerator.memory_reserved(self.budgets.device))
         position = max(0, stretch.position - 1)
         moment = f"{position} {stretch.kind}" if stretch.trace is None else stretch.trace.name(position)
-        leaves = self._stretches.leave_room(asked_bytes)
-        needed, budget = slots + allocated + asked_bytes, self._budgets.machine.given(tier)
+        leaves = self.room.leave_room(asked_bytes)
+        needed, budget = slots + allocated + asked_bytes, self.budgets.machine.given(tier)
         raise BudgetError(
             f"the device has no memory for {format_bytes(asked_bytes)} more after moment {moment}, although {tier.label}_memory is "
             f"{format_bytes(budget)}: of {format_bytes(total_bytes)} {format_bytes(free_bytes)} are free, chunk slots have "

@@ -23,13 +23,9 @@ from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
 from patrickstar.plan.planner import Ask, Draft, Planner
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.budgets import Budgets, with_retention
-from patrickstar.step.device_level import DeviceLevel, refused_as_learned
-from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.executor import Executor
-from patrickstar.step.freed_blocks import FreedBlocks
-from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward, like_a_larger_one
+from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward, like_a_larger_one, refused_as_learned
 from patrickstar.step.late_planes import LatePlanes
-from patrickstar.step.metering import Metering
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.tracing.offline import CannotTrace, OfflineTracer
 from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
@@ -49,11 +45,8 @@ class Stretches:
 
     Args:
         planner: makes their plans. budgets: the tiers, what each may hold, and what the allocator does.
-        freed_blocks: learns of stretches that are not planned.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
-        metering: counts live bytes. late_planes: has room for gradients that must wait.
-        always_meter: whether every forward is metered (where the budget is a bound on an emulated arena).
-        device_peak: what the allocator of a device has given out, where there is one that keeps it.
+        late_planes: has room for gradients that must wait.
         whole_chunks: whether a backward updates chunks whole where there is room.
         may_weave: whether nobody holds what an update would have to renew.
 
@@ -67,28 +60,19 @@ class Stretches:
         executor: Executor,
         planner: Planner,
         budgets: Budgets,
-        freed_blocks: FreedBlocks,
         tracer: OfflineTracer,
         taken_bytes: Callable[[], int],
-        metering: Metering,
         late_planes: LatePlanes,
-        always_meter: bool,
-        device_peak: DevicePeak | None,
         whole_chunks: bool,
         may_weave: Callable[[], bool],
     ) -> None:
         self._executor = executor
         self._planner = planner
         self._budgets = budgets
-        self._freed_blocks = freed_blocks
+        self._room = executor.room
         self._tracer = tracer
         self._taken_bytes = taken_bytes
-        self._metering = metering
         self._late_planes = late_planes
-        self._always_meter = always_meter
-        self._level = DeviceLevel(
-            device_peak, least_bytes=budgets.passes.update, set_aside_bytes=budgets.machine.costs.set_aside_bytes
-        )
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
 
@@ -121,11 +105,11 @@ class Stretches:
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
         stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
-        needed = self._always_meter or expected.trace is None or expected.measure_next
+        needed = self._room.always_meters or expected.trace is None or expected.measure_next
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
         wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
         if needed or wanted:
-            meter = self._metering.start(acts=needed)
+            meter = self._room.start_meter(acts=needed)
             if expected.trace is not None or can_be_traced((args, kwargs)):
                 self._executor.recorder = TraceRecorder(meter)
         self._current, self._recorded = known, False
@@ -140,8 +124,9 @@ class Stretches:
         self._executor.settle()
         self.end()
         if expected.trace is None:
-            unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if self._level.is_unknown else 0
-            reserve = max(self._level.nbytes, unknown)
+            is_unknown = self._room.level_bytes <= self._budgets.passes.update  # nothing is known of any forward
+            unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if is_unknown else 0
+            reserve = max(self._room.level_bytes, unknown)
             return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
         may_wait = kind is StretchKind.TRAINING and self._whole_chunks and expected is known
         stretch = self._forward(kind, expected, whole=may_wait and self._goes_as_expected(known))
@@ -174,7 +159,7 @@ class Stretches:
     ) -> Stretch:
         """The stretch of a forward whose trace is known. `pending`: the updates to be woven into it; `whole`: whether its backward may have some."""
         assert expected.trace is not None, "a forward without a trace has no plan"
-        excess = self._level.excess_of(expected)
+        excess = expected.excess_beyond(self._budgets.machine.costs.set_aside_bytes)
         try:
             draft = self._plan(
                 kind,
@@ -201,7 +186,7 @@ class Stretches:
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
         """The tiers, by chunk, of updates that are best not done where the step computes."""
         state, taken = self._executor.store.state, self._taken_bytes()
-        return self._planner.tiers(updates, state, taken_bytes=taken, level_bytes=self._level.nbytes)
+        return self._planner.tiers(updates, state, taken_bytes=taken, level_bytes=self._room.level_bytes)
 
     def _let_go(self, known: KnownForward) -> frozenset[PlaneRef]:
         """The gradients that will be let go of in the middle of a forward and its backward, if these go as the last time."""
@@ -240,7 +225,7 @@ class Stretches:
         if len(self._known) > _KEPT_KINDS:
             self._known.popitem(last=False)
         if known.trace is not None:
-            self._level.rise(known.trace.peak)
+            self._room.rise(known.trace.peak)
         return known
 
     def _reserve(self, known: KnownForward) -> None:
@@ -280,13 +265,11 @@ class Stretches:
     def _begin(self, stretch: Stretch) -> None:
         if stretch.trace is not None:
             self._planner.began(stretch.kind, stretch.trace)
-        if stretch.reason:
-            self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
-        self._level.begin()
+        self._room.begin(stretch)
         self._executor.pilot.begin(stretch)
 
     def _plan(self, kind: StretchKind, trace: Trace, **expected: Any) -> Draft:
-        self._level.rise_on_device(trace)
+        self._room.rise(trace.peak)
         # Gradients are complete in the last backward before a step, as far as this step is as the last one.
         is_last = kind is StretchKind.TRAINING and self._forwards == self._forwards_a_step
         return self._planner.plan(
@@ -294,7 +277,7 @@ class Stretches:
                 kind=kind,
                 trace=trace,
                 start=self._executor.store.state,
-                level_bytes=self._level.nbytes,
+                level_bytes=self._room.level_bytes,
                 taken_bytes=self._taken_bytes(),
                 forwards=max(self._forwards, self._forwards_a_step),
                 is_last=is_last,
@@ -323,9 +306,7 @@ class Stretches:
         """Ends the stretch that was under way."""
         stretch = self._executor.pilot.stretch
         self._executor.wait_for_updates()
-        self._executor.look_at_device()
-        if stretch.reason:
-            self._freed_blocks.return_at_once(f"the {stretch.kind} was not as planned")
+        self._room.look()
         recorder, self._executor.recorder = self._executor.recorder, None
         known, self._current = self._current, None
         if known is not None:
@@ -335,12 +316,9 @@ class Stretches:
                 self._learn(known, recorder.trace(), stretch)
             elif not self._recorded:
                 known.learn(stretch, None)
-        self._metering.stop()
+        self._room.stop_meter()
         if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
-            budget = self._budget_bytes(knows_workspaces=True)
-            is_over = self._executor.store.ledger.peak(self._budgets.machine.compute) > budget
-            self._level.learn(stretch, known, is_over=is_over, budget_bytes=budget)
-        if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
+            self._room.end(stretch, known, budget_bytes=self._budget_bytes(knows_workspaces=True))
             if stretch.kind is StretchKind.EVALUATION or (
                 stretch.kind is StretchKind.TRAINING and not stretch.gave_gradients
             ):
@@ -375,7 +353,7 @@ class Stretches:
         if not recorded.moments or not whole:
             known.expected.measure_next = False
             return
-        self._level.rise(recorded.peak)
+        self._room.rise(recorded.peak)
         if stretch.reason:
             recorded = self._as_it_ran(recorded, is_first=known.expected.measured is None)
         known.learn(stretch, recorded)
@@ -391,10 +369,6 @@ class Stretches:
             _log.warning("a step has run that no forecast showed, in %s at %s; its budget is %s", needed, moment, has)
         return within(recorded, budget, start=state)
 
-    def leave_room(self, nbytes: int) -> int:
-        """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that activations then have."""
-        return self._level.leave_room(nbytes)
-
     def differentiates(self) -> None:
         """Notes that the backward under way makes a graph: the step differentiates a gradient."""
         self._executor.pilot.stretch.differentiates = True
@@ -407,16 +381,15 @@ class Stretches:
             self._recorded = True
         self._executor.pilot.stretch.reserve_bytes = 0  # activations are gone with the graph
         self._executor.pilot.stretch.is_over = True
-        self._executor.look_at_device()
-        self._level.stop()
-        self._metering.pause()
+        self._room.look(is_last=True)
+        self._room.pause_meter()
 
     def abandon(self) -> None:
         """Abandons a forward or a backward that an exception has ended: what is made from now on is no part of it."""
         self._executor.recorder = None
         self._executor.pilot.stretch.reserve_bytes = 0
         self._executor.pilot.stretch.is_over = True
-        self._metering.pause()
+        self._room.pause_meter()
 
     def pause(self) -> None:
         """Ends a stretch whose moments have all come: state is read or written between stretches."""

@@ -45,7 +45,7 @@ class Weights:
         with self._executor.lock, self._executor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), device="cpu")
             flat, at = bound.flat(whole), 0
-            with self._executor.making(whole.nbytes):
+            with self._executor.room.making(whole.nbytes):
                 for piece in pieces:
                     flat[at : at + piece.numel()].copy_(piece)
                     at += piece.numel()
@@ -134,7 +134,7 @@ class Weights:
             (unit,) = self._executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])
             return
-        with self._executor.making(bound.parameter.nbytes):
+        with self._executor.room.making(bound.parameter.nbytes):
             self._executor.open()
             self.fill(bound, recorder.value(bound.parameter))
 

@@ -1,0 +1,499 @@
+"""Room on the tier that computes: how much there is, and what gives way where it is short.
+
+A budget is shared by chunk slots and by what lies beside them: activations, workspaces, tensors of the user's. A plan leaves room for what its trace
+has; what is really there shows in another way on each device, and that is all that the three kinds of `Room` differ in.
+
+| | what lies beside chunks is known by | more than was foreseen |
+|---|---|---|
+| `HostRoom` | the trace; a meter where there is no trace; with a bound, the size of the process | chunks leave, which is said once |
+| `EmulatedRoom` | a meter, in every step | chunks leave, and then it is an error |
+| `DeviceRoom` | torch's allocator; a meter where there is no trace | as `EmulatedRoom`; and later plans leave more room |
+
+A forecast for a device is low: kernels take what no trace shows. A share of the budget is left for that (`core/fixed_costs.py`) until a step of a
+kind has shown what they take. Then its plans have that much more at every moment; where the budget has not, the next such step is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import PlaneRef
+from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.errors import BudgetError
+from patrickstar.memory.allocator import allocator, release_free_memory, return_at_once
+from patrickstar.memory.leases import Leases
+from patrickstar.memory.process import resident_bytes
+from patrickstar.memory.store import ChunkStore
+from patrickstar.plan.actions import Action, Work, slots_taken
+from patrickstar.plan.pilot import Pilot, Planned, Stretch
+from patrickstar.plan.plan import Plan
+from patrickstar.plan.simulate import simulate
+from patrickstar.step.budgets import Budgets, leaves_room
+from patrickstar.step.known_forwards import KnownForward
+from patrickstar.torch_private import allocated_bytes
+from patrickstar.tracing.live_bytes import LiveBytes
+from patrickstar.units import MIB, format_bytes
+
+__all__ = ["EARLY_BYTES", "DeviceRoom", "EmulatedRoom", "HostRoom", "Room", "room_of"]
+
+_SLACK_BYTES = 40 * MIB  # of the 48 MiB of fixed costs
+_SLACK_SHARE = 128  # of the 1 % of them
+EARLY_BYTES = (
+    16 * MIB
+)  # above what chunks and activations may take: from here on the allocator is asked for what it keeps
+_STEP_BYTES = 16 * MIB  # of growth, with what is to come, for which it is asked again
+_Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Work | None]
+"""A moment as the pilot decides about it: phase, label, touches, what is held, and the update that begins."""
+_log = logging.getLogger("patrickstar")
+
+
+class Room:
+    """The room of one session. What is common: the trace, and a meter of live bytes, on from the beginning of a forward to the end of its backward.
+
+    Attributes:
+        lock: held by whoever changes what is in memory. meter: while one counts. always_meters: whether every forward is metered.
+        level_bytes: the most bytes beside chunks at any moment so far, foreseen or taken.
+    """
+
+    always_meters: ClassVar[bool] = False
+
+    def __init__(self, pilot: Pilot, store: ChunkStore, budgets: Budgets) -> None:
+        self._pilot = pilot
+        self._store = store
+        self._budgets = budgets
+        self._compute = budgets.machine.compute
+        self._room_bytes = budgets.machine.budget[self._compute]
+        self._is_bounded = budgets.host_binds or self._compute is Tier.DEVICE
+        # On the host an operation's result is there before it is counted: some room is left for that.
+        self._metered_bytes = self._room_bytes - budgets.spare_bytes - budgets.fixed_bytes
+
+        self.lock = threading.RLock()
+        self.meter: LiveBytes | None = None
+        self.level_bytes = budgets.passes.update
+        self._mode: LiveBytes | None = None  # the one that is on, counting or not
+        self._acts = True
+        self._abandoned: weakref.finalize[Any, Any] | None = None
+        self._before_bytes = 0  # beside chunks, at the moment before
+        self._making_bytes = 0
+        self._assembling_bytes = 0
+
+    # stretches
+
+    def planned(self, plan: Plan, trace: Trace, layout: Layout) -> None:
+        """Takes note of a plan that a stretch is about to follow."""
+
+    def begin(self, stretch: Stretch) -> None:
+        """Begins to count for a stretch."""
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Notes what has been taken since the last moment, where that shows afterwards only. `is_last`: activations are gone with the graph."""
+
+    def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
+        """Ends the count for a stretch, and learns from it. `known`: of its forward; `budget_bytes`: what chunks and activations may take."""
+
+    def rise(self, nbytes: int) -> None:
+        """Notes that a moment takes so much beside chunks."""
+        self.level_bytes = max(self.level_bytes, nbytes)
+
+    # moments
+
+    def within(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:  # noqa: ARG002
+        """Actions before a moment that leave what lies beside chunks its room: these, or others that are decided on the spot."""
+        return actions
+
+    def beside_bytes(self) -> int:
+        """Bytes that lie beside chunks now: as a meter has them, else as the trace does, else what is reserved for them."""
+        if self.meter is not None:
+            return self.meter.live
+        stretch = self._pilot.stretch
+        course = stretch.course
+        if isinstance(course, Planned) and course.trace.moments:
+            return course.trace.moments[stretch.position - 1 if stretch.position else 0].nonmodel_bytes
+        return stretch.reserve_bytes if course.trace is not None else 0
+
+    @property
+    def is_measured(self) -> bool:
+        """True where what lies beside chunks is known by more than a trace."""
+        return self.meter is not None
+
+    def open(self, actions: Sequence[Action]) -> None:
+        """Has done what may be done as soon as a stretch has begun."""
+        if self.meter is None:
+            # What the last stretch held is gone, as far as this one does not hold it.
+            now = self.beside_bytes()
+            self._store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
+        if actions:
+            self.carry_out(actions, f"the start of the {self._pilot.stretch.kind}")
+        self._store.trim()
+
+    def make(self, actions: Sequence[Action], phase: Phase, label: str) -> None:
+        """Has done what comes before a moment."""
+        store, now = self._store, self.beside_bytes()
+        if actions:
+            # What is alive between two moments is part of both.
+            store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
+            self.carry_out(actions, f"{phase} {label}")
+        if store.committed_slots > store.limit_slots:
+            store.trim()
+        store.hold_beside(now)
+        self._before_bytes = now
+
+    def carry_out(self, actions: Sequence[Action], during: str) -> None:
+        """Has actions done. What comes after one that fails begins elsewhere than the plan has it."""
+        try:
+            with self.uncounted():
+                self._store.carry_out(actions, during=during)
+        except BaseException:
+            self._pilot.stretch.depart(f"a transfer at {during} was not done")
+            raise
+
+    @contextmanager
+    def making(self, nbytes: int, *, is_budgeted: bool = False) -> Iterator[None]:
+        """Leaves room for a tensor that is being filled, in the moments meanwhile. `is_budgeted`: what chunks may take has become less by it."""
+        stretch = self._pilot.stretch
+        reserved, budgeted = (0, nbytes) if is_budgeted else (nbytes, 0)
+        self._making_bytes += nbytes
+        stretch.reserve_bytes += reserved
+        self._assembling_bytes += budgeted
+        try:
+            yield
+        finally:
+            self._making_bytes -= nbytes
+            stretch.reserve_bytes -= reserved
+            self._assembling_bytes -= budgeted
+
+    # live bytes, while they are metered
+
+    def start_meter(self, *, acts: bool) -> LiveBytes:
+        """Switches the meter on, which it gives. `acts`: whether chunks may leave for what it counts."""
+        # torch holds a mode that is on: through it, it must not hold a session that everybody else has dropped.
+        leases, room = weakref.proxy(self._store.leases), weakref.proxy(self)
+        is_slot, at_change = partial(Leases.is_counted, leases), partial(Room.live_changed, room)
+        meter = LiveBytes(is_slot, at_change, on_device=self._budgets.stream_device is not None)
+        meter.switch_on()
+        self._abandoned = weakref.finalize(self, meter.retire)
+        self._abandoned.atexit = False
+        self.meter = self._mode = meter
+        self._acts = acts
+        return meter
+
+    def pause_meter(self) -> None:
+        """Stops counting: what is made from now on is no part of the step. (A mode cannot be left from inside a backward call.)"""
+        if self._mode is not None:
+            self._mode.counts, self.meter = False, None
+            self._store.hold_beside(0)
+
+    def stop_meter(self) -> None:
+        """Switches the meter off."""
+        self.pause_meter()
+        mode, self._mode = self._mode, None
+        if mode is None:
+            LiveBytes.leave_retired()
+            return
+        if self._abandoned is not None:
+            self._abandoned.detach()
+        mode.retire()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """A context in which bytes are not counted: a lane may do its works in the thread that waits for them."""
+        meter = self.meter
+        if meter is None:
+            yield
+            return
+        counted, meter.counts = meter.counts, False
+        try:
+            yield
+        finally:
+            meter.counts = counted
+
+    def live_changed(self, live: int) -> None:
+        """Makes room for the live bytes that the meter has just seen."""
+        if self._acts and (over := self._over_bytes(self._store.state.slots_used[self._compute])):
+            self._make_way(over)
+        self._store.hold_beside(live)
+
+    def _over_bytes(self, slots: int) -> int:
+        """Bytes by which live bytes and so many slots would exceed what both may take; 0 where nobody gave a bound, or nobody knows."""
+        if self.meter is None or not self._is_bounded or LiveBytes.is_shared():
+            return 0
+        bound = self._metered_bytes - self._store.leases.assembled_bytes() - self._assembling_bytes
+        return max(0, slots * self._store.state.slot_bytes + self.meter.live - bound)
+
+    def _make_way(self, over_bytes: int) -> None:
+        """Has chunks leave that nothing uses, in the middle of a moment, for more live bytes than were foreseen, which is said."""
+        state = self._store.state
+        with self.lock:
+            slot_bytes = state.slots_used[self._compute] * state.slot_bytes - over_bytes
+            actions = self._pilot.clearing(slot_bytes, self._store.leases.held())
+            self.carry_out(actions, "the middle of a moment")
+            self._store.trim()
+
+
+class HostRoom(Room):
+    """The room where the host computes. With a bound, the process itself is held against it.
+
+    A plan counts live bytes and what the allocator is known to keep; the size of the process shows what neither has: a forward that cannot be
+    traced, `generate()`, tensors of the user's, an allocator that keeps more.
+
+    Blocks that are freed and kept save the page faults of the next ones. They have the room that chunks and activations leave, and are asked for
+    before they would be too much; between two looks the allocator may take a little more than what is live, for which a plan must leave room.
+    Making it return blocks is for the whole process and, under glibc, for good. So the first plan decides, and any later one that needs more.
+    """
+
+    def __init__(self, pilot: Pilot, store: ChunkStore, budgets: Budgets) -> None:
+        super().__init__(pilot, store, budgets)
+        limit = budgets.resident_limit_bytes
+        self._limits = (limit + EARLY_BYTES, limit + _SLACK_BYTES + self._room_bytes // _SLACK_SHARE)
+
+        self._allocator = allocator() if self._is_bounded else None
+
+        self._keeps_blocks = self._is_bounded
+        self._has_told = False
+        self._least_bytes = 0  # resident, since the allocator was last asked
+
+    def planned(self, plan: Plan, trace: Trace, layout: Layout) -> None:
+        """Has freed blocks returned from now on where the plan takes the room that they would be kept in."""
+        if self._keeps_blocks and self._allocator is not None:
+            simulated = simulate(plan, trace, layout=layout, machine=plan.machine)
+            if not leaves_room(simulated, trace, self._budgets, self._allocator):
+                self._return_at_once("a plan takes the room that they would be kept in")
+
+    def begin(self, stretch: Stretch) -> None:
+        """Has freed blocks returned where nobody knows what the stretch takes."""
+        if stretch.reason:
+            self._return_at_once(f"the {stretch.kind} is decided moment by moment")
+
+    def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:  # noqa: ARG002
+        """Has freed blocks returned after a stretch that was not foreseen."""
+        if stretch.reason:
+            self._return_at_once(f"the {stretch.kind} was not as planned")
+
+    def _return_at_once(self, why: str) -> None:
+        """Makes the allocator keep no freed block from now on, for this reason. See decision 0002 for what that costs."""
+        keeps, self._keeps_blocks = self._keeps_blocks, False
+        if keeps and (done := return_at_once()):
+            told = "%s at once, for the whole process and for good, since %s; steps take longer by the page faults"
+            _log.info(told, done, why)
+
+    def within(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:
+        """Actions with which the process stays within the bound, if there is one."""
+        if not self._is_bounded:
+            return actions
+        store, slot_bytes = self._store, self._store.state.slot_bytes
+        # Those that will hold pages.
+        slots = max(slots_after(actions, store), min(store.committed_slots, self._pilot.capacity_slots))
+        growth = (slots - store.committed_slots) * slot_bytes + self._rise_bytes()
+        # Pages of slots whose transfers are under way come with these. Those that have come count as resident already.
+        arriving = store.arriving_slots * slot_bytes
+        if arriving and self.is_exceeded_by(growth + arriving):
+            arriving = store.arriving_bytes()
+        excess = self.excess_bytes(growth + arriving)
+        if not excess:
+            return actions
+        self._pilot.yield_bytes(excess, slots=slots)
+        return self._pilot.decided(*moment)
+
+    def _rise_bytes(self) -> int:
+        """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
+        stretch = self._pilot.stretch
+        if not isinstance(stretch.course, Planned) or not stretch.position:
+            return self._making_bytes
+        # From what is alive now, not from the last moment's peak: what was made in between may be gone, and its memory returned.
+        moment = stretch.course.trace.moments[stretch.position - 1]
+        return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
+
+    def is_exceeded_by(self, growth_bytes: int) -> bool:
+        """Tells whether the process would be too large once it has grown by so much, with nothing given back."""
+        return resident_bytes() + growth_bytes > self._limits[1]
+
+    def excess_bytes(self, growth_bytes: int) -> int:
+        """Bytes that will be resident beyond what may be once the process has grown by so much, with what the allocator keeps given back."""
+        early, limit = self._limits
+        resident = resident_bytes()
+        self._least_bytes = min(self._least_bytes, resident)
+        if resident + growth_bytes <= early:
+            return 0
+        # A heap with holes from before, as building a model leaves them, keeps what is freed into them whatever its thresholds.
+        if resident + growth_bytes > min(limit, self._least_bytes + _STEP_BYTES):
+            release_free_memory()
+            resident = self._least_bytes = resident_bytes()
+        excess = max(0, resident + growth_bytes - limit)
+        if excess and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "the process holds %s more than host_memory allows and the plan foresaw: chunks are moved out to make room. Tensors that "
+                "the program keeps (outputs of a step, copies of weights) count as well",
+                format_bytes(excess),
+            )
+        return excess
+
+
+class EmulatedRoom(Room):
+    """The room on an emulated device: chunks and live bytes together are never more than the budget, or it is an error."""
+
+    always_meters = True
+
+    def within(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:
+        """Actions with which slots and live bytes stay within the budget. BudgetError where there are none."""
+        if self.meter is None:
+            return actions
+        slots = slots_after(actions, self._store)
+        excess = self._over_bytes(slots)
+        if not excess:
+            return actions
+        self._pilot.yield_bytes(excess, slots=slots)
+        actions = self._pilot.decided(*moment)
+        self._expect_room(slots_after(actions, self._store))
+        return actions
+
+    def _make_way(self, over_bytes: int) -> None:
+        super()._make_way(over_bytes)
+        self._expect_room(self._store.state.slots_used[self._compute])
+
+    def _expect_room(self, slots: int) -> None:
+        """Raises BudgetError where live bytes and so many slots would exceed the budget."""
+        over = self._over_bytes(slots)
+        if not over or self.meter is None:
+            return
+        live, slot_bytes, stretch = self.meter.live, slots * self._store.state.slot_bytes, self._pilot.stretch
+        held, budget, tier = slot_bytes + live, slot_bytes + live - over, self._compute.label
+        smallest = held + held // 4  # an estimate: there is no forecast, or it has just been shown to be wrong
+        self.pause_meter()  # this step is over
+        raise BudgetError(
+            f"{tier} memory of {format_bytes(budget)} is exceeded at moment {stretch.position} of the {stretch.kind}: "
+            f"{format_bytes(held)} = chunk slots {format_bytes(slot_bytes)} + activations {format_bytes(live)}\n"
+            f"  give {tier}_memory >= {format_bytes(smallest)}, or a smaller batch",
+            tier=tier,
+            moment=f"{stretch.position} {stretch.kind}",
+            needed_bytes=held,
+            available_bytes=budget,
+            smallest_bytes=smallest,
+        )
+
+
+class DeviceRoom(EmulatedRoom):
+    """The room on a device whose memory torch gives out: the allocator's own count and peak, which are only read, say what is there.
+
+    The allocator counts for the whole process. So a session counts from what there was when its stretch began, up to its end, and not at all where
+    another session of the process has run meanwhile. What the user's own code makes inside of a stretch (its loss, say) is part of it. A peak shows
+    where it is above all that has been before on this device; below that what is allocated when somebody looks.
+    """
+
+    always_meters = False
+    _last: ClassVar[dict[torch.device, weakref.ref[DeviceRoom]]] = {}  # whose stretch began last, by device
+
+    def __init__(self, pilot: Pilot, store: ChunkStore, budgets: Budgets) -> None:
+        super().__init__(pilot, store, budgets)
+        self._device = budgets.device
+
+        self._counts = False
+        self._is_alone = True
+        self._has_told = False
+        self._base = self._now = self._peak = self._most = 0
+        self._is_seen = False  # a peak of this stretch above all that has been before
+
+    def begin(self, stretch: Stretch) -> None:  # noqa: ARG002
+        """Begins a stretch, of which what is allocated now is no part."""
+        self._give_up_last()
+        self._last[self._device] = weakref.ref(self)
+        self._base, self._peak = allocated_bytes(self._device)
+        self._now = self._most = 0
+        self._is_seen = False
+        self._counts = self._is_alone = True
+
+    def _give_up_last(self) -> None:
+        """Gives up the stretch of another session that is under way: this one allocates beside it."""
+        last = self._last.get(self._device)
+        other = None if last is None else last()
+        if other is not None and other is not self and other._counts:
+            other._counts = other._is_alone = False
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Notes what the allocator has given out since the last moment, and by how much that is more than was foreseen."""
+        if self._counts:
+            allocated, peak = allocated_bytes(self._device)
+            before, self._now = self._now, max(0, allocated - self._base)
+            found = peak - self._base if peak > self._peak else max(before, self._now)
+            self._is_seen = self._is_seen or peak > self._peak
+            self._peak = peak
+            self._most = max(self._most, found)
+            self._store.hold_beside(found)
+            self._store.hold_beside(self._now)  # what was there in between is there no more
+            stretch = self._pilot.stretch
+            if stretch.foreseen is not None and isinstance(stretch.course, Planned) and stretch.position:
+                more = found - stretch.foreseen.moments[stretch.position - 1].nonmodel_bytes
+                stretch.excess_bytes = max(stretch.excess_bytes, more)
+        elif not self._is_alone:
+            self._give_up_last()  # which has begun in the middle of this stretch
+        if is_last:
+            self._counts, self._now = False, 0
+
+    def beside_bytes(self) -> int:
+        """Bytes that there were when somebody last looked; as for other rooms where these cannot be told from others'."""
+        return self._now if self._is_alone else super().beside_bytes()
+
+    @property
+    def is_measured(self) -> bool:
+        """True where the allocator's bytes are those of this session."""
+        return self._is_alone or super().is_measured
+
+    def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
+        """Plans with what a stretch has taken, from now on, where that is more than was foreseen; more than was left for it is said."""
+        self._counts, self._now = False, 0
+        share, most, excess = self._budgets.machine.costs.set_aside_bytes, self._most, 0
+        trace = None if known is None else known.expected.trace
+        if known is None or trace is None:
+            excess = most - self.level_bytes
+        elif stretch.foreseen is None:
+            excess = known.expected.excess_bytes = max(0, most - trace.peak)
+        else:
+            # Moments of a plan that was left do not tell by how much.
+            excess = max(stretch.excess_bytes, most - stretch.foreseen.peak if stretch.reason else 0)
+            known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
+        left = 0 if known is not None and known.expected.knows_workspaces else share
+        if known is not None and trace is not None and stretch.complete and self._is_seen and not known.by_chance:
+            known.expected.knows_workspaces = True
+        if excess > left:
+            budget, is_over = format_bytes(budget_bytes), self._store.ledger.peak(self._compute) > budget_bytes
+            _log.log(
+                logging.INFO if self._has_told else logging.WARNING,
+                "activations and workspaces took %s of the device in the %s, %s more at some moment than was foreseen: plans are made anew, with "
+                "more room for them%s",
+                *(format_bytes(most), stretch.kind, format_bytes(excess)),
+                f". In this one, chunks and they took more than the device_memory of {budget}" if is_over else "",
+            )
+            self._has_told = True
+        self.rise(most)
+
+    def leave_room(self, nbytes: int) -> int:
+        """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that lie beside chunks then."""
+        self.rise(max(0, torch.accelerator.memory_allocated(self._device) - self._base) + cuda_block_bytes(nbytes))
+        return self.level_bytes
+
+
+def room_of(pilot: Pilot, store: ChunkStore, budgets: Budgets) -> Room:
+    """The room of a session with these budgets."""
+    if budgets.stream_device is not None:
+        return DeviceRoom(pilot, store, budgets)
+    return (EmulatedRoom if budgets.machine.compute is Tier.DEVICE else HostRoom)(pilot, store, budgets)
+
+
+def slots_after(actions: Sequence[Action], store: ChunkStore) -> int:
+    """Number of slots of the compute tier that will be in use once these actions are done."""
+    compute = store.state.compute
+    in_use = store.state.slots_used[compute]
+    for action in actions:
+        in_use += slots_taken(action, compute)
+    return in_use
