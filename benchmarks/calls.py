@@ -6,7 +6,8 @@ The model is a stack of linears without biases, each weight a chunk: every use i
 brings a chunk and lets another leave. A figure is the median over one planned step, the third, with the least and the most; what torch calls in
 a use of a plain parameter is taken off. "step" is everything of ours that runs in a forward and its backward, metered operations included.
 
-The route of a use, where nothing moves: the classes with state of which a method runs, and the files of which a function does.
+The route of a use, where nothing moves: the classes with state of which a method runs, and the files of which a function does. The route of a
+weight goes from its use to the end of its update, from the disk and back to it: uses, unpackings, arrivals, and the optimizer's step.
 
 Counts are exact for given code, Python and torch. How the work of moving is divided between unpacking and gradients hangs on ties in the
 plan; how much it is in all does not.
@@ -104,15 +105,17 @@ def main() -> int:
             for place in PLACES
             for moves in ((False, True) if place.tight else (False,))
         ]
+        weight = route_of_a_weight(disk)
     result = {
         "what": "calls of functions in Python and in C: for a use of a parameter, the unpacking of a saved weight, the arrival of a gradient",
         "model": {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "chunk_size": CHUNK},
         "rows": rows,
+        "weight": weight,
         "command": " ".join(["python", "benchmarks/calls.py", *sys.argv[1:]]),
         "machine": describe_machine(),
     }
     text = json.dumps(result, indent=2)
-    print(text if arguments.json else report(rows))
+    print(text if arguments.json else report(rows, weight))
     if arguments.write:
         (Path(__file__).parent / "results" / "calls.json").write_text(text + "\n")
     return 0
@@ -145,11 +148,16 @@ def measure(place: Place, *, moves: bool, disk: str | Path) -> dict[str, Any]:
         },
     }
     if not moves:
-        row["route"] = {
-            "classes": sorted(set().union(*(span.classes for span in uses))),
-            "files": sorted(set().union(*(span.files for span in uses))),
-        }
+        row["route"] = route(uses)
     return row
+
+
+def route(spans: Sequence[Span]) -> dict[str, list[str]]:
+    """The classes with state, and the files, that these spans go through."""
+    return {
+        "classes": sorted(set().union(*(span.classes for span in spans))),
+        "files": sorted(set().union(*(span.files for span in spans))),
+    }
 
 
 def figures(spans: Sequence[Span], *, less: Span | None = None) -> dict[str, dict[str, int]]:
@@ -187,16 +195,42 @@ def build() -> tuple[nn.Module, Tensor, torch.optim.Optimizer]:
     return model, torch.randn(BATCH, WIDTH), torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def count(arguments: Mapping[str, Any], *, compute: str | None = None, moves: bool) -> Step:
-    """The last of a few steps of a session with these arguments. NotMeasuredError as `measure` says."""
+def begin(arguments: Mapping[str, Any], *, compute: str | None = None) -> tuple[patrickstar.Session, nn.Module, Tensor]:
+    """A session with these arguments, its model, and a batch of inputs."""
     model, inputs, optimizer = build()
     options = patrickstar.Options(chunk_size=CHUNK, compute=compute)
-    spans = Spans(F.linear)
     # Transfers are done at issue: what is called in a wait depends on whether they have ended.
     inline = {"make_lane": lambda _src, _dst: InlineLane()}
     # Updates come in a stretch of their own: between uses they would be counted for the uses that come after them.
     choice = UpdateChoice(apart=True)
-    with manage_inside(model, optimizer, **inline, choice=choice, options=options, **arguments) as session:
+    return manage_inside(model, optimizer, **inline, choice=choice, options=options, **arguments), model, inputs
+
+
+def route_of_a_weight(disk: str | Path) -> dict[str, list[str]]:
+    """The route from the use of a weight to the end of its update, where it comes from the disk and goes back to it."""
+    warm_up()
+    place = next(place for place in PLACES if place.has_disk)
+    session, model, inputs = begin({**place.arguments, **place.budget(moves=True), "disk": disk})
+    uses, update = Spans(F.linear), Spans(F.linear)
+    with session:
+        for _ in range(STEPS):
+            uses.found, update.found = [], []
+            with uses.counting():
+                model(inputs).square().mean().backward()
+            with update.counting():
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+                session._parts.executor.settle()
+        if session.stats().reason:
+            raise NotMeasuredError(f"a step was not planned: {session.stats().reason}")
+    return route([*(span for span in uses.found if span.kind in EVENTS), *update.found])
+
+
+def count(arguments: Mapping[str, Any], *, compute: str | None = None, moves: bool) -> Step:
+    """The last of a few steps of a session with these arguments. NotMeasuredError as `measure` says."""
+    spans = Spans(F.linear)
+    session, model, inputs = begin(arguments, compute=compute)
+    with session:
         for _ in range(STEPS - 1):
             take_step(session, model, inputs, watched=nullcontext)
         stats = take_step(session, model, inputs, watched=spans.counting)
@@ -248,7 +282,7 @@ def take_step(
     return [*stats, session.stats()]
 
 
-def report(rows: Sequence[Mapping[str, Any]]) -> str:
+def report(rows: Sequence[Mapping[str, Any]], weight: Mapping[str, Sequence[str]]) -> str:
     """Tables of the figures: medians as calls in Python + calls in C, and routes."""
     heads = ("place", "chunks", *EVENTS, "step")
     lines = ["{:14}{:8}{:>12}{:>12}{:>12}{:>16}".format(*heads)]
@@ -257,12 +291,12 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
         step = f"{row['step']['python']} + {row['step']['c']}"
         chunks = "move" if row["moves"] else "rest"
         lines.append("{:14}{:8}{:>12}{:>12}{:>12}{:>16}".format(row["place"], chunks, *medians, step))
-    for row in rows:
-        if "route" in row:
-            classes, files = row["route"]["classes"], row["route"]["files"]
-            lines += ["", f"{row['place']}: a use goes through {len(classes)} classes in {len(files)} files"]
-            for names in ([name.rpartition(".")[2] for name in classes], files):
-                lines.append(textwrap.fill(", ".join(names), 120, initial_indent="  ", subsequent_indent="  "))
+    routes = {f"{row['place']}: a use": row["route"] for row in rows if "route" in row}
+    for what, found in {**routes, "cpu and disk: a weight up to its update": weight}.items():
+        classes, files = found["classes"], found["files"]
+        lines += ["", f"{what} goes through {len(classes)} classes in {len(files)} files"]
+        for names in ([name.rpartition(".")[2] for name in classes], files):
+            lines.append(textwrap.fill(", ".join(names), 120, initial_indent="  ", subsequent_indent="  "))
     return "\n".join(lines)
 
 

@@ -65,6 +65,22 @@ def test_a_route_is_of_files_and_classes_of_ours(measured):
     assert {name.rpartition(".")[0].replace(".", "/") + ".py" for name in route["classes"]} <= set(route["files"])
 
 
+def test_a_weight_goes_through_no_more_classes_to_its_update(calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "LAYERS", 24)
+    classes = set(calls.route_of_a_weight(tmp_path)["classes"])
+    assert {"step.room.HostRoom", "step.optimizer_step.OptimizerStep", "memory.disk.DiskPool"} <= classes
+    assert len(classes) <= 38  # from the disk and back to it: the number only goes down
+
+
+@pytest.mark.parametrize("name", ["unbounded", "device bf16"])
+def test_a_use_an_unpacking_and_a_gradient_call_no_more_than_they_did(calls, measured, name):
+    kept = json.loads((ROOT / "benchmarks" / "results" / "calls.json").read_text())
+    (before,) = [row for row in kept["rows"] if (row["place"], row["moves"]) == (name, False)]
+    now = measured(name, False)
+    for event in calls.EVENTS:
+        assert now[event]["python"]["median"] <= before[event]["python"]["median"], event
+
+
 @pytest.mark.campaign
 def test_what_hooks_of_the_users_call_is_not_ours(calls, measured, monkeypatch):
     before = measured("unbounded", False)

@@ -81,9 +81,7 @@ def passing(accelerator: Accelerator, tmp_path: Path) -> ChunkStore:
 @pytest.fixture
 def runs(accelerator: Accelerator) -> ChunkStore:
     """Two runs of three chunks that rest on the host, and room for one of them on the device. An update doubles a chunk of the first."""
-    store = make_store({ONE: H, RUN: H}, slots=3)
-    store.update_work = doubling(store)
-    return store
+    return make_store({ONE: H, RUN: H}, slots=3)
 
 
 def doubling(store: ChunkStore) -> Callable[[int, Tier], Task]:
@@ -146,10 +144,10 @@ def test_a_unit_is_updated_after_what_was_computed_and_used_after_that(
     if filled:
         accelerator.finish()
     use(store, ONE, writes=True).fill_(3)
-    store.update_work = doubling(store)
-    store.carry_out([Issue.update(0, D), Wait.update(0, D)])
+    store.carry_out([Issue.update(0, D), Wait.update(0, D)], update_work=doubling(store))
     assert use(store, ONE).sum().item() == 6 * 1024
-    store.carry_out([Issue.update(0, D), Wait.update(0, D), Issue.copy(ONE, D, H), Wait.copy(ONE, H)])
+    actions = [Issue.update(0, D), Wait.update(0, D), Issue.copy(ONE, D, H), Wait.copy(ONE, H)]
+    store.carry_out(actions, update_work=doubling(store))
     assert store.tensor(ONE, H).sum() == 12 * 1024
     finish(store, accelerator)
 
@@ -160,8 +158,8 @@ def test_the_host_updates_what_has_come_down_and_it_goes_up_after_that(
     store.carry_out([Issue.create(ONE, D)])
     use(store, ONE, writes=True).fill_(3)
     store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H), Drop(ONE, D)])
-    store.update_work = doubling(store)
-    store.carry_out([Issue.update(0, H), Wait.update(0, H), Issue.copy(ONE, H, D), Wait.copy(ONE, D)])
+    actions = [Issue.update(0, H), Wait.update(0, H), Issue.copy(ONE, H, D), Wait.copy(ONE, D)]
+    store.carry_out(actions, update_work=doubling(store))
     assert use(store, ONE).sum().item() == 6 * 1024
     finish(store, accelerator)
 
@@ -196,7 +194,7 @@ def test_chunks_of_a_run_go_down_after_what_was_computed_and_updated(
     """Also a chunk that has no update, or whose update has been waited for, which is then queued and no more."""
     runs.carry_out([Issue.create(ONE, D, 3)])
     use(runs, ONE, writes=True).fill_(3)
-    runs.carry_out([Issue.update(chunk, D) for chunk in range(2 + waited)])
+    runs.carry_out([Issue.update(chunk, D) for chunk in range(2 + waited)], update_work=doubling(runs))
     runs.carry_out([Wait.update(2, D)] * waited)
     runs.carry_out([Issue.copy(ONE, D, H, 3), Wait.update(0, D), Wait.update(1, D), Wait.copy(ONE, H)])
     assert runs.tensor(ONE, H).sum() == (6 + 6 + 3 * (1 + waited)) * NUMEL
@@ -212,7 +210,8 @@ def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
     runs.tensor(ONE, H).fill_(3)
     runs.wrote(ONE, H)
     total = use(runs, RUN).sum()
-    runs.carry_out([Drop(RUN, D, 3), Issue.update(0, H), Issue.update(1, H), Issue.copy(ONE, H, D, 3)])
+    actions = [Drop(RUN, D, 3), Issue.update(0, H), Issue.update(1, H), Issue.copy(ONE, H, D, 3)]
+    runs.carry_out(actions, update_work=doubling(runs))
     runs.carry_out([Wait.update(0, H), Wait.update(1, H), Wait.copy(ONE, D)])
     assert use(runs, ONE).sum().item() == (6 + 6 + 3) * NUMEL
     assert total.item() == 12 * NUMEL

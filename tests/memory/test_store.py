@@ -106,7 +106,6 @@ class UpdatesOf:
     def __init__(self) -> None:
         self.may_begin = threading.Event()
         self.store = store_of_one_slot(lambda src, dst: ThreadLane("updates") if dst is None else ManualLane())
-        self.store.update_work = self.work
         filled(self.store, ONE, 1.0)
         self.store.carry_out([Issue.copy(ONE, H, D), Wait.copy(ONE, D)])
 
@@ -131,7 +130,7 @@ def updates() -> Iterator[UpdatesOf]:
 
 def test_a_transfer_of_what_an_update_writes_comes_after_it(updates: UpdatesOf) -> None:
     store = updates.store
-    store.carry_out([Issue.update(0, D), Issue.copy(ONE, D, H)])
+    store.carry_out([Issue.update(0, D), Issue.copy(ONE, D, H)], update_work=updates.work)
     threading.Timer(0.1, updates.may_begin.set).start()
     store._under_way[Work.copy(ONE, H)].ticket.wait()
     store.carry_out([Wait.update(0, D), Wait.copy(ONE, H)])
@@ -140,7 +139,7 @@ def test_a_transfer_of_what_an_update_writes_comes_after_it(updates: UpdatesOf) 
 
 def test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait(updates: UpdatesOf) -> None:
     store = updates.store
-    store.carry_out([Issue.update(0, D)])
+    store.carry_out([Issue.update(0, D)], update_work=updates.work)
     with pytest.raises(InvariantError, match=r"\(10\) c0.weight is used while c0 step@D is under way"):
         store.tensor(ONE)
     updates.may_begin.set()
@@ -151,7 +150,7 @@ def test_nobody_gets_the_bytes_that_an_update_writes_before_its_wait(updates: Up
 
 def test_what_is_landed_is_updated(updates: UpdatesOf) -> None:
     store = updates.store
-    store.carry_out([Issue.update(0, D)])
+    store.carry_out([Issue.update(0, D)], update_work=updates.work)
     updates.may_begin.set()
     store.land(ONE)
     assert store.tensor(ONE).eq(2).all()
@@ -163,8 +162,7 @@ def test_an_update_that_fails_says_so_at_its_wait(updates: UpdatesOf) -> None:
     def fails() -> None:
         raise ZeroDivisionError
 
-    store.update_work = lambda chunk, tier: fails
-    store.carry_out([Issue.update(0, D)])
+    store.carry_out([Issue.update(0, D)], update_work=lambda chunk, tier: fails)
     with pytest.raises(ZeroDivisionError):
         store.carry_out([Wait.update(0, D)])
     assert not store.state.updates

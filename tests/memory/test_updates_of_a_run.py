@@ -47,7 +47,6 @@ class RunOnHost:
             ledger=Ledger(),
             poison=True,
         )
-        self.store.update_work = self.work
         for tier, refs in ((D, GRADS), (H, [WEIGHT])):
             for ref in refs:
                 self.store.carry_out([Issue.create(ref, tier, slots[ref])])
@@ -71,7 +70,8 @@ class RunOnHost:
     def begin(self) -> None:
         """Everything is issued, and nothing is done."""
         down = [Issue.copy(ref, D, H) for ref in GRADS]
-        self.store.carry_out([*down, *(Issue.update(chunk, H) for chunk in range(CHUNKS))])
+        updates = [Issue.update(chunk, H) for chunk in range(CHUNKS)]
+        self.store.carry_out([*down, *updates], update_work=self.work)
         for ref in GRADS:
             self.store.forget(ref)
 
@@ -141,7 +141,7 @@ def test_what_could_not_come_is_not_updated_and_stays_wanted(run: RunOnHost, mon
     assert not state.in_flight
     assert [state.is_free(ref) for ref in GRADS] == [True, False, True]
     assert state.newest[GRADS[1]] == {D}
-    run.store.carry_out([Issue.copy(GRADS[1], D, H), Issue.update(1, H)])
+    run.store.carry_out([Issue.copy(GRADS[1], D, H), Issue.update(1, H)], update_work=run.work)
     run.store.forget(GRADS[1])
     run.store.carry_out([Wait.update(1, H)])
     assert run.values(H) == [3.0, 4.0, 5.0]

@@ -63,7 +63,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault("the-other-session-of-an-operation-is-not-asked", "parameters.binding:Binding._add").by(
         drop("others.append"), "tests/session/test_together.py::test_one_operation_on_parameters_of_two_sessions"
     ),
-    Fault("every-piece-is-updated-from-the-first-of-its-gradient", "step.update:Updates._pieces").by(
+    Fault("every-piece-is-updated-from-the-first-of-its-gradient", "step.optimizer_step:OptimizerStep._pieces").by(
         assign("span", "slice(0, piece.stop - piece.start)"),
         "tests/session/test_unbounded.py::test_tensors_longer_than_a_chunk",
     ),
@@ -111,8 +111,8 @@ OUTSIDE: tuple[Mutant, ...] = (
         never("shape_only"),
         "tests/session/test_checkpoints.py::test_weights_in_another_order_of_memory_come_back_with_their_moments",
     ),
-    Fault("gradients-that-no-update-takes-are-put-in-the-plane-for-it", "step.training:Training._do_now").by(
-        replace("order.hypers", "self._gradients.names"),
+    Fault("gradients-that-no-update-takes-are-put-in-the-plane-for-it", "step.optimizer_step:OptimizerStep.do_now").by(
+        replace("order.hypers", "self.in_chunks.names"),
         f"{LINE}[step grad(7)=.1 forward backward step read-bf16-fp32-cpu+disk]",
     ),
     Fault("what-is-to-come-is-no-part-of-the-resident-size", "step.room:HostRoom.excess_bytes").by(

@@ -49,11 +49,11 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         assign("units", "[]"), f"{SIXTEEN}::test_no_unit_leaves_while_copies_of_several_are_made"
     ),
     Fault("an-overflow-is-not-found", "step.gradients:Gradients._put").by(
-        replace("not self._finds_overflow", "_ or target.numel()"),
+        replace("not self.finds_overflow", "_ or target.numel()"),
         f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
     ),
     Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients._look_for_overflow").by(
-        replace("self._finds_overflow", "_ and target.numel() < 0"),
+        replace("self.finds_overflow", "_ and target.numel() < 0"),
         "tests/session/test_sixteen_bits.py::test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks",
     ),
     Fault("a-nan-is-no-overflow", "optim.passes:TorchPasses.look").by(

@@ -194,14 +194,16 @@ STREAMS: tuple[Mutant, ...] = (
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("copies-of-inputs-are-made-before-the-stretch-begins", "step.events:Events.before_forward").by(
-        replace("self._stretches.begin_forward(...)", "args, kwargs = cast_inputs((args, kwargs), self._compute); _"),
+        replace(
+            "self._to.stretches.begin_forward(...)", "args, kwargs = cast_inputs((args, kwargs), self._compute); _"
+        ),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("values-of-inputs-on-a-device-are-unknown", "tracing.offline:_on_cpu").by(
         without("Undispatched()"), f"{PEAKS}::test_a_forecast_knows_the_values_of_inputs_on_the_device"
     ),
-    Fault("scratch-of-a-norm-comes-before-its-room", "step.update:Updates.norm").by(
-        assign("norm", "self._norm()", nth=1), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
+    Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._norm_in_chunks").by(
+        assign("norm", "self._begin_norm()", nth=1), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
     ),
     Fault("memory-that-torch-keeps-is-not-taken-back", "memory.driver:DeviceAddresses.map").by(
         never("_OUT_OF_MEMORY", nth=1),
@@ -311,7 +313,7 @@ STREAMS: tuple[Mutant, ...] = (
         replace("ticket.wait", "ticket.wait_until_settled"),
         f"{LANE}::test_a_work_of_the_host_comes_after_one_of_the_device[(0.0, 0)]",
     ),
-    Fault("flags-and-the-norm-are-read-one-after-the-other", "step.training:Training.first_of").by(
+    Fault("flags-and-the-norm-are-read-one-after-the-other", "step.training_deferred:DeferredTraining.first_of").by(
         never("clips"), "tests/cuda/test_waits.py::test_a_step_that_needs_a_number_waits_for_that_alone[fp16-(0.0, 0)]"
     ),
     Fault("a-norm-is-taken-before-a-hook-changes-gradients", "session.scaler:LossScaler.step").by(

@@ -37,7 +37,9 @@ TILES: tuple[Mutant, ...] = (
     ).by(
         replace("bound.of(...)", "own.detach()[:bound.rows]"), f"{TESTS}::test_tiles_add_to_a_gradient_of_the_users_own"
     ),
-    Fault("every-tile-counts-as-an-update-of-its-parameter", "step.training:Training.gradient").by(
+    Fault(
+        "every-tile-counts-as-an-update-of-its-parameter", "step.training_in_backward:InBackwardTraining.gradient"
+    ).by(
         assign("steps", "self.steps.get(owner, 0) + 1"),
         f"{TESTS}::test_without_a_bound_tiles_have_the_same_bits[in_backward]",
     ),

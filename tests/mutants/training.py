@@ -22,15 +22,18 @@ TRAINING: tuple[Mutant, ...] = (
     Fault("a-last-block-keeps-squares-of-others", "optim.norm:GlobalNorm._sum").by(
         drop("zero_"), "tests/optim/test_norm.py::test_blocks_are_counted_from_the_start_of_each_tensor"
     ),
-    Fault("gradients-that-were-used-are-used-again", "step.training:Training.step").by(
+    Fault("gradients-that-were-used-are-used-again", "step.training_in_backward:InBackwardTraining.step").by(
         drop("_spent"),
         "tests/session/test_gradients.py::test_a_step_that_would_use_gradients_again_is_refused_with_in_backward",
     ),
-    Fault("a-gradient-that-no-backward-has-used-is-forgotten-at-the-step", "step.training:Training.step").by(
+    Fault(
+        "a-gradient-that-no-backward-has-used-is-forgotten-at-the-step",
+        "step.training_in_backward:InBackwardTraining.step",
+    ).by(
         drop("_update_rest"),
         "tests/session/test_gradients.py::test_a_gradient_that_no_backward_has_used_is_used_at_the_step[emulated-assigned]",
     ),
-    Fault("a-chunk-is-updated-twice-in-a-step", "step.update:Updates._pieces").by(
+    Fault("a-chunk-is-updated-twice-in-a-step", "step.optimizer_step:OptimizerStep._pieces").by(
         replace("self._ranges(...)", "_ * (2 if chunk == 1 else 1)"), f"{TRAINING_ON}[emulated-next-use-deferred]"
     ),
     Fault("one-plane-of-a-moment-is-forgotten", "plan.touches:update_touches").by(
@@ -49,7 +52,7 @@ TRAINING: tuple[Mutant, ...] = (
     Fault("a-stale-gradient-stays-after-zero-grad", "step.training:Training.zero_grad").by(
         drop("drop_all"), f"{LINE}[forward backward step zero forward backward step zero-fp32-emulated]"
     ),
-    Fault("a-clip-factor-misses-one-chunk-of-the-update", "step.update:Updates.work.update").by(
+    Fault("a-clip-factor-misses-one-chunk-of-the-update", "step.optimizer_step:OptimizerStep.work.update").by(
         assign("factors", "piece.factors if chunk else ()"),
         f"{LINE}[forward backward limit(9) step zero forward backward limit(.001) read step planned(2)-fp32-emulated]",
     ),
@@ -77,23 +80,29 @@ TRAINING: tuple[Mutant, ...] = (
         replace("PlaneFormat(...)", "PlaneFormat('bfloat16', 2)", nth=3),
         "tests/session/test_scripts.py::test_gradients_that_are_said_to_add_up_do_so_in_fp32[bf16-fp32]",
     ),
-    Fault("all-tensors-share-one-step-count", "step.training:Training._order").by(
-        replace("self.steps[name]", "max(self.steps.values())"),
+    Fault("all-tensors-share-one-step-count", "step.optimizer_step:OptimizerStep.order").by(
+        replace("self.steps[name]", "max(self.steps.values())", nth=2),
         "tests/session/test_departures.py::test_a_module_called_twice_or_not_at_all[not at all]",
     ),
-    Fault("a-parameter-without-gradient-is-updated", "step.training:Training.step").by(
-        without("name in self._gradients.names or name in own"),
+    Fault("a-parameter-without-gradient-is-updated", "step.training_deferred:DeferredTraining.step").by(
+        without("name in self.in_chunks.names or name in own"),
         f"{GRADIENTS}::test_a_frozen_parameter_and_an_unused_one_have_none",
     ),
-    Fault("hyper-parameters-are-read-when-the-update-is-done", "step.training:Training._work").by(
-        replace("assert ..., ...", "_; object.__setattr__(self._executor.pending, 'hypers', self._hypers())"),
+    Fault("hyper-parameters-are-read-when-the-update-is-done", "step.training_deferred:DeferredTraining.step").by(
+        replace(
+            "self.updates.order(...)",
+            (
+                "(lambda order, read=self.hypers: (setattr(order, 'hypers', type('Now', (dict,), {'__getitem__': lambda _, name: "
+                "read()[name]})(order.hypers)), order)[1])(_)"
+            ),
+        ),
         f"{LINE}[forward backward lr*=.5 step lr*=.5 zero forward backward step-fp32-emulated]",
     ),
     Fault("a-pending-step-is-lost-at-close", "step.training:Training.finish").by(
-        replace("self._executor.settle()", "self._executor.pending = None"),
+        replace("self.executor.settle()", "self.executor.pending = None"),
         "tests/session/test_after_manage.py::test_close_gives_back_ordinary_parameters_with_the_current_weights[step]",
     ),
-    Fault("an-update-is-no-change-for-autograd", "step.training:Training.step").by(
+    Fault("an-update-is-no-change-for-autograd", "step.training_deferred:DeferredTraining.step").by(
         drop("changing"),
         "tests/session/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[two_layers]",
     ),

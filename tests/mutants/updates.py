@@ -57,11 +57,11 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("an-interrupted-update-is-not-waited-for", "memory.store:ChunkStore._land").by(
         drop("wait"), f"{PENDING}::test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts"
     ),
-    Fault("a-clip-factor-of-the-step-before", "step.training:Training._order").by(
+    Fault("a-clip-factor-of-the-step-before", "step.optimizer_step:OptimizerStep.order").by(
         replace(
-            "{name: self._gradients.factors[name] for name in names if name in self._gradients.factors}",
+            "{name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors}",
             (
-                "self.__dict__.setdefault('_kept', []).append(dict(self._gradients.factors)) or self._kept[max(0, "
+                "self.__dict__.setdefault('_kept', []).append(dict(self.in_chunks.factors)) or self._kept[max(0, "
                 "len(self._kept) - 2)]"
             ),
         ),
@@ -70,7 +70,7 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("gradients-that-are-let-go-of-take-their-update-along", "step.executor:Executor.release").by(
         never("reads"), f"{PENDING}::test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay"
     ),
-    Fault("an-update-in-a-forward-is-a-change-of-what-that-has-saved", "step.update:Updates.over").by(
+    Fault("an-update-in-a-forward-is-a-change-of-what-that-has-saved", "step.optimizer_step:OptimizerStep.over").by(
         always("is_woven"),
         f"{PENDING}::test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_them[emulated]",
     ),
@@ -99,8 +99,8 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("a-new-gradient-comes-home-while-the-last-one-is-used-there", "plan.residency:_copy").by(
         drop("_expect_unused"), f"{RESIDENCY}::test_what_an_update_on_the_host_uses_is_not_written_over"
     ),
-    Fault("an-update-is-made-in-the-callers-mode", "step.update:Updates.work").by(
-        without("self._executor.quiet()", nth=1),
+    Fault("an-update-is-made-in-the-callers-mode", "step.optimizer_step:OptimizerStep.work").by(
+        without("self.executor.quiet()", nth=1),
         f"{PENDING}::test_an_evaluation_in_inference_mode_finds_the_model_updated",
     ),
     Fault("an-update-leaves-no-room-for-what-kernels-keep", "plan.weave:weave").by(

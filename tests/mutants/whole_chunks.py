@@ -63,7 +63,7 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         f"{SESSION}::test_a_gradient_that_does_not_come_leaves_its_chunk_to_those_that_have",
     ),
     Fault("what-waits-stays-when-moments-are-decided-on-the-spot", "step.executor:Executor._moment").by(
-        drop("_use_what_came"), f"{SESSION}::test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have"
+        drop("use_what_came"), f"{SESSION}::test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have"
     ),
     Fault("what-an-exception-has-left-waiting-is-not-used", "step.executor:Executor.settle").by(
         never("backward_id"), f"{SESSION}::test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done"
@@ -71,19 +71,22 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
     Fault("a-plan-waits-for-an-update-that-somebody-has-waited-for", "step.executor:Executor.settle").by(
         drop("depart"), f"{SESSION}::test_whoever_looks_in_the_middle_of_a_backward_changes_no_bit"
     ),
-    Fault("a-copy-that-is-held-shows-what-was-before-the-update", "step.whole_updates:WholeUpdates.gather").by(
-        without("self._binding.is_shown(...)"),
+    Fault(
+        "a-copy-that-is-held-shows-what-was-before-the-update", "step.training_in_backward:InBackwardTraining._gather"
+    ).by(
+        without("self.binding.is_shown(...)"),
         f"{SESSION}::test_a_copy_that_is_held_while_its_gradient_arrives_shows_the_update",
     ),
-    Fault("a-gradient-that-is-kept-goes-with-those-that-are-used", "step.whole_updates:WholeUpdates.keep").by(
-        never("takes"), f"{SESSION}::test_a_parameter_that_leaves_its_group_is_updated_no_more"
-    ),
-    Fault("a-gradient-that-comes-as-the-plan-is-left-waits-for-ever", "step.whole_updates:WholeUpdates.gather").by(
-        drop("pending"), f"{SESSION}::test_a_plan_that_is_left_because_a_unit_is_held_loses_no_gradient"
-    ),
-    Fault("what-a-failed-update-has-left-stays-for-ever", "step.whole_updates:WholeUpdates.forget").by(
-        drop("release"), f"{SESSION}::test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said"
-    ),
+    Fault(
+        "a-gradient-that-is-kept-goes-with-those-that-are-used", "step.training_in_backward:InBackwardTraining.gradient"
+    ).by(drop("_end_gathering"), f"{SESSION}::test_a_parameter_that_leaves_its_group_is_updated_no_more"),
+    Fault(
+        "a-gradient-that-comes-as-the-plan-is-left-waits-for-ever",
+        "step.training_in_backward:InBackwardTraining._gather",
+    ).by(drop("pending"), f"{SESSION}::test_a_plan_that_is_left_because_a_unit_is_held_loses_no_gradient"),
+    Fault(
+        "what-a-failed-update-has-left-stays-for-ever", "step.training_in_backward:InBackwardTraining.forget_unfinished"
+    ).by(drop("release"), f"{SESSION}::test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said"),
     Fault("gradients-that-waited-keep-homes", "step.stretches:Stretches.end").by(
         drop("close"), f"{SESSION}::test_chunks_are_updated_whole_in_the_order_in_which_their_last_gradients_come"
     ),

@@ -227,7 +227,7 @@ def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
     pair = make_pair()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    passes = pair.session._parts.training._updates._passes["cpu"]
+    passes = pair.session._parts.training.updates.passes["cpu"]
     update, calls = passes.update, [0]
 
     def interrupted(*args: Any, **keywords: Any) -> None:

@@ -47,8 +47,7 @@ def planned() -> tuple[Plan, Trace, Any, int]:
 
 def bounded(room_bytes: int, *, binds: bool = True) -> HostRoom:
     machine = Machine(Tier.HOST, {Tier.HOST: room_bytes, Tier.DISK: 1 << 40})
-    nobody: Any = None  # is asked
-    return HostRoom(nobody, nobody, Budgets(machine, binds, room_bytes, 1.0))
+    return HostRoom(*[None] * 2, Budgets(machine, binds, room_bytes, 1.0))  # type: ignore[arg-type]
 
 
 def test_blocks_are_kept_where_the_worst_moment_leaves_what_the_allocator_may_take_beyond_it(

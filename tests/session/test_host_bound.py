@@ -93,8 +93,7 @@ def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_n
 
 def bounded(resident_limit_bytes: int) -> HostRoom:
     machine = Machine(Tier.HOST, {Tier.HOST: 128 * MIB})
-    nobody: Any = None  # is asked
-    return HostRoom(nobody, nobody, Budgets(machine, True, resident_limit_bytes, 1.0))
+    return HostRoom(*[None] * 2, Budgets(machine, True, resident_limit_bytes, 1.0))  # type: ignore[arg-type]
 
 
 def test_the_guard_counts_what_is_coming_beside_what_is_there() -> None:

@@ -239,7 +239,7 @@ class Slow:
 
     def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
-        passes = pair.session._parts.training._updates._passes["cpu"]
+        passes = pair.session._parts.training.updates.passes["cpu"]
         update = type(passes).update
 
         def slow(passes: Any, *args: Any, **keywords: Any) -> None:

@@ -80,9 +80,9 @@ class Watching:
         self._end_moment()
         return type(self._pilot).opening(self._pilot, *args)
 
-    def carry_out(self, actions: Any, *, during: str = "") -> None:
+    def carry_out(self, actions: Any, **keywords: Any) -> None:
         """What was there only until now is no part of the moment."""
-        type(self._store).carry_out(self._store, actions, during=during)
+        type(self._store).carry_out(self._store, actions, **keywords)
         self._in_moment = 0
 
     def hold_beside(self, nbytes: int) -> None:

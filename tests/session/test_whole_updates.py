@@ -96,7 +96,8 @@ def test_a_step_that_is_closed_is_about_what_has_come_alone() -> None:
     (chunk,) = {part.chunk for name in ("a", "b") for part in layout.parts(name)}
     updates = step_trace(layout, layout.slices, formats=FP32, in_plane=True)
     hypers = dict.fromkeys(layout.slices, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True))
-    order = PendingStep(hypers, dict.fromkeys(hypers, 1), updates, arrivals={chunk: 2})
+    nobody: Any = None  # does it
+    order = PendingStep(nobody, hypers, dict.fromkeys(hypers, 1), updates, arrivals={chunk: 2})
     (part,) = layout.parts("b")
     assert order.takes(part)
     assert order.take(part) is None
@@ -667,7 +668,7 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
     pair.session.save_checkpoint(tmp_path / "saved")
     before = everything(pair.session)
     begun, may_end = threading.Event(), threading.Event()
-    passes = type(pair.session._parts.training._updates._passes["cpu"])
+    passes = type(pair.session._parts.training.updates.passes["cpu"])
     store = type(store_of(pair.session))
     real_update, real_wait, real_land = passes.update, store._wait, store._land
 
@@ -713,7 +714,7 @@ def test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said(
     pair = whole(choice=choice)
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    passes, calls = type(pair.session._parts.training._updates._passes["cpu"]), [0]
+    passes, calls = type(pair.session._parts.training.updates.passes["cpu"]), [0]
     real = passes.update
 
     def fails(passes: Any, *args: Any, **keywords: Any) -> None:

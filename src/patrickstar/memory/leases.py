@@ -158,9 +158,10 @@ class Leases:
         del self._count[ref]
         self._tensor.pop(ref, None)
         self._held.discard(ref)
-        self._copies.pop(ref, None)
-        self._streams.forget(ref)
-        self._assembled.pop(ref, None)
+        if not isinstance(ref, PlaneRef):
+            self._copies.pop(ref, None)
+            self._streams.forget(ref)
+            self._assembled.pop(ref, None)
 
     def disown(self, ref: Key) -> None:
         """Ends the leases under a key: whoever still holds the tensor keeps it as ordinary memory."""

@@ -45,13 +45,17 @@ from patrickstar.torch_private import is_profiled
 __all__ = ["ChunkStore"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _UnderWay:
     """A work that has been issued. `during`: the moment of that; `fresh_slots`: slots of the compute tier whose pages come with it."""
 
     ticket: Ticket
     during: str
     fresh_slots: int
+
+
+UpdateWork = Callable[[int, Tier], Task]
+"""Makes the work of a chunk's update on a tier."""
 
 
 class ChunkStore:
@@ -69,10 +73,7 @@ class ChunkStore:
         leases: on slots of the compute tier, and on what is held in the stead of one.
         committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
         log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
-        update_work: makes the work of a chunk's update on a tier; set by who knows of updates.
     """
-
-    update_work: Callable[[int, Tier], Task]
 
     def __init__(
         self,
@@ -173,14 +174,14 @@ class ChunkStore:
 
     # what changes
 
-    def carry_out(self, actions: Sequence[Action], *, during: str = "") -> None:
+    def carry_out(self, actions: Sequence[Action], *, during: str = "", update_work: UpdateWork | None = None) -> None:
         """Does what the actions say, in order: on the state and on the bytes alike, so that neither can be ahead of the other.
 
         A transfer that fails raises DeviceError, perhaps moments later, and changes nothing: what was to be written back is still where it was,
         and what was to be fetched is still at home. Other transfers under way are waited for first. A profile shows each action by its text.
 
         Args:
-            during: the moment, for a message.
+            during: the moment, for a message. update_work: makes the work of a chunk's update on a tier.
         Raises:
             StateError: the store is of another process, whose transfers nobody here can wait for.
         """
@@ -189,15 +190,15 @@ class ChunkStore:
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
             with nullcontext() if waits else InterruptionsPutOff():
                 for action in group:
-                    self._carry_out_one(action, during)
+                    self._carry_out_one(action, during, update_work)
 
-    def _carry_out_one(self, action: Action, during: str) -> None:
+    def _carry_out_one(self, action: Action, during: str, update_work: UpdateWork | None) -> None:
         try:
             if is_profiled():
                 with record_function(str(action)):
-                    self._do(action, during)
+                    self._do(action, during, update_work)
             else:
-                self._do(action, during)
+                self._do(action, during, update_work)
         except (torch.AcceleratorError, DeviceFailureError) as error:
             self.land_all()
             raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
@@ -215,10 +216,10 @@ class ChunkStore:
         """Waits for all updates under way."""
         self.carry_out(list(map(Wait, self.state.updates)))
 
-    def _do(self, action: Action, during: str) -> None:
+    def _do(self, action: Action, during: str, update_work: UpdateWork | None) -> None:
         match action:
             case Issue():
-                self._issue(action, during)
+                self._issue(action, during, update_work)
             case Wait():
                 over = residency.ended_by(self.state, action)
                 for issue in over:
@@ -433,7 +434,7 @@ class ChunkStore:
                 fence = self._links.lane(tier, tier).issue(work, before)
         arena.give(first, slots, fence=fence)
 
-    def _issue(self, issue: Issue, during: str) -> None:
+    def _issue(self, issue: Issue, during: str, update_work: UpdateWork | None) -> None:
         """Has a work begin: on its lane, after what it has to come after."""
         (kind, ref, tier), src = issue.work, issue.src
         is_update, committed_slots = kind is WorkKind.UPDATE, self.committed_slots
@@ -442,7 +443,7 @@ class ChunkStore:
         )  # at home it may have rested before
         if takes:
             self._take(ref, tier, issue.slots)
-        task = self._task(issue)
+        task = self._task(issue, update_work)
         if is_update:
             residency.apply(self.state, issue)
         try:
@@ -470,11 +471,12 @@ class ChunkStore:
         if kind is WorkKind.CREATE and tier is self._compute:
             del self._under_way[issue.work]  # nobody waits for it on the host
 
-    def _task(self, issue: Issue) -> Task:
+    def _task(self, issue: Issue, update_work: UpdateWork | None) -> Task:
         """The task of a lane by which a work is done."""
         (kind, ref, tier), src, slots = issue.work, issue.src, issue.slots
         if kind is WorkKind.UPDATE:
-            return self.update_work(ref.chunk, tier)
+            assert update_work is not None, "nobody knows of updates"
+            return update_work(ref.chunk, tier)
         if tier is Tier.DISK and src is not None:
             return self._pool().writing(ref, self._arenas[src].buffer(self._at[src][ref], slots))
         arena, first = self._arenas[tier], self._at[tier][ref]

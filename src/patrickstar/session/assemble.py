@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,18 +56,21 @@ from patrickstar.session.start import gradient_use, layout_of, planner_of, resti
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.budgets import Budgets, find_budgets, find_resources
 from patrickstar.step.copies import Copies
-from patrickstar.step.events import Events
+from patrickstar.step.events import Events, Neighbours
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters_by_hand import MastersByHand
+from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.precision import Precision, find_precision, torch_type
 from patrickstar.step.resources import uncounted_settings
 from patrickstar.step.room import DeviceRoom, Room, room_of
+from patrickstar.step.step_traces import StepTraces
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
-from patrickstar.step.update import Updates
+from patrickstar.step.training_deferred import DeferredTraining
+from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
 from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.units import parse_rate
@@ -321,32 +325,26 @@ def _build_session(
         passes=passes,
         finds_overflow=precision.scales,
     )
-    training = assembling = None
+    training: Training | None = None
+    assembling = None
     if original is not None:
-        training = Training(
+        training = _build_training(
+            events,
+            budgets,
+            formats=formats,
+            passes=passes,
+            late_planes=late_planes,
+            max_grad_norm=memory.max_grad_norm,
             binding=binding,
             layout=layout,
             executor=executor,
             stretches=stretches,
-            gradients=in_chunks,
-            updates=Updates(
-                layout,
-                executor,
-                passes,
-                binding.stepped,
-                formats=formats,
-                device=budgets.stream_device,
-            ),
-            formats=formats,
+            in_chunks=in_chunks,
             touches=touches,
-            late_planes=late_planes,
             hypers=hypers,
-            max_grad_norm=memory.max_grad_norm,
-            is_watched=lambda: events.watches,
-            pass_bytes=budgets.passes,
         )
         assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=training.steps)
-    events.connect(
+    neighbours = Neighbours(
         executor=executor,
         stretches=stretches,
         training=training,
@@ -356,6 +354,7 @@ def _build_session(
         assembling=assembling,
         is_managed=binding.is_managed,
     )
+    events.connect(neighbours)
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
         root = watch_root(model, events)
         undo.callback(root.remove)
@@ -385,7 +384,7 @@ def _build_session(
         if original is not None:
             managed = ManagedOptimizer(original, target=session, names=names)
             undo.callback(managed.detach)
-            if precision.scales and training is not None:
+            if precision.scales and isinstance(training, DeferredTraining):
                 ours = (managed, original)
                 session.scaler = LossScaler(options.loss_scale or LossScale(), training, ours.__contains__)
             session.attach(managed)
@@ -402,6 +401,28 @@ def _build_session(
     session.unclosed = weakref.finalize(store, _warn_of_unclosed, repr(session))
     _log.info("%r: %d chunks of %d elements; %s", session, layout.n_chunks, layout.chunk_numel, budgets)
     return session
+
+
+def _build_training(
+    events: Events,
+    budgets: Budgets,
+    *,
+    formats: SessionFormats,
+    passes: Mapping[str, Passes],
+    late_planes: LatePlanes,
+    max_grad_norm: float | None,
+    touches: Touches,
+    hypers: Callable[[], Mapping[str, Hyper]],
+    **parts: Any,
+) -> Training:
+    """Training in the mode in which gradients are used. `parts`: that training has in common with the optimizer's step."""
+    in_chunks = not parts["binding"].gradients.stay
+    traces = StepTraces(parts["layout"], formats, in_chunks=in_chunks, passes=budgets.passes)
+    parts["updates"] = OptimizerStep(traces=traces, passes=passes, formats=formats, **parts)
+    parts |= {"touches": touches, "hypers": hypers}
+    if touches.gradients is GradientUse.UPDATE:
+        return InBackwardTraining(is_watched=lambda: events.watches, **parts)
+    return DeferredTraining(late_planes=late_planes, passes=passes, max_grad_norm=max_grad_norm, **parts)
 
 
 def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory | None:

@@ -12,7 +12,7 @@ from patrickstar.config.loss_scale import LossScale
 from patrickstar.errors import StateError
 from patrickstar.optim.scale_rule import ScaleRule
 from patrickstar.step.overflow import OverflowFlag, names_of
-from patrickstar.step.training import Training
+from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.torch_private import has_step_pre_hooks
 
 __all__ = ["LossScaler"]
@@ -30,7 +30,7 @@ class LossScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self, options: LossScale, training: Training, is_ours: Callable[[torch.optim.Optimizer], bool]
+        self, options: LossScale, training: DeferredTraining, is_ours: Callable[[torch.optim.Optimizer], bool]
     ) -> None:
         super().__init__(
             "cpu",

@@ -95,7 +95,7 @@ class Session:
         """Numbers of what has happened so far."""
         self._expect_open()
         parts = self._parts
-        step_seconds = parts.training.step_seconds if parts.training is not None else 0.0
+        step_seconds = parts.training.updates.seconds if parts.training is not None else 0.0
         return gather_stats(
             parts.executor.store,
             parts.stretches,

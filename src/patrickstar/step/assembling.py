@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,30 +25,20 @@ from patrickstar.units import format_bytes
 __all__ = ["Assembling", "count_of"]
 
 
+@dataclass(frozen=True, slots=True)
 class Assembling:
     """Reads whole tensors out of chunks, and writes them back.
 
-    Args:
+    Attributes:
         steps: updates so far, by parameter name.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        layout: Layout,
-        executor: Executor,
-        *,
-        gradients: Gradients,
-        weights: Weights,
-        steps: dict[str, int],
-    ) -> None:
-        self._binding = binding
-        self._device_type = "cpu" if binding.device is None else binding.device.type
-        self._layout = layout
-        self._executor = executor
-        self._gradients = gradients
-        self._weights = weights
-        self._steps = steps
+    binding: Binding
+    layout: Layout
+    executor: Executor
+    gradients: Gradients
+    weights: Weights
+    steps: dict[str, int]
 
     def make(self, key: AssembledKey) -> Tensor:
         """The tensor for a key, put together: 1-D, in slot order.
@@ -55,62 +46,62 @@ class Assembling:
         Raises:
             BudgetError: the tensor does not fit.
         """
-        bound = self._binding.by_name[key.name]
+        bound = self.binding.by_name[key.name]
         dtype = bound.shape_only.dtype if key.plane == GRAD else torch.float32
         numel = 1 if key.plane == STEP else bound.shape_only.numel()
-        with self._executor.lock, self._executor.apart(), self._taking(key, numel * dtype.itemsize):
-            flat = torch.empty(numel, dtype=dtype, device=self._binding.device)
+        with self.executor.lock, self.executor.apart(), self._taking(key, numel * dtype.itemsize):
+            flat = torch.empty(numel, dtype=dtype, device=self.binding.device)
             self.renew(key, flat)
             return flat
 
     def renew(self, key: AssembledKey, copy: Tensor) -> None:
         """Writes what is in chunks into a tensor that was put together."""
-        with self._executor.lock, self._executor.apart():
+        with self.executor.lock, self.executor.apart():
             if key.plane == STEP:
-                copy.fill_(float(self._steps[key.name]))
+                copy.fill_(float(self.steps[key.name]))
             elif key.plane == GRAD:
-                self._gradients.copy_into(key.name, copy)
+                self.gradients.copy_into(key.name, copy)
             else:
-                self._weights.copy_average_into(key.name, key.plane, copy)
-            self._binding.leases.copy_written(key, copy)
+                self.weights.copy_average_into(key.name, key.plane, copy)
+            self.binding.leases.copy_written(key, copy)
 
     def changed(self, key: AssembledKey, *, wholly: bool) -> None:
         """Writes a tensor that was put together, and has been written in place, back into its chunks.
 
         `wholly`: every element has been written, also those that are shown rounded and have the same bits as before.
         """
-        copy = self._binding.leases.take_copy(key, self.make)
-        with self._executor.lock, self._executor.apart():
+        copy = self.binding.leases.take_copy(key, self.make)
+        with self.executor.lock, self.executor.apart():
             if key.plane == STEP:
-                self._steps[key.name] = count_of(key, copy)
+                self.steps[key.name] = count_of(key, copy)
             elif key.plane == GRAD:
-                self._gradients.write(self._binding.by_name[key.name], copy, wholly=wholly)
+                self.gradients.write(self.binding.by_name[key.name], copy, wholly=wholly)
             else:
-                self._weights.write_average_from(key.name, key.plane, copy)
+                self.weights.write_average_from(key.name, key.plane, copy)
 
     def expect_room(self, key: AssembledKey) -> None:
         """Raises BudgetError where there is no room to put the tensor for a key together."""
-        if key.plane == STEP or key in self._binding.leases.living():
+        if key.plane == STEP or key in self.binding.leases.living():
             return
-        bound, held = self._binding.by_name[key.name], self._binding.leases.held()
+        bound, held = self.binding.by_name[key.name], self.binding.leases.held()
         itemsize = bound.shape_only.element_size() if key.plane == GRAD else torch.float32.itemsize
-        with self._executor.lock, self._taking(key, bound.shape_only.numel() * itemsize):
-            for part in self._layout.parts(key.name):
-                self._executor.pilot.decided(Phase.STEP, key.name, (Touch(PlaneRef(part.chunk, key.plane)),), held)
+        with self.executor.lock, self._taking(key, bound.shape_only.numel() * itemsize):
+            for part in self.layout.parts(key.name):
+                self.executor.pilot.decided(Phase.STEP, key.name, (Touch(PlaneRef(part.chunk, key.plane)),), held)
 
     @contextmanager
     def _taking(self, key: AssembledKey, nbytes: int) -> Iterator[None]:
         """Leaves chunks less room while a tensor of `nbytes` is put together."""
-        nbytes = block_bytes(nbytes, self._device_type)
-        held = self._binding.leases.assembled_bytes()
-        self._binding.assembled.making_bytes += nbytes
+        nbytes = block_bytes(nbytes, "cpu" if self.binding.device is None else self.binding.device.type)
+        held = self.binding.leases.assembled_bytes()
+        self.binding.assembled.making_bytes += nbytes
         try:
-            with self._executor.room.making(nbytes, is_budgeted=True):
+            with self.executor.room.making(nbytes, is_budgeted=True):
                 yield
         except BudgetError as refusal:
             taken = held + nbytes
             slots = refusal.needed_bytes - refusal.fixed_bytes
-            fixed_bytes = self._executor.pilot.costs.beside(slots + taken)
+            fixed_bytes = self.executor.pilot.costs.beside(slots + taken)
             needed, budget = slots + taken + fixed_bytes, refusal.available_bytes + taken
             fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
             raise BudgetError(
@@ -127,7 +118,7 @@ class Assembling:
                 fixed_bytes=fixed_bytes,
             ) from refusal
         finally:
-            self._binding.assembled.making_bytes -= nbytes
+            self.binding.assembled.making_bytes -= nbytes
 
 
 def count_of(key: AssembledKey, value: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -27,7 +28,21 @@ from patrickstar.step.training import Training
 from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.cast_inputs import cast_inputs
 
-__all__ = ["Events"]
+__all__ = ["Events", "Neighbours"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """Everything that events are passed on to."""
+
+    executor: Executor
+    stretches: Stretches
+    training: Training | None
+    escaped: EscapedMemory
+    copies: Copies
+    late_planes: LatePlanes
+    assembling: Assembling | None
+    is_managed: Callable[[Tensor], bool]
 
 
 class Events:
@@ -39,14 +54,7 @@ class Events:
         seconds: durations of the last forward and backward.
     """
 
-    _executor: Executor
-    _stretches: Stretches
-    _training: Training | None
-    _escaped: EscapedMemory
-    _copies: Copies
-    _late_planes: LatePlanes
-    _assembling: Assembling | None
-    _is_managed: Callable[[Tensor], bool]
+    _to: Neighbours
 
     def __init__(
         self,
@@ -71,93 +79,75 @@ class Events:
         self._began_s = 0.0
         self._backward_began_s = 0.0
 
-    def connect(
-        self,
-        *,
-        executor: Executor,
-        stretches: Stretches,
-        training: Training | None,
-        escaped: EscapedMemory,
-        copies: Copies,
-        late_planes: LatePlanes,
-        assembling: Assembling | None,
-        is_managed: Callable[[Tensor], bool],
-    ) -> None:
+    def connect(self, neighbours: Neighbours) -> None:
         """Takes everything that events are passed on to."""
-        self._executor = executor
-        self._stretches = stretches
-        self._training = training
-        self._escaped = escaped
-        self._copies = copies
-        self._late_planes = late_planes
-        self._assembling = assembling
-        self._is_managed = is_managed
+        self._to = neighbours
 
     # the binding's owner
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         """Makes the units resident, in a moment of the forward or, inside of a backward, of a recomputation."""
-        if self._escaped.watched:
-            self._escaped.check()
+        if self._to.escaped.watched:
+            self._to.escaped.check()
         if backward_id() == -1:
-            self._executor.moment(Phase.FORWARD, label, touches)
+            self._to.executor.moment(Phase.FORWARD, label, touches)
             return
         self._in_backward = True
-        if self._training is not None:
-            self._training.backwards.notice_recomputation()
-        self._executor.moment(Phase.RECOMPUTE, label, touches)
+        if self._to.training is not None:
+            self._to.training.backwards.notice_recomputation()
+        self._to.executor.moment(Phase.RECOMPUTE, label, touches)
 
     def carry_out_pending(self) -> None:
         """Carries out what is pending for whoever holds views of parameters, and is about to use them."""
-        self._executor.update_held()
+        self._to.executor.update_held()
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident, in a moment of the backward."""
         self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
-            self._stretches.differentiates()
+            self._to.stretches.differentiates()
         phase, touches = self.touches.unpack(ref)
-        self._executor.moment(phase, name, touches)
+        self._to.executor.moment(phase, name, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
         """A parameter's value in the type that computes, or a gradient or state of the optimizer put together: 1-D."""
-        return self._kept().make(key) if isinstance(key, AssembledKey) else self._copies.make(key)
+        return self._kept().make(key) if isinstance(key, AssembledKey) else self._to.copies.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """Writes what has changed in chunks into a copy, or a tensor put together, that is still held."""
         if isinstance(key, AssembledKey):
             self._kept().renew(key, copy)
         else:
-            self._copies.renew(key, copy)
+            self._to.copies.renew(key, copy)
 
     def changed(self, key: WeightKey) -> None:
         """Takes a change in place: of a unit, which counts as written, as a moment of its own in a stretch; of a copy, into its master."""
         if not isinstance(key, PlaneRef):
-            self._copies.changed(key)
+            self._to.copies.changed(key)
             return
-        self._executor.wrote(key)
-        phase = self._executor.change_phase()
+        self._to.executor.wrote(key)
+        phase = self._to.executor.change_phase()
         if phase is not Phase.STEP:
             # A moment of its own: a plan that has it keeps what was written; where the trace has none, the plan ends here.
             label = self.touches.layout.run_of(key.chunk).tensors[0]
-            self._executor.moment(phase, label, (Touch(key, True),))
+            self._to.executor.moment(phase, label, (Touch(key, True),))
 
     def escaped(self, key: WeightKey) -> None:
         """Watches a unit, or a copy, whose memory has been handed out."""
-        self._escaped.add(key)
+        self._to.escaped.add(key)
 
     def _kept(self) -> Assembling:
-        assert self._assembling is not None, "weights alone have neither gradients nor moments"
-        return self._assembling
+        assert self._to.assembling is not None, "weights alone have neither gradients nor moments"
+        return self._to.assembling
 
     def settle(self) -> None:
         """Carries out what is pending; between stretches, a stretch that is over ends."""
         if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
             self.forget_abandoned_backward()
-            self._stretches.pause()
+            self._to.stretches.pause()
         self.check_watch()
-        self._executor.settle()
+        self._to.executor.settle()
 
     def expect_room(self, key: AssembledKey) -> None:
         """Raises BudgetError where there is no room to put a gradient or state of the optimizer together, alone."""
@@ -169,13 +159,13 @@ class Events:
 
     def updated(self) -> None:
         """Takes what the library has written to weights for what should be in memory that was handed out."""
-        if self._escaped.watched:
-            self._escaped.renew()
+        if self._to.escaped.watched:
+            self._to.escaped.renew()
 
     def thawed(self, name: str) -> None:
         """Makes room for training a parameter that was frozen. BudgetError where there is none."""
-        if self._training is not None:
-            self._late_planes.thaw(name)
+        if self._to.training is not None:
+            self._to.late_planes.thaw(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Hands a gradient that has arrived on to training. StateError where it is sparse."""
@@ -187,34 +177,34 @@ class Events:
         now = time.perf_counter()
         if not self._backward_began_s:
             self._backward_began_s = now
-        assert self._training is not None
-        self._training.gradient(name, gradient)
+        assert self._to.training is not None
+        self._to.training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient in its plane."""
-        return self._training is not None and self._training.has_gradient(name)
+        return self._to.training is not None and self._to.training.has_gradient(name)
 
     def is_spent(self, name: str) -> bool:
         """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
-        return self._training is not None and self._training.is_spent(name)
+        return self._to.training is not None and self._to.training.is_spent(name)
 
     def drop_gradient(self, name: str) -> None:
         """Drops a parameter's gradient."""
-        if self._training is not None:
-            self._training.drop_gradient(name)
+        if self._to.training is not None:
+            self._to.training.drop_gradient(name)
 
     # memory that was handed out
 
     @property
     def watches(self) -> bool:
         """True while somebody may write to a weight unseen."""
-        return bool(self._escaped.watched)
+        return bool(self._to.escaped.watched)
 
     def check_watch(self) -> None:
         """Carries what was written unseen to where it belongs."""
-        if self._escaped.watched:
-            self._escaped.check()
+        if self._to.escaped.watched:
+            self._to.escaped.check()
 
     # the root module's calls
 
@@ -229,16 +219,16 @@ class Events:
         expect_ordinary_call(module, args, kwargs, self._probe)
         if self._depth and not _is_running(self._caller):  # an interruption, after which torch calls no hook
             self._depth = 0
-            self._stretches.abandon()
+            self._to.stretches.abandon()
         if self._depth:
             self._depth += 1
             return args, kwargs
         self.expect_own_parameters()
-        if self._training is not None:
-            self._training.begin_forward()
+        if self._to.training is not None:
+            self._to.training.begin_forward()
         self.check_watch()
-        with self._executor.lock:
-            self._stretches.begin_forward(module, self._named, args, kwargs)
+        with self._to.executor.lock:
+            self._to.stretches.begin_forward(module, self._named, args, kwargs)
         self.touches.begin_forward()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False
@@ -258,28 +248,28 @@ class Events:
         if (
             sys.exc_info()[1] is not self._handled
         ):  # hooks that are always called are called while the exception is on its way
-            self._stretches.abandon()
+            self._to.stretches.abandon()
         self.seconds["forward"] = time.perf_counter() - self._began_s
         self._backward_began_s = time.perf_counter()
         if not torch.is_grad_enabled():
-            self._stretches.end()
+            self._to.stretches.end()
 
     def forget_abandoned_backward(self) -> None:
         """Takes a backward that has begun for over, by its end or by an exception: state is read or written by nobody inside of one."""
         if self._in_backward and backward_id() == -1:
             self._in_backward = False
-            self._stretches.abandon()
+            self._to.stretches.abandon()
 
     def expect_own_parameters(self) -> None:
         """Raises StateError where the model's parameters are not those that are managed."""
         found = list(self._model.parameters())
-        if [id(parameter) for parameter in found] == self._expected and all(map(self._is_managed, found)):
+        if [id(parameter) for parameter in found] == self._expected and all(map(self._to.is_managed, found)):
             return
         now = dict(self._model.named_parameters())
         names = [
             name
             for name in {**self._named, **now}
-            if now.get(name) is not self._named.get(name) or not self._is_managed(now[name])
+            if now.get(name) is not self._named.get(name) or not self._to.is_managed(now[name])
         ]
         if _is_running_in("torch.nn.utils.stateless"):
             raise StateError(

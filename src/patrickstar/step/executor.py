@@ -6,7 +6,7 @@ bytes there now?"; gradients and updates own what is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,12 +31,8 @@ class Executor:
 
     Attributes:
         lock: held by whoever changes what is in memory. recorder: writes down what happens, where somebody wants to know.
-        pending: the optimizer step that was called and is not over. carry_out_step: carries out what is left of it, in a stretch of its own.
-            step_is_over: is told of its end.
+        pending: the optimizer step that was called and is not over. Who does it, it knows itself.
     """
-
-    carry_out_step: Callable[[PendingStep], None]
-    step_is_over: Callable[[PendingStep], None]
 
     def __init__(self, pilot: Pilot, store: ChunkStore, room: Room) -> None:
         self.pilot = pilot
@@ -69,11 +65,11 @@ class Executor:
             self.recorder.moment(phase, label, touches, held)
         actions = pilot.planned(phase, touches, held)
         if actions is None:
-            self._use_what_came()
+            self.use_what_came()
             actions = pilot.decided(phase, label, touches, held, update)
         actions = room.within(actions, (phase, label, touches, held, update))
         store.limit_slots = pilot.capacity_slots
-        room.make(actions, phase, label)
+        room.make(actions, phase, label, self.pending)
         with noticed_at(f"moment {phase} {label}"):
             store.compute(touches)
         for touch in touches:
@@ -133,7 +129,7 @@ class Executor:
     def _notice_end(self, pending: PendingStep) -> None:
         if (pending.is_done or pending.failed is not None) and self.pending is pending:
             self.pending = None
-            self.step_is_over(pending)
+            pending.doer.over(pending)
 
     def open(self) -> None:
         """Does what may be done as soon as a stretch of the step has begun."""
@@ -141,7 +137,7 @@ class Executor:
             self._update_before(())
             actions = self.pilot.opening(self.store.leases.held())
             self.store.limit_slots = self.pilot.capacity_slots
-            self.room.open(actions)
+            self.room.open(actions, self.pending)
 
     def settle(self) -> None:
         """Carries out what is left of the optimizer step that is pending, if one is."""
@@ -155,22 +151,22 @@ class Executor:
                 self.pilot.stretch.depart("the optimizer's updates were waited for at once")
             self.wait_for_updates()
             if pending.waiting and pending.failed is None:
-                self.carry_out_step(pending)
+                pending.doer.carry_out(pending)
                 self.wait_for_updates()
 
-    def use_what_came(self, why: str) -> None:
-        """Has gradients that wait in chunks used, and takes no more of them in this backward. `why`: what the plan did not have."""
-        with self.lock:
-            if self.pending is not None and self.pending.is_woven:
-                self.pilot.stretch.depart(why)
-                self._use_what_came()
-                self.settle()
+    def use_what_came(self, why: str = "") -> None:
+        """Has gradients that wait in chunks used: what is decided on the spot counts on their room.
 
-    def _use_what_came(self) -> None:
-        """Has gradients that wait in chunks used: what is decided on the spot counts on their room."""
-        if self.pending is not None and self.pending.arrivals:
-            self.pending.close()
-            self.settle()
+        `why`: what the plan did not have; then no more gradients are taken in this backward.
+        """
+        with self.lock:
+            pending = self.pending
+            is_left = pending is not None and pending.is_woven and bool(why)
+            if is_left:
+                self.pilot.stretch.depart(why)
+            if pending is not None and (is_left or pending.arrivals):
+                pending.close()
+                self.settle()
 
     def update_held(self) -> None:
         """Carries out what is left of the optimizer step that is pending, if one is, for whoever holds anything.

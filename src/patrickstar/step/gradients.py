@@ -7,6 +7,7 @@ copied, not added to zeros: -0.0 stays -0.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -38,13 +39,12 @@ class GradientViews(Protocol):
         """Lets a gradient go that is let go of in the plane. `why`: for the error of a later use."""
 
 
+@dataclass(eq=False)
 class Gradients:
     """The gradients in the plane: which parameters have one, and the bytes of each.
 
-    Args:
-        views: is told of gradients that change or are let go. passes: by type of device.
-
     Attributes:
+        views: is told of gradients that change or are let go. passes: by type of device.
         names: the parameters with a gradient in the plane, by name. incomplete: parameters of whose tiles only some have one so far, with
             these tiles. whole: parameters whose gradient is of a backward that has ended.
         factors: what a gradient in the plane is still to be multiplied with, oldest first (0-dim fp32), by name: done when the gradient is next used,
@@ -52,30 +52,19 @@ class Gradients:
         overflow: the parameters whose gradients have arrived with an Inf or NaN, where `finds_overflow`.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        executor: Executor,
-        dtype_of: Callable[[PlaneRef], torch.dtype],
-        late_planes: LatePlanes,
-        *,
-        views: GradientViews,
-        passes: Mapping[str, Passes],
-        finds_overflow: bool = False,
-    ) -> None:
-        self._layout = layout
-        self._executor = executor
-        self._dtype_of = dtype_of
-        self._late_planes = late_planes
-        self._views = views
-        self._passes = passes
-        self._finds_overflow = finds_overflow
+    layout: Layout
+    executor: Executor
+    dtype_of: Callable[[PlaneRef], torch.dtype]
+    late_planes: LatePlanes
+    views: GradientViews
+    passes: Mapping[str, Passes]
+    finds_overflow: bool = False
 
-        self.names: set[str] = set()
-        self.incomplete: dict[str, set[str]] = {}
-        self.whole: set[str] = set()
-        self.factors: dict[str, tuple[Tensor, ...]] = {}
-        self.overflow = Overflow()
+    names: set[str] = field(default_factory=set)
+    incomplete: dict[str, set[str]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    factors: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    overflow: Overflow = field(default_factory=Overflow)
 
     def add(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, of a parameter or of a tile, chunk by chunk."""
@@ -86,38 +75,38 @@ class Gradients:
         name = bound.owner
         self._make_ready(name, bound)
         is_there = name in self.names or bound.name in self.incomplete.get(name, ())
-        with self._executor.quiet():
+        with self.executor.quiet():
             flat = bound.flat(gradient)
-            for part, touches in gradient_parts(self._layout, bound.name, writes=True):
-                (unit,) = self._executor.use(Phase.BACKWARD, bound.name, touches)
+            for part, touches in gradient_parts(self.layout, bound.name, writes=True):
+                (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches)
                 target = unit[part.start : part.stop]
                 self._put(name, target, flat[part.tensor_start : part.tensor_start + target.numel()], is_there=is_there)
         if name not in self.names:
             self.incomplete.setdefault(name, set()).add(bound.name)
-            if self.incomplete[name].issuperset(self._layout.leaves(name)):
+            if self.incomplete[name].issuperset(self.layout.leaves(name)):
                 self.names.add(name)
                 del self.incomplete[name]
-        self._views.changed(AssembledKey(name, GRAD))
+        self.views.changed(AssembledKey(name, GRAD))
 
     def _put(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
-        passes = self._passes[target.device.type]
-        if not self._finds_overflow:
+        passes = self.passes[target.device.type]
+        if not self.finds_overflow:
             passes.put(target, piece, adds=is_there)
             return
-        with self._executor.apart(), self.overflow.look(name, target.device) as is_finite:
+        with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
             passes.put_and_look(target, piece, is_finite, adds=is_there)
 
     def _look_for_overflow(self, name: str, target: Tensor) -> None:
-        if self._finds_overflow:
-            with self._executor.apart(), self.overflow.look(name, target.device) as is_finite:
-                self._passes[target.device.type].look(target, is_finite)
+        if self.finds_overflow:
+            with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
+                self.passes[target.device.type].look(target, is_finite)
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""
-        self._late_planes.thaw(name)
+        self.late_planes.thaw(name)
         if name in self.whole and self.dtype(bound) is not torch.float32:
-            self._late_planes.widen_gradients()
-        self._late_planes.reserve_for(name)
+            self.late_planes.widen_gradients()
+        self.late_planes.reserve_for(name)
         self._apply_factors(name)
 
     def drop_incomplete(self) -> None:
@@ -129,19 +118,19 @@ class Gradients:
         """Notes a factor (0-dim fp32): every gradient counts as multiplied with it from now on."""
         for name in self.names:
             self.factors[name] = (*self.factors.get(name, ()), factor)
-            self._views.changed(AssembledKey(name, GRAD))
+            self.views.changed(AssembledKey(name, GRAD))
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
-        for part, touches in gradient_parts(self._layout, name, writes=False):
-            (unit,) = self._executor.use(Phase.STEP, name, touches)
+        for part, touches in gradient_parts(self.layout, name, writes=False):
+            (unit,) = self.executor.use(Phase.STEP, name, touches)
             yield unit[part.start : part.stop]
 
     def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy of the gradient on the host, of the parameter's shape and strides."""
-        with self._executor.quiet():
+        with self.executor.quiet():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype, device="cpu")
-            with self._executor.room.making(whole.nbytes):
+            with self.executor.room.making(whole.nbytes):
                 self.copy_into(bound.name, whole.as_strided((whole.numel(),), (1,)))
             return whole
 
@@ -166,9 +155,9 @@ class Gradients:
         self.make_fit(bound, torch.float32 if name in self.factors else flat.dtype)
         self._apply_factors(name)
         self.overflow.forget(name)
-        with self._executor.quiet():
-            for part, touches in gradient_parts(self._layout, name, writes=True):
-                (unit,) = self._executor.use(Phase.STEP, name, touches)
+        with self.executor.quiet():
+            for part, touches in gradient_parts(self.layout, name, writes=True):
+                (unit,) = self.executor.use(Phase.STEP, name, touches)
                 target = unit[part.start : part.stop]
                 written = flat[part.tensor_start : part.tensor_start + target.numel()]
                 if wholly or target.dtype == written.dtype:
@@ -180,56 +169,56 @@ class Gradients:
     def make_fit(self, bound: BoundParameter, dtype: torch.dtype) -> None:
         """Makes the plane of a parameter's gradient one that holds values of this type as they are. BudgetError where there is no room for it."""
         if self.dtype(bound) is not torch.float32 and self.dtype(bound) != dtype:
-            self._late_planes.widen_gradients()
+            self.late_planes.widen_gradients()
 
     def dtype(self, bound: BoundParameter) -> torch.dtype:
         """The type in which a parameter's gradient is kept."""
-        return self._dtype_of(PlaneRef(bound.ref.chunk, GRAD))
+        return self.dtype_of(PlaneRef(bound.ref.chunk, GRAD))
 
     def drop(self, name: str) -> None:
         """Drops a parameter's gradient; chunks without any other give their slots back."""
         if name not in self.names and name not in self.incomplete:
             return
         self._forget(name)
-        for part in self._layout.parts(name):
-            pieces = self._layout.tensors_in(part.chunk)
+        for part in self.layout.parts(name):
+            pieces = self.layout.tensors_in(part.chunk)
             if not any(piece.name in self.names or piece.name in self.incomplete for piece in pieces):
-                self._executor.release(PlaneRef(part.chunk, GRAD))
+                self.executor.release(PlaneRef(part.chunk, GRAD))
 
     def drop_all(self) -> None:
         """Drops every gradient."""
         names = [*self.names, *self.incomplete]
-        chunks = {part.chunk for name in names for part in self._layout.parts(name)}
+        chunks = {part.chunk for name in names for part in self.layout.parts(name)}
         for name in names:
             self._forget(name)
         for chunk in sorted(chunks):
-            self._executor.release(PlaneRef(chunk, GRAD))
+            self.executor.release(PlaneRef(chunk, GRAD))
 
     def fill_with_zeros(self, names: Collection[str]) -> None:
         """Sets those of these gradients that there are to zero, where they lie (`zero_grad(set_to_none=False)`)."""
-        with self._executor.quiet():
+        with self.executor.quiet():
             for chunk in self.chunks():
-                (flat,) = self._executor.use(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
-                for piece in self._layout.tensors_in(chunk):
+                (flat,) = self.executor.use(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
+                for piece in self.layout.tensors_in(chunk):
                     if piece.name in self.names and piece.name in names:
                         flat[piece.start : piece.stop].zero_()
         for name in names:
             self.factors.pop(name, None)
             self.overflow.forget(name)
             if name in self.names:
-                self._views.changed(AssembledKey(name, GRAD))
+                self.views.changed(AssembledKey(name, GRAD))
 
     def chunks(self) -> list[int]:
         """The chunks that hold a gradient, in order."""
-        return sorted({part.chunk for name in self.names for part in self._layout.parts(name)})
+        return sorted({part.chunk for name in self.names for part in self.layout.parts(name)})
 
     def _apply_factors(self, name: str) -> None:
         """Multiplies a gradient in the plane with its factors, before anything is added to it."""
         factors = self.factors.pop(name, ())
         if factors:
-            with self._executor.quiet():
-                for part, touches in gradient_parts(self._layout, name, writes=True):
-                    (unit,) = self._executor.use(Phase.STEP, name, touches)
+            with self.executor.quiet():
+                for part, touches in gradient_parts(self.layout, name, writes=True):
+                    (unit,) = self.executor.use(Phase.STEP, name, touches)
                     for factor in factors:
                         unit[part.start : part.stop].mul_(factor)
 
@@ -238,8 +227,9 @@ class Gradients:
         self.incomplete.pop(name, None)
         self.whole.discard(name)
         self.factors.pop(name, None)
-        self.overflow.forget(name)
-        self._views.dropped(
+        if self.finds_overflow:
+            self.overflow.forget(name)
+        self.views.dropped(
             AssembledKey(name, GRAD), "it was let go (zero_grad(), p.grad = None, a checkpoint that was loaded)"
         )
 

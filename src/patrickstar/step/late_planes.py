@@ -9,6 +9,7 @@ Note [Homes of gradients]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from patrickstar.core.formats import Formats, SessionFormats
@@ -29,50 +30,40 @@ _Homes = dict[PlaneRef, Tier]
 _Slots = Mapping[PlaneRef, int]
 
 
+@dataclass(eq=False)
 class LatePlanes:
     """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
 
-    Args:
+    Attributes:
         gradients: where gradients go.
         changed: is told that plans made so far are of other units, or of units of other sizes.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        formats: SessionFormats,
-        executor: Executor,
-        *,
-        machine: Machine,
-        gradients: GradientUse,
-        changed: Callable[[str], None],
-    ) -> None:
-        self._layout = layout
-        self._formats = formats
-        self._executor = executor
-        self._machine = machine
-        self._gradients = gradients
-        self._reserves = gradients is GradientUse.UPDATE
-        self._changed = changed
+    layout: Layout
+    formats: SessionFormats
+    executor: Executor
+    machine: Machine
+    gradients: GradientUse
+    changed: Callable[[str], None]
 
-        self._open: set[PlaneRef] = set()
+    _open: set[PlaneRef] = field(default_factory=set)
 
     def open(self, homes: Mapping[PlaneRef, Tier], slots: _Slots) -> None:
         """Takes in the gradients of chunks that a backward updates whole, with these homes in memory and of these sizes, until `close`."""
-        new = {ref: home for ref, home in homes.items() if ref not in self._executor.store.state.home}
+        new = {ref: home for ref, home in homes.items() if ref not in self.executor.store.state.home}
         self._open.update(new)
-        self._executor.store.grow(new, {ref: slots[ref] for ref in new})
+        self.executor.store.grow(new, {ref: slots[ref] for ref in new})
 
     def close(self, gradients: Collection[PlaneRef] | None = None) -> None:
         """Takes out what `open` has taken in, and has no contents any more. `gradients`: which of it; None: all."""
-        state = self._executor.store.state
+        state = self.executor.store.state
         over = sorted(ref for ref in self._open if (gradients is None or ref in gradients) and state.is_free(ref))
         self._open.difference_update(over)
-        self._executor.store.shrink(over)
+        self.executor.store.shrink(over)
 
     def slots_of_gradient(self, chunk: int) -> int:
         """Slots that the gradient of a chunk takes."""
-        return slots_of(PlaneRef(chunk, GRAD), self._layout, self._formats.now)
+        return slots_of(PlaneRef(chunk, GRAD), self.layout, self.formats.now)
 
     def with_room_for(self, trace: Trace) -> Residency:
         """The residency in which there are homes for the gradients that a forward with this trace keeps. Changes nothing.
@@ -80,8 +71,8 @@ class LatePlanes:
         Raises:
             BudgetError: these gradients do not fit.
         """
-        state = self._executor.store.state
-        if self._reserves:
+        state = self.executor.store.state
+        if self.gradients is GradientUse.UPDATE:
             homes, slots = self._homes_for(trace.touched(GRAD), why=name_gradients(trace))
             state = Residency.of(state.snapshot())
             state.grow(homes, slots)
@@ -93,7 +84,7 @@ class LatePlanes:
         Raises:
             BudgetError: these gradients do not fit. Nothing has changed then.
         """
-        if self._reserves:
+        if self.gradients is GradientUse.UPDATE:
             self._take_in(trace.touched(GRAD), why=name_gradients(trace))
 
     def reserve_all(self, reason: str) -> None:
@@ -102,8 +93,8 @@ class LatePlanes:
         Raises:
             BudgetError: the gradients do not fit. Nothing has changed then.
         """
-        if self._reserves:
-            gradients = list(self._formats.now.units(self._layout, (GRAD,)))
+        if self.gradients is GradientUse.UPDATE:
+            gradients = list(self.formats.now.units(self.layout, (GRAD,)))
             why = f"any of the gradients may have to wait until the backward ends: {reason}"
             self._take_in(gradients, why=why)
 
@@ -113,10 +104,10 @@ class LatePlanes:
         Raises:
             BudgetError: the gradient does not fit.
         """
-        if not self._reserves:
+        if self.gradients is not GradientUse.UPDATE:
             return
-        state = self._executor.store.state
-        gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
+        state = self.executor.store.state
+        gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self.layout.parts(name)})
         # One at home on the compute tier has room only while it is kept.
         if any(
             state.home.get(ref, state.compute) is state.compute and ref not in state.taken[state.compute]
@@ -124,7 +115,7 @@ class LatePlanes:
         ):
             if self._open:
                 # What waits in chunks may have the room that is wanted now.
-                self._executor.use_what_came(f"the gradient of {name} has to wait until the backward ends")
+                self.executor.use_what_came(f"the gradient of {name} has to wait until the backward ends")
                 self.close()
             self._take_in(gradients, why=f"the gradient of {name} cannot be used as it arrives")
 
@@ -132,22 +123,22 @@ class LatePlanes:
         self.close(kept)
         homes, slots = self._homes_for(kept, why=why)
         if homes:
-            store = self._executor.store
+            store = self.executor.store
             store.prepare(homes, slots)
             store.grow(homes, slots)
-            self._changed(why)
+            self.changed(why)
 
     def _homes_for(self, kept: Collection[PlaneRef], *, why: str) -> tuple[_Homes, _Slots]:
         """Homes and sizes for those of these gradients that have no home. BudgetError: the gradients do not fit."""
         homes, slots = place_gradients(
-            self._machine,
+            self.machine,
             kept,
-            state=self._executor.store.state,
-            layout=self._layout,
-            formats=self._formats.now,
+            state=self.executor.store.state,
+            layout=self.layout,
+            formats=self.formats.now,
             why=why,
         )
-        self._expect_room_for_updates(homes, slots, self._formats.now)
+        self._expect_room_for_updates(homes, slots, self.formats.now)
         return homes, slots
 
     def thaw(self, name: str) -> None:
@@ -156,23 +147,23 @@ class LatePlanes:
         Raises:
             BudgetError: these planes do not fit.
         """
-        for weight in self._layout.weight_units(name):
-            self._thaw_run(self._layout.run_of(weight.chunk), name)
+        for weight in self.layout.weight_units(name):
+            self._thaw_run(self.layout.run_of(weight.chunk), name)
 
     def _thaw_run(self, run: Run, name: str) -> None:
         chunks = range(run.head, run.head + run.length)
-        if self._formats.now.is_trained(run.head, self._layout):
+        if self.formats.now.is_trained(run.head, self.layout):
             return
-        self._executor.settle()
-        formats, state = self._formats.now.thaw(chunks), self._executor.store.state
+        self.executor.settle()
+        formats, state = self.formats.now.thaw(chunks), self.executor.store.state
         weight = PlaneRef(run.head, WEIGHT)
-        units = [ref for ref in formats.units(self._layout, self._gradients.planes) if ref.chunk in chunks]
-        slots = {ref: slots_of(ref, self._layout, formats) for ref in units}
+        units = [ref for ref in formats.units(self.layout, self.gradients.planes) if ref.chunk in chunks]
+        slots = {ref: slots_of(ref, self.layout, formats) for ref in units}
         new = [ref for ref in units if slots[ref] != state.slots.get(ref)]
         homes = self._prepare(new, slots, formats)
         # An fp16 weight alone becomes the fp32 master.
         self._reform(homes, slots, keep=weight if weight in new else None, grow=partial(Formats.thaw, chunks=chunks))
-        self._changed(f"{name} is trained from now on")
+        self.changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
         """Widens gradients to fp32, in every chunk: those that have come, and those that will come.
@@ -180,8 +171,8 @@ class LatePlanes:
         Raises:
             BudgetError: the wider planes do not fit.
         """
-        self._executor.settle()
-        formats, layout, state = self._formats.now, self._layout, self._executor.store.state
+        self.executor.settle()
+        formats, layout, state = self.formats.now, self.layout, self.executor.store.state
         gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
         narrow = [ref for ref in gradients if ref in state.home]
         factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
@@ -189,11 +180,11 @@ class LatePlanes:
         homes = self._prepare(narrow, slots, formats)
         for ref in gradients:
             if ref not in state.home:
-                self._formats.now = self._formats.now.widen(ref.chunk)
+                self.formats.now = self.formats.now.widen(ref.chunk)
         for ref in narrow:
             keep = None if state.is_free(ref) else ref
             self._reform({ref: homes[ref]}, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
-        self._changed("gradients of several backwards add up in fp32 from now on")
+        self.changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(
         self,
@@ -204,7 +195,7 @@ class LatePlanes:
         grow: Callable[[Formats], Formats],
     ) -> None:
         """Takes units in, or in another size. `keep`: the unit whose contents stay, in its new type. `grow`: gives the formats with these units."""
-        executor, state = self._executor, self._executor.store.state
+        executor, state = self.executor, self.executor.store.state
         with executor.apart():
             values = None
             if keep is not None:
@@ -213,7 +204,7 @@ class LatePlanes:
             for ref in homes:
                 if ref in state.home:
                     executor.store.release(ref)
-            self._formats.now = grow(self._formats.now)
+            self.formats.now = grow(self.formats.now)
             executor.store.grow(homes, slots)
             if keep is not None and values is not None:
                 (unit,) = executor.use(Phase.STEP, "", (Touch(keep, True),))
@@ -222,9 +213,9 @@ class LatePlanes:
     def _prepare(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> _Homes:
         """Homes for units. BudgetError where the units do not fit there, or the update of a chunk does not fit any more."""
         self._expect_room_for_updates(new, slots, formats)
-        store = self._executor.store
+        store = self.executor.store
         homes = place_more(
-            self._machine,
+            self.machine,
             new,
             home=store.state.home,
             slots={**store.state.slots, **slots},
@@ -235,10 +226,10 @@ class LatePlanes:
         return homes
 
     def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> None:
-        state, layout = self._executor.store.state, self._layout
+        state, layout = self.executor.store.state, self.layout
         sizes = {**state.slots, **slots}
         for chunk in sorted({ref.chunk for ref in new}):
             gradient = PlaneRef(chunk, GRAD)
             beside = [Touch(gradient)] if gradient in sizes else []
             needed = sum(sizes[touch.ref] for touch in update_touches(chunk, layout, formats, *beside))
-            expect_room(Need(f"step {layout.run_of(chunk).tensors[0]}", needed, state.slot_bytes, 0), self._machine)
+            expect_room(Need(f"step {layout.run_of(chunk).tensors[0]}", needed, state.slot_bytes, 0), self.machine)

@@ -6,6 +6,8 @@ changed keeps its master, down to the last bit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,27 +22,27 @@ from patrickstar.step.executor import Executor
 __all__ = ["MastersByHand"]
 
 
+@dataclass(frozen=True, slots=True)
 class MastersByHand:
     """Carries changes of 16-bit weights into their masters (`parameters.owner.Rewriting`)."""
 
-    def __init__(self, executor: Executor, touches: Touches) -> None:
-        self._executor = executor
-        self._touches = touches
+    executor: Executor
+    touches: Touches
 
     def keeps_more(self, bound: BoundParameter) -> bool:
         """Tells whether a parameter's master is split, and the parameter shows the upper half itself."""
-        return not bound.is_copied and self._touches.keeps_rest(bound.name)
+        return not bound.is_copied and self.touches.keeps_rest(bound.name)
 
     def carry(self, bound: BoundParameter, before: Tensor | None) -> None:
         """Carries changed elements of a resident parameter into its master. `before`: what its elements were; None: all of them have changed.
 
         Where a part of the master cannot be reached, the elements of that part are put back to what they were.
         """
-        moments = self._touches.master(bound.name)
-        with self._executor.lock, self._executor.apart():
+        moments = self.touches.master(bound.name)
+        with self.executor.lock, self.executor.apart():
             for number, (part, touches) in enumerate(moments):
                 try:
-                    self._executor.moment(self._executor.change_phase(), bound.name, touches)
+                    self.executor.moment(self.executor.change_phase(), bound.name, touches)
                 except Error:
                     if before is not None:
                         for left, _ in moments[number:]:
@@ -49,7 +51,7 @@ class MastersByHand:
                 self._carry(part, before)
 
     def _carry(self, part: Part, before: Tensor | None) -> None:
-        rest = self._executor.store.tensor(PlaneRef(part.chunk, REST))[part.start : part.stop]
+        rest = self.executor.store.tensor(PlaneRef(part.chunk, REST))[part.start : part.stop]
         if before is None:
             rest.zero_()
             return
@@ -59,15 +61,15 @@ class MastersByHand:
 
     def carry_if_changed(self, bound: BoundParameter, before: Tensor) -> None:
         """Carries elements of a resident parameter into its master where they are not as `before`."""
-        with self._executor.apart():
-            now = self._executor.store.tensor(bound.ref)[bound.offset : bound.offset + before.numel()]
+        with self.executor.apart():
+            now = self.executor.store.tensor(bound.ref)[bound.offset : bound.offset + before.numel()]
             is_changed = not torch.equal(now.view(torch.int16), before.view(torch.int16))
         if is_changed:
             self.carry(bound, before)
 
     def _weight(self, part: Part) -> Tensor:
-        ref, start = self._touches.layout.weight_place(part)
-        return self._executor.store.tensor(ref)[start : start + part.stop - part.start]
+        ref, start = self.touches.layout.weight_place(part)
+        return self.executor.store.tensor(ref)[start : start + part.stop - part.start]
 
 
 def _piece(flat: Tensor, part: Part) -> Tensor:

@@ -16,14 +16,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from patrickstar.core.layout import Layout, Part, Piece
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
+from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.weave import needs_before
+
+if TYPE_CHECKING:  # it makes these, and does them
+    from patrickstar.step.optimizer_step import OptimizerStep
 
 __all__ = ["Factors", "PendingStep"]
 
@@ -36,6 +42,7 @@ class PendingStep:
     """A step that `optimizer.step()` asked for, as things stood then. See Note [Pending step].
 
     Attributes:
+        doer: does its updates.
         hypers: the hyper-parameters of each parameter that is updated, by name.
         steps: the number of this update for each of them, from 1.
         trace: a moment for each chunk that is updated.
@@ -47,8 +54,9 @@ class PendingStep:
         failed: what an update has raised half way. seconds: how long updates have taken. is_woven: whether it is done between others' moments.
     """
 
-    hypers: Mapping[str, Hyper]
-    steps: Mapping[str, int]
+    doer: OptimizerStep
+    hypers: dict[str, Hyper]
+    steps: dict[str, int]
     trace: Trace
     factors: Factors = field(default_factory=dict)
     gradients: Mapping[str, Tensor] | None = None
@@ -103,6 +111,10 @@ class PendingStep:
         return pieces if came is None else [piece for piece in pieces if piece.start in came]
 
     # updates
+
+    def work(self, chunk: int, tier: Tier) -> Task:
+        """The work of a chunk's update on a tier, which begins now."""
+        return self.doer.work(self, chunk, tier)
 
     def due(self, touches: Iterable[Touch]) -> list[Moment]:
         """The updates that must be done before somebody touches these units."""

@@ -41,6 +41,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
 from patrickstar.step.budgets import Budgets, leaves_room
 from patrickstar.step.known_forwards import KnownForward
+from patrickstar.step.pending_step import PendingStep
 from patrickstar.torch_private import allocated_bytes
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.units import MIB, format_bytes
@@ -127,33 +128,33 @@ class Room:
         """True where what lies beside chunks is known by more than a trace."""
         return self.meter is not None
 
-    def open(self, actions: Sequence[Action]) -> None:
+    def open(self, actions: Sequence[Action], pending: PendingStep | None) -> None:
         """Has done what may be done as soon as a stretch has begun."""
         if self.meter is None:
             # What the last stretch held is gone, as far as this one does not hold it.
             now = self.beside_bytes()
             self._store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
         if actions:
-            self.carry_out(actions, f"the start of the {self._pilot.stretch.kind}")
+            self.carry_out(actions, f"the start of the {self._pilot.stretch.kind}", pending)
         self._store.trim()
 
-    def make(self, actions: Sequence[Action], phase: Phase, label: str) -> None:
+    def make(self, actions: Sequence[Action], phase: Phase, label: str, pending: PendingStep | None) -> None:
         """Has done what comes before a moment."""
         store, now = self._store, self.beside_bytes()
         if actions:
             # What is alive between two moments is part of both.
             store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
-            self.carry_out(actions, f"{phase} {label}")
+            self.carry_out(actions, f"{phase} {label}", pending)
         if store.committed_slots > store.limit_slots:
             store.trim()
         store.hold_beside(now)
         self._before_bytes = now
 
-    def carry_out(self, actions: Sequence[Action], during: str) -> None:
-        """Has actions done. What comes after one that fails begins elsewhere than the plan has it."""
+    def carry_out(self, actions: Sequence[Action], during: str, pending: PendingStep | None = None) -> None:
+        """Has actions done, updates as the step has them that is pending. What comes after one that fails begins elsewhere than in the plan."""
         try:
             with self.uncounted():
-                self._store.carry_out(actions, during=during)
+                self._store.carry_out(actions, during=during, update_work=None if pending is None else pending.work)
         except BaseException:
             self._pilot.stretch.depart(f"a transfer at {during} was not done")
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from patrickstar.core.formats import SessionFormats
@@ -18,35 +19,26 @@ _KEPT = 64
 _Key = tuple[str, frozenset[str], frozenset[tuple[int, Tier]], frozenset[int]]
 
 
+@dataclass(eq=False)
 class StepTraces:
     """Traces of norm and update, the very same one for the same question: plans are kept by trace.
 
-    Args:
+    Attributes:
         in_chunks: whether gradients lie in chunks. passes: what these take of the tier that computes.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        formats: SessionFormats,
-        *,
-        in_chunks: bool,
-        passes: PassBytes = NONE,
-    ) -> None:
-        self._layout = layout
-        self._formats = formats
-        self._in_chunks = in_chunks
-        self._passes = passes
+    layout: Layout
+    formats: SessionFormats
+    in_chunks: bool
+    passes: PassBytes = NONE
 
-        self._known: dict[_Key, Trace] = {}
+    _known: dict[_Key, Trace] = field(default_factory=dict)
 
     def norm(self, names: Iterable[str]) -> Trace:
         """The trace of the norm of these parameters' gradients."""
         key = self._key("norm", names)
         if key not in self._known:
-            self._known[key] = norm_trace(
-                self._layout, names, formats=self._formats.now, scratch_bytes=self._passes.norm
-            )
+            self._known[key] = norm_trace(self.layout, names, formats=self.formats.now, scratch_bytes=self.passes.norm)
         return self._known[key]
 
     def step(self, names: Iterable[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
@@ -54,11 +46,11 @@ class StepTraces:
         key = self._key("step", names, frozenset(tiers.items()))
         if key not in self._known:
             trace = step_trace(
-                self._layout,
+                self.layout,
                 names,
-                formats=self._formats.now,
-                in_plane=self._in_chunks,
-                scratch_bytes=self._passes.update,
+                formats=self.formats.now,
+                in_plane=self.in_chunks,
+                scratch_bytes=self.passes.update,
             )
             self._known[key] = on_tiers(trace, tiers)
         return self._known[key]
@@ -66,4 +58,4 @@ class StepTraces:
     def _key(self, kind: str, names: Iterable[str], tiers: frozenset[tuple[int, Tier]] = frozenset()) -> _Key:
         if len(self._known) > _KEPT:
             self._known.clear()
-        return kind, frozenset(names), tiers, self._formats.now.thawed
+        return kind, frozenset(names), tiers, self.formats.now.thawed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,25 +28,25 @@ _BLOCK_NUMEL = 1 << 18
 """Elements of a 16-bit parameter whose masters are in memory at once, 1 MiB of them: a chunk's would take twice what its weights do."""
 
 
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Reads and writes values of parameters, and the averages that Adam keeps (its moments), one at a time."""
 
-    def __init__(self, binding: Binding, layout: Layout, executor: Executor, late_planes: LatePlanes) -> None:
-        self._binding = binding
-        self._layout = layout
-        self._executor = executor
-        self._late_planes = late_planes
+    binding: Binding
+    layout: Layout
+    executor: Executor
+    late_planes: LatePlanes
 
     def read(self, name: str) -> Tensor:
         """A copy of a parameter's master, of its shape and strides, fp32."""
         return self._whole(name, self.master_pieces(name))
 
     def _whole(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
-        bound = self._binding.by_name[name]
-        with self._executor.lock, self._executor.apart():
+        bound = self.binding.by_name[name]
+        with self.executor.lock, self.executor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), device="cpu")
             flat, at = bound.flat(whole), 0
-            with self._executor.room.making(whole.nbytes):
+            with self.executor.room.making(whole.nbytes):
                 for piece in pieces:
                     flat[at : at + piece.numel()].copy_(piece)
                     at += piece.numel()
@@ -53,8 +54,8 @@ class Weights:
 
     def master_pieces(self, name: str) -> Iterator[Tensor]:
         """A parameter's master as 1-D fp32 pieces on the host in slot order; each valid until the next is asked for, and not to be written."""
-        bound = self._binding.by_name[name]
-        for part in self._layout.parts(name):
+        bound = self.binding.by_name[name]
+        for part in self.layout.parts(name):
             weight, rest = self._halves(bound.name, part, writes=False)
             if weight.dtype is torch.float32:
                 yield weight.cpu()
@@ -94,10 +95,10 @@ class Weights:
     def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of the weight plane, and of the rest plane where there is one."""
         rest = PlaneRef(part.chunk, REST)
-        is_split = rest in self._executor.store.state.home
-        touches = master_touches(part, self._layout, is_split=is_split, writes=writes)
-        units = self._executor.use_where_it_is(Phase.STEP, name, touches)
-        ref, start = self._layout.weight_place(part)
+        is_split = rest in self.executor.store.state.home
+        touches = master_touches(part, self.layout, is_split=is_split, writes=writes)
+        units = self.executor.use_where_it_is(Phase.STEP, name, touches)
+        ref, start = self.layout.weight_place(part)
         found = dict(zip((touch.ref for touch in touches), units, strict=True))
         weight = found[ref][start : start + part.stop - part.start]
         return weight, found[rest][part.start : part.stop] if is_split else None
@@ -108,34 +109,32 @@ class Weights:
         Raises:
             ConfigError: no such parameter, or another shape.
         """
-        bound = self._binding.by_name.get(name)
+        bound = self.binding.by_name.get(name)
         if bound is None:
             raise ConfigError(f"there is no parameter {name!r}")
         if value.shape != bound.shape_only.shape:
             raise ConfigError(f"{name} has shape {tuple(bound.shape_only.shape)}, the value {tuple(value.shape)}")
-        with self._executor.lock:
-            with self._executor.quiet():
+        with self.executor.lock:
+            with self.executor.quiet():
                 self.fill(bound, value)
-            self._binding.changed_by_update([name])
+            self.binding.changed_by_update([name])
 
     def fill(self, bound: BoundParameter, value: Tensor) -> None:
         """Copies a value into a parameter's place, a piece at a time."""
         flat = bound.flat(value.detach())
-        for part in self._layout.parts(bound.name):
+        for part in self.layout.parts(bound.name):
             self.read_into(bound.name, part, lambda master, at: master.copy_(flat[at : at + master.numel()]))
 
     def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """Fills a parameter's place with a value that is made now: in that place if it can be, else slots leave room for the value first."""
-        on_host = (
-            self._binding.device is None or self._binding.device.type == "cpu"
-        )  # a device would draw other numbers
-        can = on_host and not bound.tiles and self._executor.store.dtype(bound.ref) is torch.float32
+        on_host = self.binding.device is None or self.binding.device.type == "cpu"  # a device would draw other numbers
+        can = on_host and not bound.tiles and self.executor.store.dtype(bound.ref) is torch.float32
         if can and recorder.can_make_in(bound.parameter, torch.float32):
-            (unit,) = self._executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
+            (unit,) = self.executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])
             return
-        with self._executor.room.making(bound.parameter.nbytes):
-            self._executor.open()
+        with self.executor.room.making(bound.parameter.nbytes):
+            self.executor.open()
             self.fill(bound, recorder.value(bound.parameter))
 
     def average_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
@@ -144,10 +143,10 @@ class Weights:
         They are on the host, but for those that are to be written, which are where they are.
         """
         assert plane in (EXP_AVG, EXP_AVG_SQ)
-        self._late_planes.thaw(name)
-        for part in self._layout.parts(name):
+        self.late_planes.thaw(name)
+        for part in self.layout.parts(name):
             ref = PlaneRef(part.chunk, plane)
-            (unit,) = self._executor.use_where_it_is(Phase.STEP, name, (Touch(ref, writes),))
+            (unit,) = self.executor.use_where_it_is(Phase.STEP, name, (Touch(ref, writes),))
             piece = unit[part.start : part.stop]
             yield piece if writes else piece.cpu()
 
@@ -164,19 +163,19 @@ class Weights:
 
     def clear_averages(self, name: str) -> None:
         """Sets a parameter's averages to zero, as before its first update."""
-        with self._executor.lock, self._executor.quiet():
+        with self.executor.lock, self.executor.quiet():
             for plane in (EXP_AVG, EXP_AVG_SQ):
                 for target in self.average_pieces(name, plane, writes=True):
                     target.zero_()
         for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
-            self._binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was let go")
+            self.binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was let go")
 
     def write_average(self, name: str, plane: str, value: Tensor) -> None:
         """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""
-        bound = self._binding.by_name[name]
-        with self._executor.lock, self._executor.quiet():
+        bound = self.binding.by_name[name]
+        with self.executor.lock, self.executor.quiet():
             self.write_average_from(name, plane, bound.flat(value.to(torch.float32)))
-        self._binding.assembled.changed(AssembledKey(name, plane))
+        self.binding.assembled.changed(AssembledKey(name, plane))
 
     def write_average_from(self, name: str, plane: str, flat: Tensor) -> None:
         """Sets a parameter's `exp_avg` or `exp_avg_sq` from a 1-D fp32 tensor in slot order."""

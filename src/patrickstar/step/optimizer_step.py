@@ -1,35 +1,36 @@
-"""Updates of the optimizer's step, chunk by chunk: at `step()`, or as gradients arrive."""
+"""The optimizer's step: who makes an order of it, and who does the update of each chunk. See Note [Pending step] in `pending_step.py`."""
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.formats import SessionFormats
-from patrickstar.core.layout import Layout, aligned
+from patrickstar.core.layout import Layout, Part, aligned
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.core.trace import Phase
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.norm import Norm, norm_of
 from patrickstar.optim.passes import Passes
+from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.plan.touches import gradient_parts, update_parts
+from patrickstar.plan.touches import update_parts
 from patrickstar.step.executor import Executor
-from patrickstar.step.overflow import OverflowFlag, read
-from patrickstar.step.pending_step import Factors, PendingStep
+from patrickstar.step.gradients import Gradients, InPlane
+from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.precision import torch_type
-from patrickstar.step.whole_updates import Arrival
+from patrickstar.step.step_traces import StepTraces
+from patrickstar.step.stretches import Stretches
 from patrickstar.torch_private import one_thread_here
 
-__all__ = ["Updates"]
+__all__ = ["OptimizerStep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +75,77 @@ class _Planes:
         )
 
 
-class Updates:
-    """Updates weights and moments where they lie.
+@dataclass(kw_only=True, eq=False)
+class OptimizerStep:
+    """Updates weights and moments where they lie, when the executor says that it is time.
 
-    Args:
-        passes: by type of device. bump: is given the names of parameters whose values have changed. formats: which chunks have a split master.
-        device: where norms are taken; None: on the CPU.
+    Attributes:
+        in_chunks: the gradients in the plane. traces: of updates. passes: by type of device. formats: which chunks have a split master.
+        steps: updates so far, by parameter name; a parameter that was never updated has no entry.
+        seconds: duration of the last step. is_half_done: whether one has failed half way.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        executor: Executor,
-        passes: Mapping[str, Passes],
-        bump: Callable[[Iterable[str]], None],
-        *,
-        formats: SessionFormats,
-        device: torch.device | None = None,
-    ) -> None:
-        self._layout = layout
-        self._executor = executor
-        self._passes = passes
-        self._device = device
-        self._bump = bump
-        self._formats = formats
+    binding: Binding
+    layout: Layout
+    executor: Executor
+    stretches: Stretches
+    in_chunks: Gradients
+    traces: StepTraces
+    passes: Mapping[str, Passes]
+    formats: SessionFormats
+
+    steps: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    is_half_done: bool = False
+
+    # orders
+
+    def order(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> PendingStep:
+        """A step of these parameters, as things stand now, which counts as one of each from here on."""
+        for name in names:
+            self.steps[name] = self.steps.get(name, 0) + 1
+        trace = self.traces.step(names)
+        tiers = self.stretches.tiers_of(trace)
+        return PendingStep(
+            self,
+            {name: hypers[name] for name in names},
+            {name: self.steps[name] for name in names},
+            self.traces.step(names, tiers) if tiers else trace,
+            {name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors},
+            self.own_gradients() if self.binding.gradients.stay else None,
+        )
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """The gradients that are the user's own: by name, 1-D in slot order."""
+        with self.executor.apart():
+            by_name = self.binding.by_name
+            return {name: by_name[name].flat(own) for name, own in self.binding.gradients.owned()}
+
+    def do_now(self, order: PendingStep) -> None:
+        """Carries out an order at once: gradients of the user's own may be changed at any time."""
+        with ExitStack() as stack:
+            if order.gradients is None:
+                stack.enter_context(InPlane(self.binding, self.in_chunks, order.hypers))
+            self.executor.pending = order
+            self.executor.settle()
+
+    def carry_out(self, order: PendingStep) -> None:
+        """Carries out what is left of an order, in a stretch of its own."""
+        self.stretches.begin_update(order)
+        for moment in tuple(order.waiting.values()):
+            self.executor.update(moment)
+        if self.stretches.end_update():
+            for gradient in sorted(filter(self.executor.store.state.is_free, order.frees)):
+                self.executor.release(gradient)
+
+    def over(self, order: PendingStep) -> None:
+        """Notes that an order is carried out, or has failed."""
+        self.is_half_done |= order.failed is not None
+        self.seconds = order.seconds
+        if not order.is_woven:
+            self.binding.stepped(order.hypers)
+
+    # the update of a chunk
 
     def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
         """The work of a chunk's update, from its accumulated gradient or from the order's: each parameter once, whoever asks for it how often.
@@ -106,20 +154,20 @@ class Updates:
         included: a zero whose averages and gradient are zero stays zero.
         """
         touches = order.waiting[chunk].touches
-        with self._executor.quiet():  # an evaluation may be what has this done, in inference mode
-            units = {touch.ref: self._executor.store.operand(touch.ref, tier) for touch in touches}
+        with self.executor.quiet():  # an evaluation may be what has this done, in inference mode
+            units = {touch.ref: self.executor.store.operand(touch.ref, tier) for touch in touches}
             planes, pieces = self._planes(chunk, units), self._pieces(chunk, order, units)
         is_fp32 = planes.rest is None and all(gradient.dtype is torch.float32 for _, gradient in pieces)
         in_blocks = not is_fp32 or any(piece.factors for piece, _ in pieces)
         # Block by block, a team of threads would be woken ten times a block on cores that another team keeps: decision 0043.
-        is_alone = in_blocks and self._device is None
+        is_alone = in_blocks and self.binding.device is None
 
         def update() -> None:
             if not order.begin(chunk):
                 return
             began = time.perf_counter()
             try:
-                with self._executor.quiet(), one_thread_here() if is_alone else nullcontext():
+                with self.executor.quiet(), one_thread_here() if is_alone else nullcontext():
                     for piece, gradient in pieces:
                         span = slice(piece.start, piece.stop)
                         planes.update(span, gradient, step=piece.step, hyper=piece.hyper, factors=piece.factors)
@@ -137,16 +185,11 @@ class Updates:
             grad = units[PlaneRef(chunk, GRAD)]
             return [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
         found = []
-        for piece in order.pieces(self._layout, chunk):
+        for piece in order.pieces(self.layout, chunk):
             span = slice(piece.tensor_start, piece.tensor_start + piece.stop - piece.start)
             alone = _Range(piece.start, piece.stop, order.hypers[piece.name], order.steps[piece.name], ())
             found.append((alone, order.gradients[piece.name][span]))
         return found
-
-    def over(self, order: PendingStep) -> None:
-        """Notes that an order is carried out."""
-        if not order.is_woven:
-            self._bump(order.hypers)
 
     def update_now(
         self,
@@ -154,76 +197,39 @@ class Updates:
         gradient: Tensor,
         *,
         hyper: Hyper,
-        step: int,
-        gather: Callable[[Arrival], bool],
+        gather: Callable[[BoundParameter, Part, Tensor, Hyper], bool],
     ) -> None:
         """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient, but for what `gather` has taken."""
         name = bound.name
-        with self._executor.apart():
+        with self.executor.apart():
             # As it would come out of its plane, whenever the update is done.
-            form = self._formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self._layout)
+            form = self.formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self.layout)
             flat = bound.flat(gradient).to(torch_type(form))
-            for part, touches in update_parts(self._layout, name, formats=self._formats.now):
+            for part, touches in update_parts(self.layout, name, formats=self.formats.now):
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-                if not gather(Arrival(bound, part, piece, hyper, step)):
-                    planes = self._planes(part.chunk, self._units(Phase.BACKWARD, name, touches))
-                    planes.update(slice(part.start, part.stop), piece, step=step, hyper=hyper)
-        self._bump([name])
-
-    def norm(self, names: Iterable[str], factors: Factors, trace: Trace, flags: Sequence[OverflowFlag]) -> Tensor:
-        """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32.
-
-        `trace`: the moments that read them, which say on which tier. `flags`: are read with it, so that the host waits for a device once.
-        """
-        wanted = set(names)
-        by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
-        norm: Norm | None = None
-        with self._executor.apart():
-            for name in self._layout.slices:
-                if name in wanted:
-                    for part, touches in gradient_parts(self._layout, name, writes=False):
-                        here = by_unit.get(touches[0].ref, touches)
-                        (unit,) = self._executor.use(Phase.STEP, name, here)
-                        norm = norm or self._norm()  # not before there is room for its scratch
-                        norm.add(unit[part.start : part.stop], factors.get(name, ()))
-                    if norm is not None:
-                        norm.end_tensor()
-            return norm_of(read(flags, (norm or self._norm()).numbers()))
-
-    def norm_of(self, gradients: Mapping[str, Tensor], flags: Sequence[OverflowFlag]) -> Tensor:
-        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order. `flags`: as in `norm`."""
-        norm = self._norm()
-        with self._executor.apart():
-            for name in self._layout.slices:
-                if name in gradients:
-                    norm.add(gradients[name])
-                    norm.end_tensor()
-            return norm_of(read(flags, norm.numbers()))
-
-    def _norm(self) -> Norm:
-        if self._device is None:
-            return self._passes["cpu"].norm(None)
-        return self._passes[self._device.type].norm(self._device, largest=self._layout.largest_numel)
-
-    def _units(self, phase: Phase, label: str, touches: Sequence[Touch]) -> dict[PlaneRef, Tensor]:
-        """The units that a moment touches, resident."""
-        return dict(zip((touch.ref for touch in touches), self._executor.use(phase, label, touches), strict=True))
+                if not gather(bound, part, piece, hyper):
+                    units = self.executor.use(Phase.BACKWARD, name, touches)
+                    planes = self._planes(
+                        part.chunk, {touch.ref: unit for touch, unit in zip(touches, units, strict=True)}
+                    )
+                    planes.update(slice(part.start, part.stop), piece, step=self.steps[bound.owner], hyper=hyper)
+        self.binding.stepped([name])
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
-        head = self._layout.run_of(chunk).head
-        numel = self._layout.chunk_numel
+        head = self.layout.run_of(chunk).head
+        numel = self.layout.chunk_numel
         weight = units[PlaneRef(head, WEIGHT)][(chunk - head) * numel : (chunk - head + 1) * numel]
         return _Planes(
             weight,
             units.get(PlaneRef(chunk, REST)),
             units[PlaneRef(chunk, EXP_AVG)],
             units[PlaneRef(chunk, EXP_AVG_SQ)],
-            self._passes[weight.device.type],
+            self.passes[weight.device.type],
         )
 
     def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:
         ranges: list[_Range] = []
-        for piece in order.pieces(self._layout, chunk):
+        for piece in order.pieces(self.layout, chunk):
             hyper = order.hypers[piece.name]
             step, stop, factors = order.steps[piece.name], aligned(piece.stop), order.factors.get(piece.name, ())
             if ranges and ranges[-1].goes_on(piece.start, hyper, step, factors):

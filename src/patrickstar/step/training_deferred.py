@@ -1,0 +1,173 @@
+"""Training with `step="deferred"`: gradients are kept, added up and clipped, and `step()` notes the updates, which are done when they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.trace import Phase, Trace
+from patrickstar.memory.device_failure import noticed_at
+from patrickstar.optim.norm import Norm, clip_factor, norm_of
+from patrickstar.optim.passes import Passes
+from patrickstar.plan.touches import gradient_parts
+from patrickstar.step.gradients import InPlane
+from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.overflow import OverflowFlag, names_of, read
+from patrickstar.step.pending_step import Factors
+from patrickstar.step.training import Training
+
+__all__ = ["DeferredTraining"]
+
+
+@dataclass(kw_only=True, eq=False)
+class DeferredTraining(Training):
+    """Training with gradients that are kept until `step()`. See Note [Pending step].
+
+    Attributes:
+        passes: by type of device. max_grad_norm: clipping at every step, or None.
+    """
+
+    in_backward = False
+
+    late_planes: LatePlanes
+    passes: Mapping[str, Passes]
+    max_grad_norm: float | None
+
+    _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
+        self.executor.pilot.stretch.gave_gradients = True
+        self.backwards.notice_gradient()
+        if not self.binding.gradients.stay:
+            self._keep(self.binding.records[name], gradient)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient in fp32) of every parameter that has one, in registration order, one at a time."""
+        self.executor.settle()
+        for name, bound in self.binding.by_name.items():
+            own = self.binding.gradients.own_of(name)
+            if own is not None:
+                yield name, own.to(torch.float32)
+            elif name in self.in_chunks.names:
+                yield name, self.in_chunks.read(bound)
+
+    # clipping
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
+        self.executor.settle()
+        norm, self._norm = self._norm, None
+        if norm is None:
+            norm = self._take_norm(self.in_chunks.overflow.flags())
+        self.multiply(clip_factor(max_norm, norm))
+        return norm
+
+    def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
+        """The global norm of all gradients. `flags`: are read with it."""
+        norm: Tensor
+        if self.binding.gradients.stay:
+            norm = self._norm_of(self.updates.own_gradients(), flags)
+        else:
+            with InPlane(self.binding, self.in_chunks, self.binding.by_name):
+                names = self.in_chunks.names
+                trace = self.stretches.begin_norm(self.updates.traces.norm(names))
+                with noticed_at("the norm of the gradients, which the step waits for"):
+                    norm = self._norm_in_chunks(names, self.in_chunks.factors, trace, flags)
+                self.stretches.end()
+        return norm
+
+    def _norm_in_chunks(
+        self, names: Iterable[str], factors: Factors, trace: Trace, flags: Sequence[OverflowFlag]
+    ) -> Tensor:
+        """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32.
+
+        `trace`: the moments that read them, which say on which tier. `flags`: are read with it, so that the host waits for a device once.
+        """
+        wanted = set(names)
+        by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
+        norm: Norm | None = None
+        with self.executor.apart():
+            for name in self.layout.slices:
+                if name in wanted:
+                    for part, touches in gradient_parts(self.layout, name, writes=False):
+                        here = by_unit.get(touches[0].ref, touches)
+                        (unit,) = self.executor.use(Phase.STEP, name, here)
+                        norm = norm or self._begin_norm()  # not before there is room for its scratch
+                        norm.add(unit[part.start : part.stop], factors.get(name, ()))
+                    if norm is not None:
+                        norm.end_tensor()
+            return norm_of(read(flags, (norm or self._begin_norm()).numbers()))
+
+    def _norm_of(self, gradients: Mapping[str, Tensor], flags: Sequence[OverflowFlag]) -> Tensor:
+        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order. `flags`: are read with it."""
+        norm = self._begin_norm()
+        with self.executor.apart():
+            for name in self.layout.slices:
+                if name in gradients:
+                    norm.add(gradients[name])
+                    norm.end_tensor()
+            return norm_of(read(flags, norm.numbers()))
+
+    def _begin_norm(self) -> Norm:
+        device = self.binding.device
+        if device is None:
+            return self.passes["cpu"].norm(None)
+        return self.passes[device.type].norm(device, largest=self.layout.largest_numel)
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiplies every gradient there is with a factor (0-dim fp32)."""
+        self.in_chunks.multiply(factor)
+        with self.executor.quiet():
+            for _, own in self.binding.gradients.owned():
+                own.mul_(factor)
+
+    def overflowed(self) -> list[OverflowFlag]:
+        """Flags of gradients that have, or may have, an Inf or NaN, in the order of arrival. A device has perhaps not answered yet."""
+        self.executor.settle()
+        own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self.binding.gradients.owned()]
+        return [*self.in_chunks.overflow.flags(), *own]
+
+    def first_of(self, overflowed: Sequence[OverflowFlag], *, before_step: bool) -> str | None:
+        """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite.
+
+        `before_step`: whether `step` comes next, for the same gradients. Where it clips, and a device has not answered yet, the norm is taken for
+        it now, and read with the answer; `forget_norm` ends that.
+        """
+        clips = before_step and self.max_grad_norm is not None and not self.binding.gradients.stay
+        if clips and any(flag.on_device is not None for flag in overflowed):
+            self._norm = self._take_norm(overflowed)
+        with noticed_at("the look for overflowed gradients, which the step waits for"):
+            names = names_of(overflowed)
+        return names[0] if names else None
+
+    def forget_norm(self) -> None:
+        """Forgets the norm that was taken for the next step: gradients may change from now on."""
+        self._norm = None
+
+    # the step
+
+    def step(self) -> None:
+        """Notes the update of every parameter that has a gradient and is in a group."""
+        self.expect_whole()
+        self.executor.settle()
+        if self.max_grad_norm is not None:
+            self.clip(self.max_grad_norm)
+        hypers = self.hypers()
+        own = {name for name, _ in self.binding.gradients.owned()}
+        names = [
+            name for name in self.binding.by_name if name in hypers and (name in self.in_chunks.names or name in own)
+        ]
+        for name in names:
+            self.late_planes.thaw(name)
+        # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
+        self.binding.changing(names)
+        self.stretches.step_ended()
+        order = self.updates.order(names, hypers)
+        if own:
+            self.updates.do_now(order)
+        else:
+            self.executor.pending = order
