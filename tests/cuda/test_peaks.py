@@ -61,12 +61,16 @@ def test_a_forecast_knows_the_values_of_inputs_on_the_device(accelerator: Accele
 
 def test_bytes_are_counted_in_whole_grains_as_the_allocator_gives_them() -> None:
     before = torch.accelerator.memory_allocated()
-    with LiveBytes(lambda _: False, on_device=True) as meter:
+    meter = LiveBytes(lambda _: False, on_device=True)
+    meter.switch_on()
+    try:
         kept = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (1, 512, 513, 5 * WIDTH)]
         assert meter.live == 512 * 5 == torch.accelerator.memory_allocated() - before
         kept += [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (MIB, MIB + 1)]
         assert meter.live == 512 * 6 + 3 * MIB == torch.accelerator.memory_allocated() - before
         del kept
+    finally:
+        meter.retire()
     assert torch.accelerator.memory_allocated() == before
 
 

@@ -189,7 +189,8 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Fault("copies-of-inputs-are-not-foreseen", "tracing.offline:OfflineTracer._try").by(
         replace(
-            "stack.enter_context(owner.meter)", "inputs, keywords = cast_inputs((inputs, keywords), self._compute); _"
+            "stack.enter_context(MissingOperations(owner.meter))",
+            "inputs, keywords = cast_inputs((inputs, keywords), self._compute); _",
         ),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),

@@ -23,8 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
-from tests.session.builders import adamw, expect_bits
+from tests.session.builders import adamw, assert_same, expect_bits
 
 MakePair = Callable[..., Any]
 Forward = Callable[[Any, Tensor], Tensor]
@@ -500,14 +501,15 @@ def test_a_block_that_saves_nothing_but_weights_is_recomputed(make_pair: MakePai
 
 @pytest.mark.parametrize("machine", [{"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}], ids=str)
 def test_a_mode_around_a_forward_alone_is_left_after_it(make_pair: MakePair, machine: dict[str, Any]) -> None:
-    """A meter of ours, which stays until the backward has ended, is below it."""
+    """A meter of ours stays until the backward has ended, and is no mode."""
 
     def act(model: nn.Module, _: Any) -> list[Any]:
         counter = FlopCounterMode(display=False)
         with counter:
             loss = model(inputs()).square().sum()
         counted = counter.get_total_flops()
-        inside = len(_get_current_dispatch_mode_stack())
+        assert not _get_current_dispatch_mode_stack()
+        inside = len(shown_to())
         loss.backward()
         model(inputs()).square().sum().backward()
         assert counter.get_total_flops() == counted
@@ -518,7 +520,42 @@ def test_a_mode_around_a_forward_alone_is_left_after_it(make_pair: MakePair, mac
     assert want == got > 0
     assert inside == 1, "no meter was on, which shows nothing"
     pair.session.close()
-    assert not _get_current_dispatch_mode_stack()
+    assert not shown_to()
+
+
+class Alike(Tensor):
+    """A tensor that does as any other."""
+
+
+FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "prod": lambda y, x: torch.stack([y, x]).prod(0),
+    "prod of all": lambda y, x: (y * x).prod(),
+    "cumprod": lambda y, _: y.cumprod(-1),
+    "a new tensor of its own class": lambda y, _: y * Alike([0.5] * 8).as_subclass(Tensor),
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
+@pytest.mark.parametrize("machine", [{"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}], ids=str)
+def test_torch_chooses_the_same_formulas_in_a_measured_step(
+    make_pair: MakePair, machine: dict[str, Any], formula: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Under a dispatch mode it would take every tensor for one without a storage."""
+    seen: list[int] = []
+
+    def act(model: nn.Module, optimizer: Any) -> Tensor:
+        loss = formula(model(inputs()), inputs(1)).sum()
+        seen.append(len(shown_to()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair = make_pair(lambda: nn.Sequential(*stack(), Hidden()), **machine)
+    for _ in range(3):
+        assert same_bits(*pair.each(act))
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    assert any(seen), "no meter was on, which shows nothing"
 
 
 class Hidden(nn.Module):

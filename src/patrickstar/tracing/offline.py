@@ -329,8 +329,7 @@ class OfflineTracer:
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())
                 stack.enter_context(values)
-                stack.enter_context(MissingOperations())
-                stack.enter_context(owner.meter)
+                stack.enter_context(MissingOperations(owner.meter))
                 inputs, keywords = cast_inputs((inputs, keywords), self._compute)
                 output = twin(*inputs, **keywords)
                 del inputs, keywords
