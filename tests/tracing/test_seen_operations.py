@@ -112,7 +112,7 @@ def test_each_operation_that_torch_tests_computes_the_same() -> None:
             for sample in [*info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)][:12]:
                 try:
                     computed(info, sample)
-                except (RuntimeError, NotImplementedError):
+                except (RuntimeError, AssertionError):
                     continue  # of samples that are not differentiable here
                 compared += 1
                 if differs(info, sample, lambda func, result: None):
