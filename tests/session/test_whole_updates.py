@@ -735,6 +735,65 @@ def test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said(
     assert not open_gradients(pair)
 
 
+class Between(nn.Module):
+    """The gradient of one chunk has to wait, and comes between those of another, which is updated whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.between = nn.Linear(24, 24)
+        self.look: Callable[[torch.Tensor], object] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            self.between(x)
+        x = self.between(x)
+        if self.look is not None and x.requires_grad:
+            x.register_hook(lambda _: self.look and self.look(self.first.bias.detach().sum()))
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def step_for_inputs(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor | None:
+    """A step, and the gradient of its inputs: whoever asks for that is measured."""
+    x = batch(number).requires_grad_()
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return x.grad
+
+
+def on_the_host(whole: MakePair) -> Pair:
+    pair = whole(Between, device="cpu", device_memory=None)
+    assert [part.chunk for name in ("first.bias", "last.bias") for part in pair.session.layout.parts(name)] == [0, 0]
+    return pair
+
+
+def test_a_gradient_that_waits_as_planned_between_those_of_a_chunk_leaves_no_plan(whole: MakePair) -> None:
+    pair = on_the_host(whole)
+    pair.train(3, by=step_for_inputs)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    stats = pair.session.stats()
+    assert (stats.planned_steps, stats.reason) == (3, "")
+    assert updated(pair) == [0, 1] * 3
+
+
+def test_a_plan_that_is_left_before_a_gradient_that_waits_teaches_nothing_of_chunks_updated_whole(
+    whole: MakePair,
+) -> None:
+    pair = on_the_host(whole)
+    seen: list[torch.Tensor] = []
+    pair.plain.look = pair.model.look = seen.append
+    pair.train(4, by=step_for_inputs)
+    pair.plain.look = pair.model.look = None
+    pair.train(4, first=4, by=step_for_inputs)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    assert pair.session.stats().reactive_steps > 0
+    assert all(map(torch.equal, seen[::2], seen[1::2]))
+
+
 def test_alternating_forwards_have_room_for_what_each_keeps(whole: MakePair) -> None:
     """A forward whose gradients must wait takes the homes that it needs, whatever was open before."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Tier
@@ -178,6 +179,15 @@ class Pilot:
             moment = stretch.course.trace.moments[stretch.position]
             return moment if moment.updates is not None else None
         return None
+
+    def expects(self, ref: PlaneRef) -> bool:
+        """Tells whether the plan has a unit used at the next moment that is no update."""
+        stretch = self.stretch
+        if not isinstance(stretch.course, Planned):
+            return False
+        rest = islice(stretch.course.trace.moments, stretch.position, None)
+        following = next((moment.touches for moment in rest if moment.updates is None), ())
+        return any(touch.ref == ref for touch in following)
 
     def let_go(self, ref: PlaneRef) -> bool:
         """Tells whether the plan has it that a unit's contents are let go of now: its slots then stay until the plan gives them back.

@@ -108,15 +108,17 @@ class LatePlanes:
             self._take_in(gradients, why=why)
 
     def reserve_for(self, name: str) -> None:
-        """Gives a home to a parameter's gradient, which is about to be kept, whether a trace has shown that or not.
+        """Gives a home to a parameter's gradient, which is about to be kept; where the plan has that next, there is room for it.
 
         Raises:
             BudgetError: the gradient does not fit.
         """
         if not self._reserves:
             return
-        state = self._executor.store.state
         gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
+        if self._executor.pilot.expects(gradients[0]):
+            return
+        state = self._executor.store.state
         # One at home on the compute tier has room only while it is kept.
         if any(
             state.home.get(ref, state.compute) is state.compute and ref not in state.taken[state.compute]

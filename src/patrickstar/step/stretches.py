@@ -376,6 +376,10 @@ class Stretches:
             known.expected.measure_next = False
             return
         self._level.rise(recorded.peak)
+        if stretch.reason and stretch.whole is not None and stretch.whole.homes.keys() & recorded.touched(GRAD):
+            # Some chunks were updated whole and some were not: no later step goes like that, or has homes for these gradients.
+            known.learn(stretch, None)
+            return
         if stretch.reason:
             recorded = self._as_it_ran(recorded, is_first=known.expected.measured is None)
         known.learn(stretch, recorded)
