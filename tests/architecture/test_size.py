@@ -10,15 +10,12 @@ import pytest
 import patrickstar
 
 SOURCE, TESTS = Path(patrickstar.__file__).parent, Path(__file__).parents[1]
-LIMITS = {SOURCE: 33_300, TESTS: 53_900, SOURCE / "config" / "engine": 470}
+LIMITS = {SOURCE: 33_250, TESTS: 54_050, SOURCE / "config" / "engine": 470}
 """Lines of Python in all: the issue that makes the house smaller ends at 32,000, 49,000 and 450."""
 LINES_OF_A_FILE = 500
 METHODS_OF_A_CLASS = 20
 LONGER = {"memory/store.py"}
-BROADER = {
-    *("Session", "Arena", "AssembledTensors", "Binding", "ChunkStore", "Events", "Executor", "Layout", "Stretches"),
-    *("Training", "_Twin"),
-}
+BROADER = {"Session", "ChunkStore", "Events", "Executor", "Training"}
 """What is not yet as short: nothing is added here."""
 
 
