@@ -16,7 +16,6 @@ from patrickstar.config.loss_scale import LossScale
 from patrickstar.hooks import watch_root
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
-from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer
@@ -82,7 +81,7 @@ def assemble(
     store = build_memory(setup, make_lane=make_lane)
     try:
         parts = build_step(model, named, optimizer, setup, store, choice=choice)
-        return _begin(parts, optimizer, setup, store, source)
+        return _begin(parts, optimizer, setup, source)
     except BaseException:
         store.close()
         raise
@@ -95,15 +94,9 @@ def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None
     return parameter.requires_grad or parameter.grad is not None or parameter in optimizer.state
 
 
-def _begin(
-    parts: Parts,
-    original: torch.optim.Optimizer | None,
-    setup: Setup,
-    store: ChunkStore,
-    source: Loading | None,
-) -> Session:
+def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:
     """The session over its parts: hooks on the model, the optimizer in its place, all values in chunks."""
-    model, named, binding, training = parts.model, parts.named, parts.binding, parts.training
+    model, named, binding, store = parts.model, parts.named, parts.binding, parts.executor.store
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
         root = watch_root(model, parts.events)
         undo.callback(root.remove)
@@ -116,9 +109,9 @@ def _begin(
         if original is not None:
             managed = ManagedOptimizer(original, target=session, names=binding.names)
             undo.callback(managed.detach)
-            if setup.precision.scales and training is not None:
-                ours = (managed, original)
-                session.scaler = LossScaler(setup.memory.options.loss_scale or LossScale(), training, ours.__contains__)
+            if setup.precision.scales and parts.training is not None:
+                ours, scale = (managed, original), setup.memory.options.loss_scale or LossScale()
+                session.scaler = LossScaler(scale, parts.training, ours.__contains__)
             session.attach(managed)
         if source is not None:
             source.prepare(named, store.state, setup.budgets)

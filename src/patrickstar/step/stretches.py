@@ -1,7 +1,7 @@
-"""Stretches of a step: the plan of each, and what is known of each kind of forward.
+"""Stretches of a step, in the order of time: what begins and ends when, and who learns of it.
 
-A stretch is planned when it begins, from where every unit is then (`plan/planner.py`). Here is the order of time: what begins and ends when, what is
-expected of a forward, and what a stretch has shown when it is over.
+A stretch is planned when it begins, from where every unit is then (`plan/planner.py`). `forwards.py` has what is expected of a forward,
+`plan/stretch.py` what becomes of a stretch that is under way.
 """
 
 from __future__ import annotations
