@@ -67,7 +67,7 @@ BINDING: tuple[Mutant, ...] = (
         f"{REPORTS}::test_a_second_optimizer_over_what_the_managed_one_lacks[AdamW, fused-fp32]",
     ),
     Fault("data-that-is-assigned-is-let-go", "parameters.attributes:Attributes._set_data").by(
-        drop("handle"), f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over"
+        drop("__torch_function__"), f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over"
     ),
     Fault("a-graph-of-gradients-holds-its-weights", "parameters.saved:SavedTensors.unpack").by(
         replace("backward_makes_graph()", "False"), f"{SAVED}::test_a_graph_of_gradients_holds_no_weight[2]"
@@ -99,7 +99,7 @@ BINDING: tuple[Mutant, ...] = (
         assign("held", "()"),
         "tests/session/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",
     ),
-    Fault("operations-on-views-are-not-seen", "parameters.binding:Binding.dress").by(
+    Fault("operations-on-views-are-not-seen", "parameters.weight_access:WeightAccess.dress").by(
         drop("__class__"), f"{HANDED_ON}::test_a_view_is_packed_when_an_operation_saves_it_for_its_input"
     ),
     Fault("a-change-by-hand-does-not-make-dirty", "step.events:Events.changed").by(drop("wrote"), f"{BY_HAND}[add]"),

@@ -52,7 +52,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault(
         "a-step-that-differentiates-a-gradient-takes-the-place-of-plain-ones",
         "step.known_forwards:KnownForward._course_of",
-    ).by(always("differentiates"), f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on"),
+    ).by(always("makes_graph"), f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on"),
     Fault(
         "a-step-that-differentiates-a-gradient-is-followed-by-another-for-ever",
         "step.known_forwards:KnownForward._course_of",
@@ -104,10 +104,10 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("where-anomalies-are-detected-nothing-is-foreseen", "tracing.trial_values:KnownValues.__torch_dispatch__").by(
         replace("checks_for_nan()", "False"), f"{SHOWS}[anomalies-roomy]"
     ),
-    Fault("the-first-refusal-forgets-what-comes-with-the-first-update", "step.stretches:Stretches._explore").by(
+    Fault("the-first-refusal-forgets-what-comes-with-the-first-update", "step.forwards:KnownForwards._foresee").by(
         assign("trained", "False"), NAMED
     ),
-    Fault("a-step-that-has-run-is-refused", "step.stretches:Stretches._as_it_ran").by(
+    Fault("a-step-that-has-run-is-refused", "step.forwards:KnownForwards._as_it_ran").by(
         returns("recorded", nth=2), NAMED
     ),
     Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:MissingOperations._result").by(

@@ -16,7 +16,7 @@ HOMES: tuple[Mutant, ...] = (
         returns("self in {GradientUse.CHUNK, GradientUse.UPDATE}"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-none-bf16]",
     ),
-    Fault("a-gradient-that-must-wait-has-no-home", "step.stretches:Stretches._reserve").by(
+    Fault("a-gradient-that-must-wait-has-no-home", "step.forwards:KnownForwards._reserve").by(
         drop("reserve"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[emulated-three-fp32]",
     ),
@@ -24,14 +24,14 @@ HOMES: tuple[Mutant, ...] = (
         replace("self._take_in(...)", "self.reserve_all('')"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-one-fp32]",
     ),
-    Fault("what-cannot-be-traced-has-no-homes-for-gradients", "step.stretches:Stretches._reserve").by(
+    Fault("what-cannot-be-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards._reserve").by(
         drop("reserve_all"),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[emulated-fp32]",
     ),
-    Fault("what-is-never-traced-has-no-homes-for-gradients", "step.stretches:Stretches._explore").by(
+    Fault("what-is-never-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards.expect").by(
         drop("_reserve", nth=1), f"{TESTS}::test_a_forward_that_is_never_traced_has_room_for_every_gradient[emulated]"
     ),
-    Fault("an-evaluation-has-room-for-gradients", "step.stretches:Stretches._reserve").by(
+    Fault("an-evaluation-has-room-for-gradients", "step.forwards:KnownForwards._reserve").by(
         drop("if not torch.is_grad_enabled(): ..."),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[cpu+disk-fp32]",
     ),

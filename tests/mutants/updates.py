@@ -78,7 +78,7 @@ UPDATES: tuple[Mutant, ...] = (
         replace("pending.due(touches)", "[]"),
         f"{PENDING}::test_a_forward_that_goes_another_way_has_what_it_needs_updated",
     ),
-    Fault("copies-that-somebody-holds-are-not-renewed", "session.assemble:_build_session").by(
+    Fault("copies-that-somebody-holds-are-not-renewed", "session.build_step:build_step").by(
         assign("may_weave", "lambda: True"), f"{PENDING}::test_what_somebody_holds_of_a_parameter_changes_no_step"
     ),
     Fault("what-is-updated-on-the-host-leaves-whoever-holds-it", "step.executor:Executor.update").by(

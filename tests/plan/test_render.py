@@ -6,7 +6,7 @@ from hypothesis import given
 
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.render import render, render_diff, render_moment
+from patrickstar.plan.render import render, render_moment
 from tests.plan.builders import (
     SLOT_BYTES,
     Instance,
@@ -71,19 +71,6 @@ def test_a_transfer_through_the_host_is_told_as_one() -> None:
     assert render_moment(plan, TRACE, 1) == [
         "write back c0.weight D>H H>K and drop it (next use 0 moments into the next trace)",
         "fetch c1.weight x2 K>H H>D",
-    ]
-
-
-def test_a_diff_stands_under_the_names_of_moments() -> None:
-    plans = [make_plan(TRACE, layout=LAYOUT, machine=host_over_disk(slots), start=START) for slots in (3, 4)]
-    assert render_diff(plans[0], plans[0], TRACE) == "the plans are equal"
-    assert render_diff(*plans, TRACE).splitlines()[:6] == [
-        "- machine H: H=192 K=1099511627776",
-        "+ machine H: H=256 K=1099511627776",
-        "moment 1 forward p1",
-        "  - c0.weight H>K, c0.weight K?, c0.weight H!, c1.weight K>H x2, c1.weight H?",
-        "  + c1.weight K>H x2, c1.weight H?",
-        "moment 2 forward p2",
     ]
 
 

@@ -134,7 +134,7 @@ def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePa
     for number in range(24):
         pair.same(penalised_step if number % 4 == 3 else plain_step, number)
     pair.expect_same()
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.trace is known.offline, "what was measured of a penalty is no model for a plain step"
     assert counts(pair) == (24 - 6 - 1, 6 + 1), pair.session.stats().reason
 
@@ -171,7 +171,7 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
 
     pair = make_pair(build)
     run(pair, act, range(3))
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.twice is None
     assert counts(pair) == (3, 0), pair.session.stats().reason
 
@@ -186,7 +186,7 @@ def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, tmp
     pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
     run(pair, act, range(3))
     assert counts(pair) == (3, 0), pair.session.stats().reason
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.measured is not None
     assert known.trace is known.offline
 

@@ -52,7 +52,7 @@ def first_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], groups:
         session.optimizer.step()
         session.optimizer.zero_grad()
         stats = session.stats()
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         measured = known.measured if known.twice is None else known.twice.measured
         assert measured is not None
         assert stats.steps == 1
@@ -118,7 +118,7 @@ def forecasts(name: str) -> list[Trace | None]:
         model, adamw(model), device="emulated", device_memory="256MiB", precision="fp32"
     ) as session:
         _ = CASES[name].loss_of(model, batch) if name in CASES else loss_of(model)
-        return [known.offline for known in session._parts.stretches._known.values()]
+        return [known.offline for known in session._parts.stretches.known.kinds.values()]
 
 
 class Reconstructs(nn.Module):
@@ -143,7 +143,7 @@ def test_a_loss_is_foreseen_with_the_memory_that_it_keeps(loss: Callable[[Tensor
     with patrickstar.manage(model, adamw(model), device="emulated", device_memory="1MiB", precision="fp32") as session:
         model(x).backward()
         session.optimizer.step()
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         assert known.offline == known.measured
 
 

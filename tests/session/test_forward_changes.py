@@ -333,7 +333,7 @@ def test_what_the_forward_changes_is_foreseen_and_planned(change: str, kind: str
         expect_planned(session, 2)
         # What is made before the first use is part of its moment in a trace alone; a lookup makes more.
         expect_executed_as_simulated(session, stretches, bytes_are_foreseen=change == "embedding")
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         expect_foreseen(known.offline, known.measured, exactly=True, at_most=True)
         writes = [
             moment for moment in session.trace.moments if moment.phase is Phase.FORWARD and writes_weights(moment)
@@ -403,7 +403,7 @@ def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(
     stats = both.session.stats()
     assert stats.planned_steps >= 2, stats.reason
     assert stats.reactive_steps >= 1
-    assert any(map(writes_weights, next(iter(both.session._parts.stretches._known.values())).measured.moments[:4]))
+    assert any(map(writes_weights, next(iter(both.session._parts.stretches.known.kinds.values())).measured.moments[:4]))
 
 
 # recomputation

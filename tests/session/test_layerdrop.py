@@ -101,7 +101,7 @@ def foreseen(build: Callable[[], Dropping]) -> Trace:
         model, adamw(model), device="emulated", device_memory="64MiB", options=options()
     ) as session:
         one_step(model, session.optimizer, 0)
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         assert known.offline is not None, known.reason
         trace: Trace = known.offline
         return trace
@@ -234,12 +234,12 @@ def test_steps_that_drop_layers_are_no_model_for_the_next(make_pair: MakePair) -
     pair = make_pair(dropping(DROPS["compared"], 0.5), device="emulated", device_memory="64MiB")
     for number in range(STEPS):
         pair.each(one_step, number)
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert pair.session.stats().reactive_steps >= STEPS // 2
     assert known.trace is known.offline
     smaller = one_step(pair.model, pair.optimizer, 0, rows=ROWS // 2)
     assert smaller.isfinite()
-    _, other = pair.session._parts.stretches._known.values()
+    _, other = pair.session._parts.stretches.known.kinds.values()
     assert other.trace is known.trace, "smaller shapes go by the bound of larger ones"
     for number in range(STEPS):
         one_step(pair.model, pair.optimizer, number, rows=ROWS // 2)
@@ -251,7 +251,7 @@ def test_nor_are_they_where_steps_are_not_metered(make_pair: MakePair, on_disk: 
     for number in range(STEPS):
         pair.same(one_step, number, rows=4)
     pair.expect_same()
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.trace is known.offline
     assert known.measured is None, "nothing is measured that is of no use"
 
@@ -279,7 +279,7 @@ def test_a_loss_that_no_forecast_sees_is_learned_from_a_step_that_keeps_all_laye
     pair = make_pair(build, device="emulated", device_memory="64MiB")
     pair.train(2 * STEPS, by=act)
     assert {LAYERS} < set(pair.plain.kept)
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.trace is not known.offline
     assert known.trace is not None
     forwards = [[m.touches for m in trace.moments if m.phase == "forward"] for trace in (known.trace, known.offline)]
@@ -415,7 +415,7 @@ def test_transformers_with_layerdrop(make_pair: MakePair, name: str, checkpointi
     stats = pair.session.stats()
     assert stats.reactive_steps
     assert "cannot be traced" not in stats.reason
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.offline is not None
 
 

@@ -434,7 +434,7 @@ def test_every_model_is_executed_as_simulated_and_as_foreseen(name: str, kind: s
             assert stats.planned_steps == 2, stats.reason
         expect_executed_as_simulated(session, stretches, bytes_are_foreseen=foreseen and name not in NOT_PLANNED)
         if name not in NOT_PLANNED:
-            traces = [(known.offline, known.measured) for known in session._parts.stretches._known.values()]
+            traces = [(known.offline, known.measured) for known in session._parts.stretches.known.kinds.values()]
             assert traces
             for offline, measured in traces:
                 assert offline is not None

@@ -154,11 +154,6 @@ class Layout:
         object.__setattr__(self, "_pieces", tuple(map(tuple, pieces)))
 
     @property
-    def alignment(self) -> int:
-        """Elements of which every slice's start is a multiple."""
-        return ALIGNMENT
-
-    @property
     def n_chunks(self) -> int:
         """Chunks of all runs together."""
         return len(self._run_of)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.memory.store import ChunkStore
-from patrickstar.step.pending_step import PendingStep
-from patrickstar.step.stretches import Stretches
+from patrickstar.session.parts import Parts
 from patrickstar.units import format_bytes
 
 __all__ = ["Stats", "gather_stats"]
@@ -74,22 +72,11 @@ def _line(name: str, text: str) -> str:
     return f"{name:12}{text}"
 
 
-def gather_stats(
-    store: ChunkStore,
-    stretches: Stretches,
-    *,
-    seconds: Mapping[str, float],
-    numel: int,
-    gradient_bytes: int,
-    pending: PendingStep | None,
-) -> Stats:
-    """The numbers as they are now.
-
-    Args:
-        numel: elements of all parameters. gradient_bytes: of gradients in no chunk. pending: the step that is called and not over: what that
-            will have made counts as model data, and what it lets go of does not.
-    """
-    state, ledger = store.state, store.ledger
+def gather_stats(parts: Parts) -> Stats:
+    """The numbers as they are now. What a step that is called and not over will have made counts as model data, and what it lets go of does not."""
+    store, counts, training = parts.executor.store, parts.stretches.counts, parts.training
+    state, ledger, pending = store.state, store.ledger, parts.executor.pending
+    gradient_bytes = parts.binding.gradients.own_bytes()
     made, freed = pending.leaves() if pending is not None else (frozenset[PlaneRef](), frozenset[PlaneRef]())
     model_data: dict[str, int] = {}
     for ref in state.home:
@@ -101,10 +88,10 @@ def gather_stats(
         peak={tier.label: ledger.peak(tier) for tier in Tier},
         moved={link: ledger.moved(link) for link in LINKS},
         model_data=model_data,
-        steps=stretches.planned_steps + stretches.reactive_steps,
-        planned_steps=stretches.planned_steps,
-        reactive_steps=stretches.reactive_steps,
-        reason=stretches.reason,
-        seconds=seconds,
-        bytes_per_parameter=sum(model_data.values()) / max(1, numel),
+        steps=counts.steps,
+        planned_steps=counts.planned,
+        reactive_steps=counts.reactive,
+        reason=counts.reason,
+        seconds={**parts.events.seconds, "step": training.step_seconds if training is not None else 0.0},
+        bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
     )

@@ -11,7 +11,7 @@ import logging
 
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.pilot import Stretch
+from patrickstar.plan.stretch import Stretch
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.units import format_bytes

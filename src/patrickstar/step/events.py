@@ -45,7 +45,7 @@ class Events:
     _escaped: EscapedMemory
     _copies: Copies
     _late_planes: LatePlanes
-    _assembling: Assembling | None
+    _assembling: Assembling
     _is_managed: Callable[[Tensor], bool]
 
     def __init__(
@@ -80,7 +80,7 @@ class Events:
         escaped: EscapedMemory,
         copies: Copies,
         late_planes: LatePlanes,
-        assembling: Assembling | None,
+        assembling: Assembling,
         is_managed: Callable[[Tensor], bool],
     ) -> None:
         """Takes everything that events are passed on to."""
@@ -116,18 +116,18 @@ class Events:
         self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
-            self._stretches.differentiates()
+            self._executor.pilot.stretch.differentiates()
         phase, touches = self.touches.unpack(ref)
         self._executor.moment(phase, name, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
         """A parameter's value in the type that computes, or a gradient or state of the optimizer put together: 1-D."""
-        return self._kept().make(key) if isinstance(key, AssembledKey) else self._copies.make(key)
+        return self._assembling.make(key) if isinstance(key, AssembledKey) else self._copies.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """Writes what has changed in chunks into a copy, or a tensor put together, that is still held."""
         if isinstance(key, AssembledKey):
-            self._kept().renew(key, copy)
+            self._assembling.renew(key, copy)
         else:
             self._copies.renew(key, copy)
 
@@ -147,10 +147,6 @@ class Events:
         """Watches a unit, or a copy, whose memory has been handed out."""
         self._escaped.add(key)
 
-    def _kept(self) -> Assembling:
-        assert self._assembling is not None, "weights alone have neither gradients nor moments"
-        return self._assembling
-
     def settle(self) -> None:
         """Carries out what is pending; between stretches, a stretch that is over ends."""
         if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
@@ -161,11 +157,11 @@ class Events:
 
     def expect_room(self, key: AssembledKey) -> None:
         """Raises BudgetError where there is no room to put a gradient or state of the optimizer together, alone."""
-        self._kept().expect_room(key)
+        self._assembling.expect_room(key)
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
         """Writes a tensor that was put together, and has been changed in place, back into its chunks."""
-        self._kept().changed(key, wholly=wholly)
+        self._assembling.changed(key, wholly=wholly)
 
     def updated(self) -> None:
         """Takes what the library has written to weights for what should be in memory that was handed out."""

@@ -20,8 +20,9 @@ from patrickstar.errors import BudgetError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Work, slots_taken
-from patrickstar.plan.pilot import Pilot, Planned, Stretch
+from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.recorder import TraceRecorder
+from patrickstar.plan.stretch import Stretch
 from patrickstar.step.device_peak import DevicePeak
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.pressure import Pressure
@@ -166,7 +167,7 @@ class Executor:
         if not pending.is_woven:
             self.settle()
             return
-        while (planned := self.pilot.next_update()) is not None and planned.updates in pending.waiting:
+        while (planned := self.pilot.stretch.next_update()) is not None and planned.updates in pending.waiting:
             self.update(planned)
         self._update_due(pending, touches)
         self._notice_end(pending)
@@ -270,7 +271,7 @@ class Executor:
                 self.pending.frees.add(ref)
                 return
             self._land(ref, "was let go of")
-            if self.pilot.let_go(ref):
+            if self.pilot.stretch.let_go(ref):
                 self.store.forget(ref)
             else:
                 self.store.release(ref)
@@ -294,7 +295,7 @@ class Executor:
         if backward_id() != -1:
             return Phase.RECOMPUTE
         stretch = self.pilot.stretch
-        is_known = self.recorder is not None or (isinstance(stretch.course, Planned) and not stretch.complete)
+        is_known = self.recorder is not None or (stretch.followed is not None and not stretch.complete)
         return Phase.FORWARD if is_known else Phase.STEP
 
     # room
@@ -303,12 +304,12 @@ class Executor:
     def making(self, nbytes: int) -> Iterator[None]:
         """Leaves room for a tensor of so many bytes, which is being filled, in the moments meanwhile."""
         stretch = self.pilot.stretch
-        stretch.reserve_bytes += nbytes
+        stretch.reserve(nbytes)
         self._making_bytes += nbytes
         try:
             yield
         finally:
-            stretch.reserve_bytes -= nbytes
+            stretch.reserve(-nbytes)
             self._making_bytes -= nbytes
 
     @contextmanager
@@ -358,10 +359,10 @@ class Executor:
     def _rise_bytes(self) -> int:
         """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
         stretch = self.pilot.stretch
-        if not isinstance(stretch.course, Planned) or not stretch.position:
+        if stretch.followed is None or not stretch.position:
             return self._making_bytes
         # From what is alive now, not from the last moment's peak: what was made in between may be gone, and its memory returned.
-        moment = stretch.course.trace.moments[stretch.position - 1]
+        moment = stretch.followed.trace.moments[stretch.position - 1]
         return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
 
     def look_at_device(self) -> None:
@@ -372,9 +373,8 @@ class Executor:
         self.store.hold_beside(found)
         self.store.hold_beside(self._nonmodel_now())  # what was there in between is there no more
         stretch = self.pilot.stretch
-        if stretch.foreseen is not None and isinstance(stretch.course, Planned) and stretch.position:
-            more = found - stretch.foreseen.moments[stretch.position - 1].nonmodel_bytes
-            stretch.excess_bytes = max(stretch.excess_bytes, more)
+        if stretch.followed is not None and stretch.position:
+            stretch.exceed(found - stretch.followed.foreseen.moments[stretch.position - 1].nonmodel_bytes)
 
     def _is_measured(self) -> bool:
         """Tells whether what lies beside chunks is known by more than a trace."""
@@ -390,8 +390,8 @@ class Executor:
         return self._nonmodel_at(stretch, stretch.position - 1)
 
     def _nonmodel_at(self, stretch: Stretch, index: int) -> int:
-        if isinstance(stretch.course, Planned) and stretch.course.trace.moments:
-            return stretch.course.trace.moments[index].nonmodel_bytes
+        if stretch.followed is not None and stretch.followed.trace.moments:
+            return stretch.followed.trace.moments[index].nonmodel_bytes
         return stretch.reserve_bytes if stretch.trace is not None else 0
 
     # live bytes, where they are metered

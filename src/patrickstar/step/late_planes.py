@@ -116,7 +116,7 @@ class LatePlanes:
         if not self._reserves:
             return
         gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self._layout.parts(name)})
-        if self._executor.pilot.expects(gradients[0]):
+        if self._executor.pilot.stretch.expects(gradients[0]):
             return
         state = self._executor.store.state
         # One at home on the compute tier has room only while it is kept.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from patrickstar.errors import BudgetError
-from patrickstar.plan.pilot import StretchKind
+from patrickstar.plan.stretch import StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.stretches import Stretches
@@ -33,7 +33,7 @@ class OutOfMemory:
         others = max(0, total_bytes - free_bytes - slots - torch.accelerator.memory_reserved(self._budgets.device))
         position = max(0, stretch.position - 1)
         moment = f"{position} {stretch.kind}" if stretch.trace is None else stretch.trace.name(position)
-        leaves = self._stretches.leave_room(asked_bytes)
+        leaves = self._stretches.level.leave_room(asked_bytes)
         needed, budget = slots + allocated + asked_bytes, self._budgets.machine.given(tier)
         raise BudgetError(
             f"the device has no memory for {format_bytes(asked_bytes)} more after moment {moment}, although {tier.label}_memory is "

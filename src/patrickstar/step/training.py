@@ -154,7 +154,9 @@ class Training:
 
     def _arrives(self) -> None:
         """Notes that a backward has a gradient to give."""
-        self._executor.pilot.stretch.gave_gradients = True
+        stretch = self._executor.pilot.stretch
+        if not stretch.gave_gradients:
+            stretch.gives_gradients()
         if not self.backwards.bring and self.in_backward:
             if self._updated and not self.backwards.nested:
                 raise StateError(_SECOND_BACKWARD)
@@ -356,7 +358,7 @@ class Training:
             self._late_planes.thaw(name)
             self.steps[name] = self.steps.get(name, 0) + 1
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
-        self._binding.changing(names)
+        self._binding.changes.outdate(names)
         self._stretches.step_ended()
         order = self._order(names, hypers)
         if own:

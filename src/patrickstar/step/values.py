@@ -116,7 +116,7 @@ class Weights:
         with self._executor.lock:
             with self._executor.quiet():
                 self.fill(bound, value)
-            self._binding.changed_by_update([name])
+            self._binding.changes.renew([name])
 
     def fill(self, bound: BoundParameter, value: Tensor) -> None:
         """Copies a value into a parameter's place, a piece at a time."""

@@ -13,7 +13,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.optim.hyper import Hyper
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.plan.pilot import Planned, Stretch
+from patrickstar.plan.stretch import Stretch
 from patrickstar.step.executor import Executor
 from patrickstar.step.pending_step import PendingStep
 
@@ -58,9 +58,9 @@ class WholeUpdates:
         stretch = self._executor.pilot.stretch
         if stretch is self._stretch:
             return
-        self._stretch, whole = stretch, stretch.whole
+        self._stretch, whole = stretch, stretch.followed.whole_chunks if stretch.followed is not None else None
         self._hypers, self._steps = {}, {}
-        if whole is None or not isinstance(stretch.course, Planned):
+        if whole is None:
             self._order = PendingStep(self._hypers, self._steps, Trace(()))
             return
         updates = Trace(tuple(moment for moment in whole.trace.moments if moment.updates is not None))
@@ -73,7 +73,7 @@ class WholeUpdates:
         bound, part, order = arrival.bound, arrival.part, self._order
         if not order.takes(part):
             return False
-        if self._is_watched() or self._binding.is_shown(bound.name):
+        if self._is_watched() or self._binding.changes.is_shown(bound.name):
             # Somebody would see values of before the update until that is over.
             self.end(f"{bound.name} is held in the backward")
             return False

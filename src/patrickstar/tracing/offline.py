@@ -23,11 +23,12 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.memory.leases import AssembledKey, CopyKey, Leases, WeightKey
+from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import UnseenChangeError
+from patrickstar.parameters.owner import Owner
 from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -70,8 +71,8 @@ class Foreseen:
     by_chance: bool = False
 
 
-class _Twin:
-    """A session that owns no bytes: writes down what a step asks for."""
+class _Twin(Owner):
+    """A session that owns no bytes: writes down what a step asks for. There is nothing to settle, to write back or to let go of."""
 
     def __init__(
         self,
@@ -133,27 +134,6 @@ class _Twin:
             for name, gradient in self._sums.take().items():
                 self._add(name, gradient)
 
-    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
-        pass
-
-    def carry_out_pending(self) -> None:
-        pass
-
-    def updated(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def expect_room(self, key: AssembledKey) -> None:
-        pass
-
-    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        pass
-
-    def thawed(self, name: str) -> None:
-        pass
-
     def changed(self, key: WeightKey) -> None:
         if isinstance(key, PlaneRef):
             self._moment(self._phase(), self._touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
@@ -194,9 +174,6 @@ class _Twin:
 
     def is_spent(self, name: str) -> bool:  # noqa: ARG002
         return False
-
-    def drop_gradient(self, name: str) -> None:
-        pass
 
 
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
@@ -309,7 +286,7 @@ class OfflineTracer:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self._make_touches()
-            owner = _Twin(touches, self._dtypes, device=self._device, on_device=self._on_device)
+            owner = _Twin(touches, self._dtypes, device=self._device, on_device=self._on_device)  # type: ignore[abstract]  # see `Owner`
             fakes = _Fakes(fake_mode, values, self._device)
             try:
                 twin, twins = _twin_of(model, named, self._dtypes, fakes)
