@@ -54,8 +54,6 @@ class Uses:
             stays: what was on the tier that computes at the beginning, where it is to be there at the end.
         """
         follower = trace if following is None else following
-        self.n_moments = len(trace)
-        self.n_following = len(follower)
         self._at: dict[PlaneRef, list[int]] = {}
         self._lost: dict[PlaneRef, list[int]] = {}
         self._goes_down = goes_down

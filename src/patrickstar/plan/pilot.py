@@ -211,25 +211,6 @@ class Pilot:
         self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
         self.stretch.depart(f"{format_bytes(nbytes)} more are held than the plan foresaw")
 
-    def actions(
-        self,
-        phase: Phase,
-        label: str,
-        touches: Sequence[Touch],
-        held: Collection[PlaneRef],
-        *,
-        update: Work | None = None,
-    ) -> Sequence[Action]:
-        """Actions that must be done before a moment that touches these units, while `held` are in use.
-
-        `update`: what begins with the moment.
-
-        Raises:
-            BudgetError: what the moment needs at once does not fit.
-        """
-        planned = self.planned(phase, touches, held)
-        return self.decided(phase, label, touches, held, update) if planned is None else planned
-
     def planned(self, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef]) -> Sequence[Action] | None:
         """Actions that the plan has before such a moment, which is the next one; None where there is no plan, or it is followed no longer."""
         self._clock += 1

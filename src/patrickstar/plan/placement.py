@@ -24,9 +24,7 @@ from patrickstar.plan.fit import refuse_homes
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 
 _TO_DISK: Final = (EXP_AVG_SQ, EXP_AVG, REST, GRAD, WEIGHT)
-_STAGING_SHARE: Final = (
-    64  # of the host, that what passes through between device and disk has at least, if it is more than a unit
-)
+_STAGING_SHARE: Final = 64  # of the host, that what passes through has at least, if it is more than a unit
 _DISK_BELOW: Final = "a disk below it: disk=DIRECTORY"
 
 

@@ -37,7 +37,7 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
     first_use = _first_uses(trace)
     forward = [index for index, moment in enumerate(trace.moments) if moment.phase is Phase.FORWARD]
     last = max(forward, default=0)
-    at_home = {ref for ref, home in state.home.items() if home is state.compute}
+    at_home = state.at_home()
     # Whatever is updated on another tier, and however little is alive: homes stay.
     room = capacity_bytes - sum(map(state.unit_bytes, at_home))
     alive = max((_alive_bytes(trace.moments[index], state, at_home) for index in forward), default=0)

@@ -137,7 +137,7 @@ def _choose(
     trace: Trace, came: Mapping[int, list[int]], slots: Mapping[int, int], state: Residency, capacity_bytes: int
 ) -> dict[int, int]:
     """The chunks that find room, each with the arrival after which the gradient's unit is let go of: that of the next update, or the chunk's own."""
-    at_home = {ref for ref, home in state.home.items() if home is state.compute}
+    at_home = state.at_home()
     largest = max((_passing(trace.moments[at[-1]], state, at_home) for at in came.values()), default=0)
     room = [
         (capacity_bytes - moment.nonmodel_bytes) // state.slot_bytes
