@@ -176,40 +176,6 @@ def test_a_scheduler_and_an_optimizer_go_on_from_their_state(directory):
     assert train(weight, optimizer, schedule, count=5) == expected
 
 
-class Loader:
-    """Batches in a random order, which goes on where it was."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-        self.order: list[int] = []
-
-    def __next__(self) -> int:
-        self.order = self.order or torch.randperm(5, generator=self.generator).tolist()
-        return self.order.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state(), "order": tuple(self.order), "workers": {0: {"epoch": None}}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-        self.order = list(state["order"])
-
-
-def test_a_data_loader_goes_on_where_it_was(directory):
-    loader, later = Loader(), Loader()
-    for _ in range(7):
-        next(loader)
-    later.load_state_dict(there_and_back(directory, {"loaders": [loader]})["loaders"][0])
-    assert [next(later) for _ in range(9)] == [next(loader) for _ in range(9)]
-
-
-def test_a_module_is_saved_as_its_state_dict(directory):
-    module = torch.nn.Linear(2, 3)
-    fresh = torch.nn.Linear(2, 3)
-    fresh.load_state_dict(there_and_back(directory, {"ema": module})["ema"])
-    assert torch.equal(fresh.weight, module.weight)
-
-
 class Colour(enum.IntEnum):
     RED = 1
 

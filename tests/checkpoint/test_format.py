@@ -71,7 +71,7 @@ CHANGES = [
     (("version",), "1", "version: expected a whole number"),
     (("format",), "zip", "format: expected"),
     (("step",), -1, "step: expected"),
-    (("step",), 1.0, "step: expected"),
+    *((("step",), value, "step: expected a whole number") for value in (1.0, True, None, 2**63)),
     (("parameters", "w"), [2**63], 'parameters["w"][0]'),
     (("parameters", "w"), 6, 'parameters["w"]: expected a list'),
     (("parameters",), "all", "parameters: expected an object"),

@@ -125,17 +125,3 @@ def test_a_reader_that_is_let_go_closes_its_file(step):
     assert open_descriptors() == before + 1
     del reader
     assert open_descriptors() == before
-
-
-def test_a_disk_that_cannot_read_is_reported_with_offset_and_bytes(step):
-    class Broken(FileIO):
-        def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
-            if len(buffer) > 5000:
-                raise OSError(5, "Input/output error")
-            return super().preadv(fd, buffer, offset)
-
-    with (
-        open_step(step, io=Broken()) as reader,
-        pytest.raises(CheckpointError, match=r"cannot read \d+ bytes at offset \d+: Input/output error"),
-    ):
-        reader.verify()

@@ -52,10 +52,6 @@ def test_anybody_reads_the_files_with_safetensors_and_torch(tmp_path):
     assert all(same_tensor(found[name], tensor) for name, tensor in sample(3).items())
     values = torch.load(path / "values.pt", weights_only=True)
     assert (values["state"], values["extra"]["epoch"]) == ({"lr": 1e-3}, 3)
-
-
-def test_anybody_checks_the_checksums(tmp_path):
-    path = write(tmp_path, 3)
     index = json.loads((path / "index.json").read_text())
     assert {path.name for path in path.iterdir()} == {"index.json", *index["files"]}
     for name, row in index["files"].items():
@@ -195,15 +191,6 @@ def test_a_place_that_is_no_directory_is_a_device_error(tmp_path, where):
     with pytest.raises(DeviceError, match="cannot"):
         write(tmp_path / where, 1)
     assert (tmp_path / "file").read_text() == "no directory"
-
-
-def test_a_place_that_may_not_be_written_is_a_device_error(tmp_path):
-    class Closed(FileIO):
-        def make_directory(self, path: Path) -> None:
-            raise PermissionError(13, "Permission denied")
-
-    with pytest.raises(DeviceError, match=r"\.tmp-.*: cannot make the directory: Permission denied"):
-        write(tmp_path, 1, io=Closed())
 
 
 @pytest.mark.parametrize(

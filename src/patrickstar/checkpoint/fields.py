@@ -1,8 +1,4 @@
-"""Strict reading of JSON that others may have written: every problem names the file and the key.
-
-JSON allows more than we mean: a key given twice, `NaN`, integers of a million digits, `1e999` read as infinity, nesting
-without end. Each of these is refused here, so that the code that reads a checkpoint deals with plain values only.
-"""
+"""Strict reading of JSON that others may have written: every problem names the file and the key."""
 
 from __future__ import annotations
 

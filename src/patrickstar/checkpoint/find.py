@@ -34,12 +34,24 @@ def open_step(path: Path, *, io: FileIO | None = None) -> StepReader:
         raise CheckpointError(f"{problem}{_advice(found, io)}") from problem
 
 
-def newest_intact(directory: Path, *, io: FileIO | None = None) -> Path | None:
-    """The directory of the newest step whose every byte is what was written; None where there is none.
+def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None = None) -> Path | None:
+    """The directory of the newest step whose every byte is what was written, other than `but`; None where there is none.
 
     The one that `latest` names is the newest, then those written last. Reads whole checkpoints until one passes.
     """
-    return _newest_intact(directory, io or FileIO(), but=None)
+    io = io or FileIO()
+    try:
+        candidates = step_directories(directory, io)
+    except CheckpointError:
+        return None
+    try:
+        latest = _latest(directory, io)
+    except CheckpointError:
+        latest = directory  # nothing that a candidate could be
+    for path in sorted(candidates, key=lambda path: path != latest):
+        if path != but and _is_intact(path, io):
+            return path
+    return None
 
 
 def step_directories(directory: Path, io: FileIO) -> list[Path]:
@@ -111,21 +123,6 @@ def _is_directory(path: Path, io: FileIO) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _newest_intact(directory: Path, io: FileIO, *, but: Path | None) -> Path | None:
-    try:
-        candidates = step_directories(directory, io)
-    except CheckpointError:
-        return None
-    try:
-        latest = _latest(directory, io)
-    except CheckpointError:
-        latest = directory  # nothing that a candidate could be
-    for path in sorted(candidates, key=lambda path: path != latest):
-        if path != but and _is_intact(path, io):
-            return path
-    return None
-
-
 def _is_intact(path: Path, io: FileIO) -> bool:
     try:
         with StepReader(path, io=io) as reader:
@@ -138,7 +135,7 @@ def _is_intact(path: Path, io: FileIO) -> bool:
 def _advice(damaged: Path, io: FileIO) -> str:
     """Advice what to load instead of what is damaged: the newest intact checkpoint beside it."""
     directory = damaged.parent
-    found = _newest_intact(directory, io, but=damaged)
+    found = newest_intact(directory, io=io, but=damaged)
     return (
         f"; the newest intact checkpoint is {found}: load that path" if found else f"; no intact one is in {directory}"
     )

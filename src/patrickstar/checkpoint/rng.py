@@ -24,7 +24,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     tree: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        # 625 numbers: as a tensor, they do not fill the index.
+        # 625 numbers, which are smaller as a tensor.
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
     if (numpy := sys.modules.get("numpy")) is not None:
