@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 
@@ -55,11 +54,6 @@ def test_a_processor_that_is_slow_in_16_bits_runs_them_widened_and_no_autocast(s
     assert len(variants) == len(set(variants)) == len(step.ALL) - 2
     assert refused.keys() == {"plain precision=bf16"}
     assert "no instructions" in refused["plain precision=bf16"]
-
-
-def test_what_is_asked_for_by_name_runs_on_a_slow_processor_too(step, fast):
-    fast()
-    assert chosen(step, texts=["plain precision=bf16"]) == (["plain precision=bf16"], {})
 
 
 # rounds
@@ -115,19 +109,7 @@ def test_every_round_asks_each_once_and_turns_the_order_around(step, peaks, caps
     assert log[8:] == ["dismissed", "dismissed", "joined", "joined"]
     assert [len(of) for of in rows.values()] == [4, 4]
     assert (found, different, refused) == ({"fp32": 4.0}, "", {})
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 4
-    assert said[0].startswith("round 1 of 4: 1.00, 1.00 s; 0 s so far, ")
-    assert said[3].endswith(" 0 s left at this speed")
-
-
-def test_the_time_that_is_left_is_that_of_the_last_round_for_each_that_comes(step, peaks, capsys, monkeypatch):
-    # Began; then a beginning and an end of each of three rounds.
-    times = iter([0.0, 1.0, 21.0, 22.0, 32.0, 33.0, 40.0])
-    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    measure(step, {"plain": [row("a")] * 3})
-    said = [line.partition("; ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert said == [f"{so_far} s so far, {left} s left at this speed" for so_far, left in ((21, 40), (32, 10), (40, 0))]
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_products_are_measured_in_the_types_that_variants_compute_in(step, peaks):
