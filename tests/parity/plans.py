@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import unified_diff
-from itertools import groupby
+from itertools import groupby, zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -167,13 +166,23 @@ def _make_anew(wanted: str) -> None:
     _FILE.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
+def _read(file: Path) -> list[Plan]:
+    return [Plan.parse(text) for text in file.read_text().split("\n\n")]
+
+
+def _show_difference(before: list[Plan], after: list[Plan]) -> None:
+    for number, (old, new) in enumerate(zip_longest(before, after)):
+        lines = ["only one of the two has it"] if old is None or new is None else old.diff(new)
+        for line in lines:
+            print(f"plan {number}: {line}")
+
+
 def main() -> None:
     match sys.argv[1:]:
         case [row, "--dump", file]:
             Path(file).write_text("\n\n".join(map(str, plans_of(Row.parse(row)))))
         case ["--diff", before, after]:
-            old, new = (Path(file).read_text().splitlines() for file in (before, after))
-            print("\n".join(unified_diff(old, new, before, after, lineterm="")))
+            _show_difference(_read(Path(before)), _read(Path(after)))
         case [wanted]:
             _make_anew(wanted)
         case []:

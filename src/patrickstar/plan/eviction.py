@@ -1,8 +1,7 @@
 """Orders in which units leave a tier. A policy orders candidates; it moves nothing.
 
-A policy says how much a copy is worth keeping, as a number: the copy of least worth goes first. Ties go clean before
-dirty, since a clean copy leaves without a transfer, and then by id, so that every rank decides alike. From the host below a
-device goes first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
+The copy of least worth goes first. Ties go clean before dirty, and then by id, so that every rank decides alike. From the host below a device goes
+first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
 
 - `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean. A copy that is written
   elsewhere before it is used again, or goes there anyway, is worth next to nothing: of such, what was used longest ago goes first. Where steps

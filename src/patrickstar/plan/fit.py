@@ -1,10 +1,7 @@
 """Fit of a trace: the smallest budget of the compute tier that is enough, the moment that needs it, and refusals of less.
 
-What a moment touches, what is held from earlier ones, and what is at home on the compute tier must be there at once,
-beside the moment's non-model bytes; everything else can be moved out of the way. So the worst moment decides, and
-`make_plan` refuses exactly the budgets below it.
-
-A refusal says what does not fit where, in numbers that add up, and what to change.
+What a moment touches, what is held from earlier ones, and what is at home on the compute tier must be there at once, beside the moment's non-model
+bytes; everything else can be moved out of the way. So the worst moment decides, and `make_plan` refuses exactly the budgets below it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pilot: answers one question, what must happen before this moment.
 
-Inside a stretch (a forward with its backward, the norm, the optimizer's step) that has a plan, the answer is read off the plan, as long as
-the moments come as its trace has them. From the first that does not, and where there is no plan, the answer is decided on the spot, by the
-same rule and with the same actions.
+As long as moments come as the trace of a plan has them, the answer is read off the plan. From the first that does not, and where there is no plan, it
+is decided on the spot, by the same rule and with the same actions.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
     trace         a  b  c  d      a uses what u0 changes, c what u1 and u2 change; nothing uses what u3 changes
     woven      u0 a  b  u1 u2 c  d   u3 goes before the last moment of the forward
 
-An update on another tier than the one that computes comes as early as the one but one before it, so that its transfers have time.
-
-So transfers for updates and computing of the forward have the same time. An update that does not fit beside what is alive at any moment of the
-forward comes before the first, where nothing is alive yet: so those that are left fit wherever a forward that goes another way needs them.
+An update on another tier than the one that computes comes as early as the one but one before it, so that its transfers have time. One that does not
+fit beside what is alive at any moment of the forward comes before the first: so those that are left fit wherever another forward needs them.
 """
 
 from __future__ import annotations
