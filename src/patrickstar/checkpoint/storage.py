@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 
 from patrickstar.checkpoint.extra import Values, write_values
-from patrickstar.checkpoint.find import LATEST_NAME, step_directories
+from patrickstar.checkpoint.find import LATEST_NAME, is_complete, step_directories
 from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
-from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.shards import plan_shards, write_shard
 from patrickstar.checkpoint.staged_files import aside, remove, staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
@@ -131,7 +130,7 @@ def _retain(directory: Path, written: Path, keep: int | None, io: FileIO) -> Non
     doomed = [directory / f"{OLD_PREFIX}{written.name}"]
     try:
         if keep is not None:
-            complete = [path for path in step_directories(directory, io) if path != written and _is_complete(path, io)]
+            complete = [path for path in step_directories(directory, io) if path != written and is_complete(path, io)]
             doomed += complete[keep - 1 :]
         # Renamed first, and that synced: a name `step-...` never stands for a checkpoint that is half deleted.
         trash = [aside(directory) for _ in doomed]
@@ -143,11 +142,3 @@ def _retain(directory: Path, written: Path, keep: int | None, io: FileIO) -> Non
             remove(target, io)
     except (OSError, CheckpointError) as problem:
         _log.warning("%s is written, but an older checkpoint could not be deleted: %s", written, problem)
-
-
-def _is_complete(path: Path, io: FileIO) -> bool:
-    try:
-        StepReader(path, io=io).close()
-    except CheckpointError:
-        return False
-    return True
