@@ -10,7 +10,7 @@ import torch
 
 from patrickstar.checkpoint import open_step
 from patrickstar.errors import CheckpointError
-from patrickstar.memory.fileio import FileIO
+from patrickstar.testing.faults import FaultyIO, Short
 from tests.checkpoint.samples import contents, same_bits, same_tensor, sample, write
 
 
@@ -52,11 +52,7 @@ def test_tensors_are_ordinary_wherever_they_are_read(step):
 
 
 def test_short_reads_are_continued(step):
-    class Sluggish(FileIO):
-        def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
-            return super().preadv(fd, buffer[:300], offset)
-
-    with open_step(step, io=Sluggish()) as reader:
+    with open_step(step, io=FaultyIO(Short("preadv", 300, times=10**6))) as reader:
         reader.verify()
         assert same_bits(contents(reader), sample(3))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,7 +17,7 @@ import torch
 
 from patrickstar.checkpoint import TensorEntry, newest_intact, open_step, write_step
 from patrickstar.errors import CheckpointError, ConfigError, DeviceError
-from patrickstar.memory.fileio import FileIO
+from patrickstar.testing.faults import Fails, FaultyIO
 from tests.checkpoint.faults import FaultyFiles
 from tests.checkpoint.samples import contents, in_pieces, same_bits, same_tensor, sample, write
 
@@ -75,17 +76,11 @@ def test_a_step_that_is_there_is_replaced(tmp_path):
 
 
 def test_a_step_that_could_not_be_replaced_is_back_in_its_place(tmp_path):
-    class Stuck(FileIO):
-        def rename(self, source: Path, target: Path) -> None:
-            if source.parent.name.startswith(".tmp-"):
-                raise OSError(5, "Input/output error")
-            super().rename(source, target)
-
     write(tmp_path, 2)
     with pytest.raises(
         DeviceError, match=r"step-00000002: cannot rename .*\.tmp-\w+/step-00000002 to it: Input/output error"
     ):
-        write(tmp_path, 2, sample(9), io=Stuck())
+        write(tmp_path, 2, sample(9), io=FaultyIO(Fails("rename", errno.EIO, nth=2)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002"]
     with open_step(tmp_path) as reader:
         assert same_bits(contents(reader), sample(2))
@@ -135,13 +130,9 @@ def test_what_is_no_complete_checkpoint_is_neither_counted_nor_deleted(tmp_path)
 
 
 def test_an_older_one_that_cannot_be_deleted_is_a_warning(tmp_path, caplog):
-    class Stuck(FileIO):
-        def unlink(self, path: Path) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
     write(tmp_path, 1)
     with caplog.at_level(logging.WARNING, "patrickstar"):
-        write(tmp_path, 2, keep=1, io=Stuck())
+        write(tmp_path, 2, keep=1, io=FaultyIO(Fails("unlink", errno.EPERM, times=99)))
     assert "older checkpoint could not be deleted" in caplog.text
     assert open_step(tmp_path).step == 2
 
@@ -172,13 +163,9 @@ def test_two_writers_of_one_directory_are_kept_apart(tmp_path):
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
-    class Small(FaultyFiles):
-        def __init__(self) -> None:
-            super().__init__()
-            self.free_bytes = lambda directory: 1_000_000
-
     write(tmp_path, 1)
-    files = Small()
+    files = FaultyFiles()
+    files.free_bytes = lambda directory: 1_000_000
     with pytest.raises(DeviceError, match=r"a checkpoint of \d+ bytes .*, 1000000 bytes .* are free: make room for"):
         write(tmp_path, 2, io=files)
     assert not any(entry.startswith(("create", "rename")) for entry in files.log)
