@@ -187,19 +187,12 @@ def test_a_place_that_is_no_directory_is_a_device_error(tmp_path, where):
         ({"state": [lambda: 0]}, CheckpointError, r"state\[0\] is a builtins.function"),
         ({"keep": 0}, ConfigError, "keep=0"),
         ({"keep": True}, ConfigError, "keep=True"),
-        ({"shard_bytes": 0}, ConfigError, "shard_bytes=0"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_touched(tmp_path, options, error, problem):
     with pytest.raises(error, match=problem):
         write(tmp_path / "new", 1, **options)
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
-def test_a_step_is_a_whole_number(tmp_path, step):
-    with pytest.raises(ConfigError, match="step="):
-        write_step(tmp_path / "new", step, entries=[], read=list, parameters={})
 
 
 def test_pieces_are_asked_for_one_at_a_time_and_let_go_when_it_fails(tmp_path):

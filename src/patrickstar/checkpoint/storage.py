@@ -76,12 +76,8 @@ def write_step(
         ConfigError: an argument; nothing was touched. CheckpointError: something in `extra` could not be read back; nothing was touched.
         DeviceError: what could not be written, with file, offset and bytes; what `latest` names is complete, as before.
     """
-    if type(step) is not int or step < 0:
-        raise ConfigError(f"step={step!r}: expected a whole number of steps")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-    if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes={shard_bytes}: expected a size in bytes")
     shards = plan_shards(entries, shard_bytes=shard_bytes)
     values = Values()
     taken = {"state": values.take(state, "state"), "extra": values.take(extra, "extra")}

@@ -22,7 +22,6 @@ from typing import Final
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.errors import ConfigError, nearest
 from patrickstar.plan.residency import Residency
 
 NEVER: Final = sys.maxsize
@@ -129,18 +128,6 @@ def worth_by_last_use(uses: Uses) -> Worth:
 POLICIES: Final[Mapping[str, Callable[[Uses], Worth]]] = MappingProxyType(
     {"next-use": worth_by_next_use, "lru": worth_by_last_use}
 )
-
-
-def policy_named(name: str) -> Callable[[Uses], Worth]:
-    """The policy of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in POLICIES:
-        known = ", ".join(f'"{policy}"' for policy in POLICIES)
-        raise ConfigError(f'eviction="{name}": expected one of {known}{nearest(name, POLICIES)}')
-    return POLICIES[name]
 
 
 def eviction_order(

@@ -151,7 +151,7 @@ def refuse_moment(
 
     Args:
         moment: as `Trace.name` prints it, `"118 backward layers.7.mlp.w1"`.
-        slots: what the moment must hold at once; smallest_bytes: the smallest budget for the whole trace, 0: unknown.
+        slots: what the moment must hold at once; smallest_bytes: the smallest budget for the whole trace.
         fixed_bytes: what a budget for that much holds beside chunks and activations.
     """
     chunks = slots * slot_bytes
@@ -159,18 +159,15 @@ def refuse_moment(
     needed = sum(parts)
     size = _Sizes(needed)
     total, in_chunks, in_tensors, in_fixed = size.sum_of(parts)
-    fits = [_budget(tier.label, smallest_bytes)] if smallest_bytes else []
+    fits = [_budget(tier.label, smallest_bytes)]
     if chunks + fixed_bytes < budget_bytes:
         fits.append(
             f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or recompute"
         )
-    message = (
+    return BudgetError(
         f"{tier.label} memory is {size.short(needed, budget_bytes)} short at moment {moment}\n"
         f"  needed {total} = chunk slots {in_chunks} ({slots} of {format_budget(slot_bytes)}) + activations {in_tensors}"
-        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}"
-    )
-    return BudgetError(
-        message + (_FITS + _OR.join(fits) if fits else ""),
+        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,
         moment=moment,
         needed_bytes=needed,

@@ -15,7 +15,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.plan.actions import Action, Issue, Wait
-from patrickstar.plan.eviction import Ranking, Uses, policy_named
+from patrickstar.plan.eviction import POLICIES, Ranking, Uses
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
 from patrickstar.plan.overlap import overlap
 from patrickstar.plan.overlap_disk import overlap_disk
@@ -81,14 +81,13 @@ def make_plan(
     Raises:
         BudgetError: some moment needs more of the compute tier than its budget, or homes do not fit the tiers below;
             the message names the moment that needs most.
-        ConfigError: there is no such policy.
     """
     state, compute = start.copy(), machine.compute
     freed = tuple(sorted(frees))
     refuse_unless_homes_fit(machine, home=state.home, slots=state.slots, slot_bytes=state.slot_bytes)
     expect_room(worst_moment(trace, start=state, frees=freed), machine)
     stays = frozenset(state.taken[compute]) if repeats else frozenset[PlaneRef]()
-    worth = policy_named(policy)(Uses(trace, following, goes_down=frozenset(goes_down), stays=stays))
+    worth = POLICIES[policy](Uses(trace, following, goes_down=frozenset(goes_down), stays=stays))
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
     before = state.snapshot()

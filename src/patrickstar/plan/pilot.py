@@ -16,7 +16,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work
-from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
+from patrickstar.plan.eviction import POLICIES, Uses, Worth, eviction_order
 from patrickstar.plan.fit import refuse_host
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
@@ -346,7 +346,7 @@ class Pilot:
     def _order(self, stretch: Stretch) -> Order:
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):
             if stretch.worth is None:
-                stretch.worth = policy_named(self._policy)(Uses(stretch.trace))
+                stretch.worth = POLICIES[self._policy](Uses(stretch.trace))
             worth, now = stretch.worth, stretch.position
             return lambda tier, refs: eviction_order(refs, state=self._state, tier=tier, worth=worth, now=now)
         return lambda _, refs: sorted(refs, key=lambda ref: (self._last_use.get(ref, -1), ref))
