@@ -112,12 +112,6 @@ def test_every_round_asks_each_once_and_turns_the_order_around(step, peaks, caps
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_products_are_measured_in_the_types_that_variants_compute_in(step, peaks):
-    answers = {"managed": [row("a")] * 3, "managed precision=bf16 compute=fp32": [row("b")] * 3}
-    assert measure(step, answers)[1].keys() == {"fp32"}
-    assert measure(step, {"managed precision=bf16": [row("a")] * 3})[1].keys() == {"bf16"}
-
-
 def test_what_does_not_fit_at_its_first_step_is_left_out(step, peaks, capsys):
     rows, _, different, refused, _ = measure(step, {"plain": [row("a")] * 3, "managed step=in_backward": ["too small"]})
     assert [str(variant) for variant in rows] == ["plain"]
@@ -187,28 +181,6 @@ def test_the_roofline_is_in_the_type_that_is_computed_in(step):
     rows = {step.Variant.parse(text): [{"seconds": 1.0, "grew": 0, "bound": {}}] * 3 for text in texts}
     flops = step.StepFlops(model=100, executed=120)
     assert {str(v): step.summary(v, rows, flops, machine, 1)["roofline_seconds"] for v in rows} == texts
-
-
-def test_what_has_no_room_beside_the_others_is_not_started(step, monkeypatch):
-    started = []
-
-    class Ready:
-        def __init__(self, target, arguments, variant):
-            started.append(str(variant))
-
-        def hear(self):
-            return None
-
-    monkeypatch.setattr(step, "Worker", Ready)
-    monkeypatch.setattr(step, "available_bytes", lambda: 40 * 1000)
-    monkeypatch.setattr(step, "usable_cores", lambda: 1)
-    variants = variants_of(step, "plain", "managed", "managed step=in_backward", "managed budget=half disk=on")
-    refused = {}
-    # 16 bytes a parameter: two whole ones, and one of half.
-    runs = step.start(variants, refused, Namespace(), 1000)
-    assert started == ["plain", "managed", "managed budget=half disk=on"]
-    assert list(runs) == [variants[0], variants[1], variants[3]]
-    assert refused.keys() == {variants[2]}
 
 
 # from beginning to end

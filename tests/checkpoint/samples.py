@@ -78,6 +78,13 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.numel() == 0 or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
+def flip(path: Path, at: int = -1) -> None:
+    """Another bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def forge(step: Path, change: Any) -> None:
     """Change the index as somebody would who knows how its checksum is made."""
     path = step / "index.json"

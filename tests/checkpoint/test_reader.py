@@ -11,7 +11,7 @@ import torch
 from patrickstar.checkpoint import open_step
 from patrickstar.errors import CheckpointError
 from patrickstar.testing.faults import FaultyIO, Short
-from tests.checkpoint.samples import contents, same_bits, same_tensor, sample, write
+from tests.checkpoint.samples import contents, flip, same_bits, same_tensor, sample, write
 
 
 @pytest.fixture
@@ -74,17 +74,11 @@ def test_a_tensor_that_is_not_there_is_named(step):
         reader.read("lm_head")
 
 
-def flip(path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
 def test_without_verify_a_damaged_file_is_found_when_something_is_read_of_it(step):
     with open_step(step) as reader:
         file = next(path for path in step.glob("moments*"))
         status = file.stat()
-        flip(file, -1)
+        flip(file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a disk that rots does
         assert same_tensor(reader.read("wte.weight"), sample(3)["wte.weight"])
         for use in (reader.read, lambda name: next(reader.pieces(name, 1000))):
