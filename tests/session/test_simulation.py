@@ -16,7 +16,7 @@ from patrickstar import BudgetError
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.actions import Action, is_copy
-from patrickstar.plan.check import check, show
+from patrickstar.plan.check import check
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
 from tests.parity.zoo import CASES, Case, language_loss, micro_seed
@@ -148,7 +148,7 @@ def expect_executed_as_simulated(
             assert stretch.per_moment == list(simulated.per_moment), stretch.name
         assert simulated.peak[compute.label] <= stretch.plan.machine.budget[compute]
         found = check(stretch.plan, stretch.trace, session.layout, stretch.plan.machine)
-        assert found == [], show(found, stretch.plan, stretch.trace)
+        assert found == [], f"{found}\n{stretch.plan}\n{stretch.trace}"
 
 
 def train_with_loss(pair: Pair, steps: int) -> None:

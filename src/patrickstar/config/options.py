@@ -60,9 +60,6 @@ class Options:
     stress_seed: int | None = None
     """Makes every transfer, and every slot that is given back, late by a random time, the same for the same seed. For tests: no bit depends on it."""
 
-    reduce: str = "fp32"
-    """The type that gradients are summed in over ranks. Others than fp32 arrive in a later version."""
-
     collective_timeout: int = 600
     """Seconds after which ranks that wait for another give up. Other times arrive in a later version."""
 
@@ -97,7 +94,7 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"chunked_loss", "reduce", "collective_timeout"})
+_TO_COME: Final = frozenset({"chunked_loss", "collective_timeout"})
 _GONE: Final = MappingProxyType(
     {
         "embedding_rows": "no option any more; use tile_rows=, the rows of tables and other weights that are resident at a time"

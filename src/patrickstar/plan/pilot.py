@@ -1,8 +1,7 @@
 """The pilot: answers one question, what must happen before this moment.
 
-Inside a stretch (a forward with its backward, the norm, the optimizer's step) that has a plan, the answer is read off the plan, as long as
-the moments come as its trace has them. From the first that does not, and where there is no plan, the answer is decided on the spot, by the
-same rule and with the same actions.
+As long as moments come as the trace of a plan has them, the answer is read off the plan. From the first that does not, and where there is no plan, it
+is decided on the spot, by the same rule and with the same actions.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Issue, Wait, Work
-from patrickstar.plan.eviction import Uses, Worth, eviction_order, policy_named
+from patrickstar.plan.eviction import POLICIES, Uses, Worth, eviction_order
 from patrickstar.plan.fit import refuse_host
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.room import capacity_of, make_room
@@ -194,7 +193,7 @@ class Pilot:
     def _order(self, stretch: Stretch) -> Order:
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):
             if self._worth is None:
-                self._worth = policy_named(self._policy)(Uses(stretch.trace))
+                self._worth = POLICIES[self._policy](Uses(stretch.trace))
             worth, now = self._worth, stretch.position
             return lambda tier, refs: eviction_order(refs, state=self._state, tier=tier, worth=worth, now=now)
         return lambda _, refs: sorted(refs, key=lambda ref: (self._last_use.get(ref, -1), ref))

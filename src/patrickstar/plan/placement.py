@@ -1,12 +1,9 @@
 """Homes: the tier that each unit rests on. Decided from sizes alone: once, before the first plan, and for units that come later, when they come.
 
-Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does
-not, everything rests one tier below and the compute tier keeps cached copies, so that eviction may choose freely at
-every moment. Where a device computes and the host is too small as well, what is used once a step goes to disk first:
-second moments, first moments, then gradients, then weights, of the last chunks first. What the tiers below have no room
-for rests where it computes: weights first, which are used most often, of the first chunks first.
-
-Gradients that are used as they arrive rest nowhere, and have no home. Those of them that must wait get theirs when that is known.
+Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does not, everything rests one tier
+below and the compute tier keeps copies, so that eviction may choose freely at every moment. Where a device computes and the host is too small as
+well, what is used once a step goes to disk first, of the last chunks first. What the tiers below have no room for rests where it computes: weights
+first, which are used most often. Gradients that are used as they arrive have no home; those that must wait get theirs when that is known.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ from patrickstar.plan.fit import refuse_homes
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 
 _TO_DISK: Final = (EXP_AVG_SQ, EXP_AVG, REST, GRAD, WEIGHT)
-_STAGING_SHARE: Final = (
-    64  # of the host, that what passes through between device and disk has at least, if it is more than a unit
-)
+_STAGING_SHARE: Final = 64  # of the host, that what passes through has at least, if it is more than a unit
 _DISK_BELOW: Final = "a disk below it: disk=DIRECTORY"
 
 

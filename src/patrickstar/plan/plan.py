@@ -109,10 +109,7 @@ class Plan:
         lines: list[str] = []
         pairs: list[tuple[str, object, object]] = [
             ("moments", len(self.moments), len(other.moments)),
-            ("policy", self.policy, other.policy),
-            ("layout", self.layout, other.layout),
-            ("machine", self.machine, other.machine),
-            ("start", self.start, other.start),
+            *((name, getattr(self, name), getattr(other, name)) for name in ("policy", "layout", "machine", "start")),
         ]
         for index, (mine, theirs) in enumerate(zip_longest(self.moments, other.moments, fillvalue=())):
             pairs.append((f"moment {index}:", _line(mine) or "nothing", _line(theirs) or "nothing"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -55,41 +55,29 @@ class Room(Protocol):
         """The machine to plan a stretch for that needs at least so much of the compute tier."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Planner:
     """Plans stretches, and remembers what it has planned and which stretch follows which.
 
-    Args:
+    Attributes:
         policy: of eviction. prefetch: moments by which transfers may be early. choice: where updates are done.
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
         slots_of_gradient: slots of the gradient of a chunk. made: is told of each new plan, and its trace.
     """
 
-    def __init__(
-        self,
-        *,
-        layout: Layout,
-        room: Room,
-        policy: str,
-        prefetch: int | None,
-        choice: UpdateChoice,
-        weaves: bool,
-        keeps: bool,
-        slots_of_gradient: Callable[[int], int],
-        made: Callable[[Plan, Trace], object] = lambda *_: None,
-    ) -> None:
-        self.layout = layout
-        self.room = room
-        self.policy = policy
-        self.prefetch = prefetch
-        self.choice = choice
-        self.weaves = weaves
-        self.keeps = keeps
-        self.slots_of_gradient = slots_of_gradient
-        self.made = made
+    layout: Layout
+    room: Room
+    policy: str
+    prefetch: int | None
+    choice: UpdateChoice
+    weaves: bool
+    keeps: bool
+    slots_of_gradient: Callable[[int], int]
+    made: Callable[[Plan, Trace], object] = lambda *_: None
 
-        self._memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = OrderedDict()
-        self._follower: dict[StretchKind, Trace] = {}
-        self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
+    _memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = field(default_factory=OrderedDict, init=False)
+    _follower: dict[StretchKind, Trace] = field(default_factory=dict, init=False)
+    _used_below: frozenset[PlaneRef] = field(default=frozenset(), init=False)  # by the updates of the last step
 
     def plan(self, ask: Ask) -> Draft:
         """The plan of a stretch, by all passes in turn.

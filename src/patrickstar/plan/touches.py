@@ -47,10 +47,11 @@ class UseCounts:
     apart: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
 class Touches:
     """Says what the events of forwards and backwards touch.
 
-    Args:
+    Attributes:
         gradients: where gradients go. formats: which chunks have a split master.
         updates: whether the optimizer updates a parameter, by name. counts: of uses, which decide what a gradient does when it arrives.
 
@@ -61,20 +62,11 @@ class Touches:
         the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        gradients: GradientUse,
-        updates: Callable[[str], bool],
-        formats: SessionFormats,
-        counts: UseCounts,
-    ) -> None:
-        self.layout = layout
-        self.gradients = gradients
-        self._updates = updates
-        self.formats = formats
-        self.counts = counts
+    layout: Layout
+    gradients: GradientUse
+    updates: Callable[[str], bool]
+    formats: SessionFormats
+    counts: UseCounts
 
     def begin_forward(self) -> None:
         """Begins to count uses anew."""
@@ -95,7 +87,7 @@ class Touches:
 
     def updates_at_once(self, label: str) -> bool:
         """Tells whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
-        if self.gradients is not GradientUse.UPDATE or not self._updates(self.layout.owner(label)):
+        if self.gradients is not GradientUse.UPDATE or not self.updates(self.layout.owner(label)):
             return False
         return self.comes_whole(label)
 

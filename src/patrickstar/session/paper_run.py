@@ -181,8 +181,8 @@ class PaperRun:
             for part in layout.parts(name):
                 is_split = PlaneRef(part.chunk, REST) in state.home
                 touches = pilot.nearest(master_touches(part, layout, is_split=is_split, writes=True))
-                planned = pilot.planned(Phase.STEP, touches, ())  # nothing is, yet
-                for action in planned or pilot.decided(Phase.STEP, name, touches, ()):
+                assert pilot.planned(Phase.STEP, touches, ()) is None, "there is no plan yet"
+                for action in pilot.decided(Phase.STEP, name, touches, ()):
                     residency.apply(state, action)
                 residency.mark_moment(state, Moment(Phase.STEP, name, touches))
 
