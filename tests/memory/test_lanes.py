@@ -23,8 +23,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import DONE, CompletedTicket, InlineLane, Lane
 from patrickstar.memory.links import Links, lanes_of
-from patrickstar.memory.stressed_lane import StressedLane
-from patrickstar.memory.thread_lane import PacedLane, ThreadLane
+from patrickstar.memory.thread_lane import PacedLane, StressedLane, ThreadLane
 from patrickstar.memory.workers import Job, Workers
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
 from tests.forked import in_forked_child
@@ -264,7 +263,7 @@ def test_a_thread_that_ends_between_two_works_loses_none(monkeypatch: pytest.Mon
 
 def test_a_program_ends_though_a_lane_is_not_closed_and_what_was_issued_is_done() -> None:
     program = (
-        "import time; from patrickstar.memory.thread_lane import ThreadLane\n"
+        "import time; from patrickstar.memory.thread_lane import StressedLane, ThreadLane\n"
         "lane = ThreadLane('test'); lane.issue(lambda: time.sleep(0.2) or print('done', flush=True))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

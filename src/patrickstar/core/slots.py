@@ -42,18 +42,9 @@ class SlotMap:
         return self._in_use
 
     @property
-    def warm(self) -> int:
-        """Free slots that hold pages."""
-        return len(self._warm)
-
-    @property
     def committed(self) -> int:
         """Slots that hold pages: those in use, and the warm ones."""
         return self._in_use + len(self._warm)
-
-    def is_in_use(self, slot: int) -> bool:
-        """Tells whether a slot is taken."""
-        return self._state[slot] == _USED
 
     def can_take(self, n: int = 1) -> bool:
         """Tells whether there are `n` adjacent free slots."""

@@ -39,17 +39,15 @@ class Readiness:
 
     def written(self, place: Place, ticket: Ticket) -> None:
         """Notes a work that writes there: the last one, which comes after all before it."""
-        if self.is_needed:
-            self._written[place] = ticket
-            self._read.pop(place, None)
-            self._seen.pop(place, None)
+        self._written[place] = ticket
+        self._read.pop(place, None)
+        self._seen.pop(place, None)
 
     def read(self, place: Place, ticket: Ticket) -> None:
         """Notes a work that reads there."""
-        if self.is_needed:
-            reading = self._read.setdefault(place, [])
-            reading[:] = [earlier for earlier in reading if not earlier.done]
-            reading.append(ticket)
+        reading = self._read.setdefault(place, [])
+        reading[:] = [earlier for earlier in reading if not earlier.done]
+        reading.append(ticket)
 
     def before_reading(self, place: Place) -> list[Ticket]:
         """Tickets that a work which reads there comes after, but for what has been computed."""

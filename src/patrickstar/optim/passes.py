@@ -19,7 +19,7 @@ from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim import masters
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.masters import SplitKernel, WideningKernel
+from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm, Norm
 from patrickstar.optim.reference import Reference
 from patrickstar.optim.scratch import PassBytes, block_numel
@@ -93,9 +93,10 @@ class TorchPasses:
     def __init__(self, kernel: Kernel) -> None:
         self.name = kernel.name
         self._kernel = kernel
-        self._splitting = SplitKernel(kernel)
-        self._widening = WideningKernel(kernel)
+        self._splitting = Scratch(torch.float32, torch.float32, torch.int32)
+        self._widening = Scratch(torch.float32)
 
+    @torch.no_grad()
     def update(
         self,
         weight: Tensor,
@@ -108,14 +109,24 @@ class TorchPasses:
         hyper: Hyper,
         factors: Sequence[Tensor] = (),
     ) -> None:
-        if rest is not None:
-            self._splitting.update(
-                weight, rest, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=tuple(factors)
-            )
-        elif grad.dtype is not torch.float32 or factors:
-            self._widening.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
-        else:
+        if rest is None and grad.dtype is torch.float32 and not factors:
             self._kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+            return
+        numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
+        with (self._widening if rest is None else self._splitting).taken(weight.device, numel) as whole:
+            for span in masters.blocks(weight.numel(), of=numel):
+                gradient, *joined = (scratch[: span.stop - span.start] for scratch in whole)
+                gradient.copy_(grad[span])
+                for factor in factors:
+                    gradient.mul_(factor)
+                if rest is None:
+                    self._kernel.update(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                    continue
+                master, bits = joined
+                masters.join(weight[span], rest[span], master, scratch=bits)
+                self._kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                masters.split(master, weight[span], rest[span], scratch=bits)
 
     def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         if adds:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -252,10 +253,11 @@ class OfflineTracer:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
             UnseenChangeError: it changes a weight in a way that cannot be carried into its master.
         """
-        likely = self._try(model, named, args, kwargs, quantile=_LIKELY)
+        attempt = partial(self._try, model, named, args, kwargs)
+        likely = attempt(quantile=_LIKELY)
         if not likely.by_chance:
             return likely
-        tried = [self._try_extreme(model, named, args, kwargs, quantile=quantile) for quantile in _EXTREMES]
+        tried = [self._try_extreme(attempt, quantile) for quantile in _EXTREMES]
         traces = [likely.trace, *(trace for trace in tried if trace is not None)]
         formats = self._make_touches().formats.now
         largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self._layout, formats=formats))
@@ -267,22 +269,15 @@ class OfflineTracer:
         """The trace alone of what `foresee` gives. CannotTrace as `foresee`."""
         return self.foresee(model, named, args, kwargs).trace
 
-    def _try_extreme(
-        self,
-        model: nn.Module,
-        named: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        quantile: float,
-    ) -> Trace | None:
+    @staticmethod
+    def _try_extreme(attempt: Callable[..., Foreseen], quantile: float) -> Trace | None:
         """The trace with draws that are as small, or as large, as they can be; None where the model does not work with such draws.
 
         Raises:
             CannotTrace: with such draws it does not end, so that nothing bounds what it needs.
         """
         try:
-            return self._try(model, named, args, kwargs, quantile=quantile).trace
+            return attempt(quantile=quantile).trace
         except CannotTrace as problem:
             if isinstance(problem.__cause__, Endless):
                 raise
