@@ -37,11 +37,6 @@ class Norm(ABC):
     def end_tensor(self) -> None:
         """Ends the current tensor: the next piece starts another one, with a block of its own."""
 
-    def add_tensor(self, tensor: torch.Tensor) -> None:
-        """Adds a whole tensor at once, in the order of its indices."""
-        self.add(tensor.detach().reshape(-1))
-        self.end_tensor()
-
     def numbers(self) -> torch.Tensor:
         """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
         assert not self._filled, "inside a tensor: end_tensor() first"
