@@ -9,9 +9,6 @@
     that ended without cleaning up, and the next pool there removes it. (A lock, not a process number: numbers are used
     again, and mean other processes in other containers that share the directory.)
 (5) The files are gone after `close()`, when the pool is collected, and at the end of the interpreter.
-
-Transfers bypass the page cache where the file system can: three times as fast when writing, a tenth of the CPU time, and
-nothing of it counts as memory in use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Readiness of bytes that a device moves: what must be over before they are used or changed, where no thread of the host waits for it.
 
-A transfer from or to a device counts as arrived once it is queued, and slots are given back while kernels that read them are queued. So whoever
-comes next says so to the device: the stream that computes waits for what was copied into a slot, a copy out of a slot comes after what has been
-computed there, and a slot that is given back has a fence behind both.
+A transfer counts as arrived once it is queued, and slots are given back while kernels that read them are queued: who comes next has the device wait.
 """
 
 from __future__ import annotations

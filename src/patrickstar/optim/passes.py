@@ -1,7 +1,6 @@
 """Passes over planes: all that a step does to every element where it lies, by one family of kernels for each type of device.
 
-Families differ in speed, never in a bit: `TorchPasses` has torch's fused kernel on the host, and torch's operations wherever nothing faster is;
-`triton_passes.py` is for GPUs. `choose_kernels` decides which is used, once for each session; nobody else asks.
+Families differ in speed, never in a bit; `choose_kernels` decides which is used.
 
 NaN: what is NaN in one family is NaN in the other. Which one is defined where parts of a master are written (`masters.py`), and nowhere else: a GPU
 makes 0x7FFFFFFF of all in fp32, and processors differ too.

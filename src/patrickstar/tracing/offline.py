@@ -24,7 +24,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.memory.leases import AssembledKey, CopyKey, Leases, WeightKey
+from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
@@ -45,6 +45,7 @@ from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
+from patrickstar.tracing.signature import leaves
 from patrickstar.tracing.trial_values import Endless, KnownValues
 
 __all__ = ["CannotTrace", "Foreseen", "OfflineTracer"]
@@ -134,26 +135,10 @@ class _Twin:
             for name, gradient in self._sums.take().items():
                 self._add(name, gradient)
 
-    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
-        pass
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Has nothing to do where there are no bytes."""
 
-    def carry_out_pending(self) -> None:
-        pass
-
-    def updated(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def expect_room(self, key: AssembledKey) -> None:
-        pass
-
-    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        pass
-
-    def thawed(self, name: str) -> None:
-        pass
+    renew = carry_out_pending = updated = settle = expect_room = assembled_changed = thawed = drop_gradient = _nothing
 
     def changed(self, key: WeightKey) -> None:
         if isinstance(key, PlaneRef):
@@ -195,9 +180,6 @@ class _Twin:
 
     def is_spent(self, name: str) -> bool:  # noqa: ARG002
         return False
-
-    def drop_gradient(self, name: str) -> None:
-        pass
 
 
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
@@ -430,15 +412,8 @@ def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in an output: nested containers, mappings, and objects with public tensor attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+    """The tensors in an output or a module's attributes, in nested containers."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _backward(output: Any, *, scales: bool) -> None:
