@@ -228,15 +228,6 @@ def test_where_no_more_memory_can_be_pinned_the_bits_are_the_same(
     assert any("pins no more than" in record.getMessage() for record in caplog.records)
 
 
-def test_two_sessions_share_a_device(accelerator: Accelerator) -> None:
-    with twins() as first, twins() as second:
-        for number in range(3):
-            first.train(1, first=number)
-            second.train(1, first=number)
-        first.expect_same()
-        second.expect_same()
-
-
 def test_pinned_memory_is_of_the_size_that_was_asked_for(accelerator: Accelerator) -> None:
     gc.collect()
     before = accelerator.pinned_bytes()

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import patrickstar
 from patrickstar.optim.hyper import Hyper
 from patrickstar.testing.inside import manage_inside
 from tests.optim.definition import Definition
 
-__all__ = ["CHUNK", "TIGHT", "WIDTH", "Twins", "batch", "mlp", "twins"]
+__all__ = ["CHUNK", "TIGHT", "WIDTH", "Hungry", "Twins", "batch", "hungry_mlp", "mlp", "twins"]
 
 WIDTH = 64
 CHUNK = WIDTH * WIDTH  # elements: a weight is one chunk
@@ -27,6 +28,32 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*[part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+class Hungry(torch.autograd.Function):
+    """Takes memory in its kernel that no trace shows, and gives it back."""
+
+    nbytes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            torch.empty(Hungry.nbytes, dtype=torch.uint8, device=x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+class HungryLayer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hungry.apply(super().forward(x))
+
+
+def hungry_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[HungryLayer(WIDTH, WIDTH) for _ in range(5)])
 
 
 def batch(number: int = 0) -> Tensor:

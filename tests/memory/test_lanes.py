@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError, StateError
-from patrickstar.memory.lanes import DONE, CompletedTicket, InlineLane, Lane
+from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.thread_lane import PacedLane, StressedLane, ThreadLane
 from patrickstar.memory.workers import Job, Workers
@@ -298,14 +298,11 @@ def test_a_forked_child_waits_for_nothing_that_its_parents_threads_do() -> None:
 
 def test_a_paced_lane_takes_the_time_of_its_link_one_transfer_after_another() -> None:
     lane = PacedLane("test", bytes_per_second=1e6)
-    used = list[float]()
     began = time.monotonic()
-    tickets = [lane.issue(lambda: used.append(time.thread_time()), nbytes=60_000) for _ in range(6)]
+    tickets = [lane.issue(lambda: None, nbytes=60_000) for _ in range(6)]
     for ticket in tickets:
         ticket.wait()
     assert time.monotonic() - began >= 0.36  # never faster; how much slower is the machine's matter
-    # Of the lane's own thread, over five waits of 60 ms: what others of the process do is not counted.
-    assert used[-1] - used[0] < 0.06, "nothing is kept busy meanwhile"
     lane.close()
 
 
@@ -357,12 +354,6 @@ def test_a_random_lane_takes_no_order_for_granted() -> None:
         lane.drain()
         orders.add(tuple(log))
     assert len(orders) == 6
-
-
-def test_a_completed_ticket_is_done() -> None:
-    for ticket in (DONE, CompletedTicket()):
-        ticket.wait()
-        assert ticket.done
 
 
 def test_each_direction_of_a_link_has_a_lane_of_its_own() -> None:
