@@ -22,7 +22,7 @@ from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
-from tests.cuda.twins import CHUNK, TIGHT, WIDTH, Hungry, batch, hungry_mlp, mlp, twins
+from tests.cuda.twins import CHUNK, TIGHT, WIDTH, Hungry, batch, hungry_mlp, mlp, step, twins
 
 MIB = 1 << 20
 
@@ -496,9 +496,7 @@ def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerato
         for layer in model:
             layer.register_forward_hook(look_now_and_backward)
         for x in inputs:
-            model(x).square().mean().backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
+            step(model, session, x)
         assert budget // 2 < max(seen) <= budget
         assert max(seen) <= session.stats().peak["device"] + granule
         assert session.stats().peak["device"] <= budget

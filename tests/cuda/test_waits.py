@@ -20,7 +20,7 @@ from patrickstar.errors import DeviceError
 from patrickstar.optim.masters import rest_type, split
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import TIGHT, Hungry, batch, hungry_mlp, twins
+from tests.cuda.twins import TIGHT, Hungry, batch, hungry_mlp, step, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -57,9 +57,7 @@ def test_a_step_never_waits_for_the_device(
         for number in range(WARM_UP + 3):
             inputs = batch(number)
             waits_by_whom(accelerator)
-            pair.model(inputs).square().mean().backward()
-            pair.session.optimizer.step()
-            pair.session.optimizer.zero_grad()
+            step(pair.model, pair.session, inputs)
             lanes, ours = waits_by_whom(accelerator)
             assert ours == 0 or number < WARM_UP
             # Where the host updates, its lane waits for the gradients.
@@ -168,10 +166,7 @@ def expect_no_more_waits(
             inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(number)).cuda()
             waits_by_whom(accelerator)
             for _ in range(accumulate):
-                session.scaler.scale(pair.model(inputs).float().square().mean()).backward()
-            session.scaler.step(session.optimizer)
-            session.scaler.update()
-            session.optimizer.zero_grad()
+                step(pair.model, session, inputs)
             _, ours = waits_by_whom(accelerator)
             assert ours <= most or number < WARM_UP
         assert (session.stats().steps, session.stats().reason) == (WARM_UP + 3, "")
@@ -197,10 +192,7 @@ def test_a_step_that_needs_a_number_waits_for_that_alone(
         for number in range(WARM_UP + 3):
             inputs = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(number)).cuda()
             waits_by_whom(accelerator)
-            session.scaler.scale(pair.model(inputs).float().square().mean()).backward()
-            session.scaler.step(session.optimizer)
-            session.scaler.update()
-            session.optimizer.zero_grad()
+            step(pair.model, session, inputs)
             _, ours = waits_by_whom(accelerator)
             assert ours == 1 or number < WARM_UP
         assert session.stats().steps == WARM_UP + 3, "a step was skipped"

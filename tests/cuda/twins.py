@@ -16,7 +16,7 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.testing.inside import manage_inside
 from tests.optim.definition import Definition
 
-__all__ = ["CHUNK", "TIGHT", "WIDTH", "Hungry", "Twins", "batch", "hungry_mlp", "mlp", "twins"]
+__all__ = ["CHUNK", "TIGHT", "WIDTH", "Hungry", "Twins", "batch", "hungry_mlp", "mlp", "square", "step", "twins"]
 
 WIDTH = 64
 CHUNK = WIDTH * WIDTH  # elements: a weight is one chunk
@@ -31,18 +31,29 @@ def mlp() -> nn.Module:
 
 
 class Hungry(torch.autograd.Function):
-    """Takes memory in its kernel that no trace shows, and gives it back."""
+    """Takes memory in a kernel that no trace shows, and gives it back: forward or backward, once it has been spared so many times."""
 
     nbytes = 0
+    when = "forward"
+    spared = 0
+
+    @staticmethod
+    def take(when: str, device: torch.device) -> None:
+        if Hungry.nbytes and Hungry.when == when:
+            if not Hungry.spared:
+                torch.empty(Hungry.nbytes, dtype=torch.uint8, device=device)
+            Hungry.spared = max(0, Hungry.spared - 1)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         if not isinstance(x, FakeTensor):
-            torch.empty(Hungry.nbytes, dtype=torch.uint8, device=x.device)
+            Hungry.take("forward", x.device)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if not isinstance(gradient, FakeTensor):
+            Hungry.take("backward", gradient.device)
         return gradient.clone()
 
 
@@ -63,6 +74,15 @@ def batch(number: int = 0) -> Tensor:
 def square(model: nn.Module, inputs: Tensor) -> Tensor:
     loss: Tensor = model(inputs).square().mean()
     return loss
+
+
+def step(model: nn.Module, session: Any, inputs: Tensor, *, parts: int = 1) -> None:
+    """A step of a session in any precision, of so many backwards."""
+    for _ in range(parts):
+        session.scaler.scale(model(inputs).float().square().mean()).backward()
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    session.optimizer.zero_grad()
 
 
 @dataclass

@@ -11,10 +11,10 @@ from patrickstar.optim.fused import VECTOR_NUMEL, Fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import BLOCK_NUMEL, Reference
+from patrickstar.tracing.live_bytes import LiveBytes
 from tests.optim.contract_of_updates import *  # noqa: F403
 from tests.optim.contract_of_updates import ADAMW, VARIANTS, check
 from tests.optim.definition import Definition, exact_fma
-from tests.optim.live_bytes import LiveBytes
 from tests.optim.oracle import different, random_planes, special_planes, update
 
 ADAM = VARIANTS["Adam"]
@@ -140,7 +140,8 @@ def test_planes_that_do_not_fit_are_caught_before_anything_is_written(spoil):
 
 def test_temporaries_stay_below_one_mebibyte():
     planes = random_planes(10 * BLOCK_NUMEL)
-    with LiveBytes(known=planes) as meter:
+    known = {plane.untyped_storage()._cdata for plane in planes}
+    with LiveBytes(lambda tensor: tensor.untyped_storage()._cdata in known) as meter:
         Reference().update(*planes, step=1, hyper=ADAM)
     assert 8 * BLOCK_NUMEL < meter.peak <= 2**20
 

@@ -49,7 +49,6 @@ class Kernel(Protocol):
             weight, grad, exp_avg, exp_avg_sq: flat, contiguous, fp32, on one device, of equal length, at any address.
             step: the number of this update for these elements, counting from 1.
         """
-        ...
 
 
 def check_planes(*planes: torch.Tensor, step: int) -> None:

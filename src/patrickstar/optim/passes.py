@@ -51,35 +51,27 @@ class Passes(Protocol):
             step: the number of this update for these elements, counting from 1.
             factors: what the widened gradient is multiplied with first, in order, each product rounded (0-dim fp32, on this device or on the host).
         """
-        ...
 
     def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         """Writes the source over the target, or adds it to what is there: in fp32, rounded to the target's type to nearest, ties to even."""
-        ...
 
     def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
         """Puts as `put` does, and then looks at the target as `look` does."""
-        ...
 
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
         """Makes a flag (0-dim, int32, where the piece is) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
-        ...
 
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
         """Writes a master into its two parts (`masters.split`)."""
-        ...
 
     def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
         """Writes what two parts come to (`masters.join`)."""
-        ...
 
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
         """An empty global norm, whose squares are taken on this device; None: on the host. `largest`: elements of the largest tensor, if known."""
-        ...
 
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
         """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
-        ...
 
 
 class TorchPasses:

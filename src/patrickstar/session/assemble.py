@@ -307,8 +307,8 @@ def _build_session(
         budgets=budgets,
         freed_blocks=freed_blocks,
         tracer=OfflineTracer(
-            layout,
-            make_touches,
+            layout=layout,
+            make_touches=make_touches,
             gradients=gradients,
             dtypes=dtypes,
             copied=precision.copied(layout),

@@ -143,8 +143,8 @@ def _forecast(
     formats = SessionFormats(precision.formats)
     budgets = with_pass_bytes(budgets, layout, memory, precision)
     tracer = OfflineTracer(
-        layout,
-        lambda: Touches(
+        layout=layout,
+        make_touches=lambda: Touches(
             layout, gradients=gradients, updates=trainable.__contains__, formats=formats, counts=UseCounts()
         ),
         gradients=gradients,
@@ -157,7 +157,7 @@ def _forecast(
     )
     inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
     try:
-        step = with_retention(tracer.trace(model, named, (), inputs), budgets)
+        step = with_retention(tracer.foresee(model, named, (), inputs).trace, budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None

@@ -11,9 +11,8 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -187,10 +186,11 @@ _LOSS_COPIES = 3
 _LOSS_BYTES = 4096
 
 
+@dataclass(frozen=True, kw_only=True)
 class OfflineTracer:
     """Makes traces of forwards, with the backward where gradients are on.
 
-    Args:
+    Attributes:
         make_touches: fresh ones for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         scales: whether the loss is multiplied with a scale.
@@ -198,28 +198,15 @@ class OfflineTracer:
         on_device: whether the step is to run on a device whose memory torch gives out. compute: the type that inputs are cast to.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        make_touches: Callable[[], Touches],
-        *,
-        gradients: GradientUse,
-        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
-        copied: Collection[str] = (),
-        scales: bool = False,
-        device: torch.device = _CPU,
-        on_device: bool = False,
-        compute: torch.dtype = torch.float32,
-    ) -> None:
-        self._layout = layout
-        self._make_touches = make_touches
-        self._gradients = gradients
-        self._dtypes = dtypes
-        self._copied = copied
-        self._scales = scales
-        self._device = device
-        self._on_device = on_device
-        self._compute = compute
+    layout: Layout
+    make_touches: Callable[[], Touches]
+    gradients: GradientUse
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    copied: Collection[str] = ()
+    scales: bool = False
+    device: torch.device = _CPU
+    on_device: bool = False
+    compute: torch.dtype = torch.float32
 
     def foresee(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -241,15 +228,9 @@ class OfflineTracer:
             return likely
         tried = [self._try_extreme(attempt, quantile) for quantile in _EXTREMES]
         traces = [likely.trace, *(trace for trace in tried if trace is not None)]
-        formats = self._make_touches().formats.now
-        largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self._layout, formats=formats))
+        formats = self.make_touches().formats.now
+        largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self.layout, formats=formats))
         return Foreseen(largest, by_chance=True)
-
-    def trace(
-        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Trace:
-        """The trace alone of what `foresee` gives. CannotTrace as `foresee`."""
-        return self.foresee(model, named, args, kwargs).trace
 
     @staticmethod
     def _try_extreme(attempt: Callable[..., Foreseen], quantile: float) -> Trace | None:
@@ -278,28 +259,28 @@ class OfflineTracer:
         """One run of the twin, in which every draw is the given quantile of its distribution."""
         fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
-            stack.enter_context(no_side_effects(self._device))
+            stack.enter_context(no_side_effects(self.device))
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             hooks = top_saved_tensors_hooks()
             if with_backward and hooks is not None and not saves_on_cpu(hooks):
                 raise CannotTrace("hooks of saved tensors are on, which would be called")
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            touches = self._make_touches()
-            owner = _Twin(touches, self._dtypes, device=self._device, on_device=self._on_device)
-            fakes = _Fakes(fake_mode, values, self._device)
+            touches = self.make_touches()
+            owner = _Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)
+            fakes = _Fakes(fake_mode, values, self.device)
             try:
-                twin, twins = _twin_of(model, named, self._dtypes, fakes)
+                twin, twins = _twin_of(model, named, self.dtypes, fakes)
                 stack.enter_context(fake_mode)
                 owner.binding = Binding(
                     twins,
-                    self._layout,
+                    self.layout,
                     owner,
                     leases=owner.leases,
                     counts=touches.counts,
-                    dtypes=self._dtypes,
-                    copied=self._copied,
-                    gradients=self._gradients,
+                    dtypes=self.dtypes,
+                    copied=self.copied,
+                    gradients=self.gradients,
                 )
                 owner.binding.changes.rewriting = owner
                 owner.binding.bind()
@@ -308,11 +289,11 @@ class OfflineTracer:
                 stack.enter_context(values)
                 stack.enter_context(MissingOperations())
                 stack.enter_context(owner.meter)
-                inputs, keywords = cast_inputs((inputs, keywords), self._compute)
+                inputs, keywords = cast_inputs((inputs, keywords), self.compute)
                 output = twin(*inputs, **keywords)
                 del inputs, keywords
                 if with_backward:
-                    _backward(output, scales=self._scales)
+                    _backward(output, scales=self.scales)
                     del output
             except (CannotTrace, UnseenChangeError):
                 raise
