@@ -22,7 +22,7 @@ from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
-from tests.cuda.twins import CHUNK, TIGHT, WIDTH, batch, mlp, twins
+from tests.cuda.twins import CHUNK, TIGHT, WIDTH, Hungry, batch, hungry_mlp, mlp, step, twins
 
 MIB = 1 << 20
 
@@ -289,37 +289,11 @@ def test_a_norm_takes_no_more_than_plans_have_for_it(numel: int, accelerator: Ac
     assert took <= planned <= 2 * took + 8_192
 
 
-class Hungry(torch.autograd.Function):
-    """Takes memory in its kernel that no trace shows, and gives it back."""
-
-    nbytes = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        if not isinstance(x, FakeTensor):
-            torch.empty(Hungry.nbytes, dtype=torch.uint8, device=x.device)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clone()
-
-
-class HungryLayer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Hungry.apply(super().forward(x))
-
-
 def loss_after_restart(model: nn.Module, inputs: Tensor) -> Tensor:
     """A loss of a forward whose peak shows, whatever has been before."""
     torch.accelerator.reset_peak_memory_stats()
     loss: Tensor = model(inputs).square().mean()
     return loss
-
-
-def hungry_mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[HungryLayer(WIDTH, WIDTH) for _ in range(5)])
 
 
 def test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next(
@@ -526,9 +500,7 @@ def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerato
         for layer in model:
             layer.register_forward_hook(look_now_and_backward)
         for x in inputs:
-            model(x).square().mean().backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
+            step(model, session, x)
         assert budget // 2 < max(seen) <= budget
         assert max(seen) <= session.stats().peak["device"] + granule
         assert session.stats().peak["device"] <= budget

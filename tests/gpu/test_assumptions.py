@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,6 @@ from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.stream_lane import StreamLane, StreamTicket
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.torch_private import storage_at
-
-if TYPE_CHECKING:
-    pass
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20

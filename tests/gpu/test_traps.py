@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -142,50 +141,6 @@ def test_registered_memory_is_pinned_to_torch_and_of_exact_size(accelerator: Acc
     assert tensor.is_pinned()
     space.close()
     assert accelerator.pinned_bytes() == before
-
-
-@pytest.mark.skipif(not IS_GPU, reason="the test device has no kernel that takes its time")
-def test_copies_of_registered_memory_do_not_keep_the_host_waiting(accelerator: Accelerator) -> None:
-    space, host = pinned(64 * MIB)
-    device = torch.empty(64 * MIB, dtype=torch.uint8, device=CUDA)
-    device.copy_(host, non_blocking=True)
-    torch.cuda.synchronize()
-    for target, source in ((device, host), (host, device)):
-        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        queued = time.perf_counter() - began
-        torch.cuda.synchronize()
-        done = time.perf_counter() - began
-        assert queued < 0.1 < done, (queued, done)
-    space.close()
-
-
-@pytest.mark.skipif(not IS_GPU, reason="the test device has no kernel that takes its time")
-def test_both_directions_and_computing_go_on_at_once(accelerator: Accelerator) -> None:
-    space, host = pinned(512 * MIB)
-    up, down = torch.cuda.Stream(), torch.cuda.Stream()
-    device = torch.empty(512 * MIB, dtype=torch.uint8, device=CUDA)
-    half = 256 * MIB
-
-    def seconds(*parts: str) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(4):
-            if "up" in parts:
-                with up:
-                    device[:half].copy_(host[:half], non_blocking=True)
-            if "down" in parts:
-                with down:
-                    host[half:].copy_(device[half:], non_blocking=True)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    seconds("up", "down")
-    alone, both = seconds("up") + seconds("down"), seconds("up", "down")
-    print(f"a GiB up and a GiB down: {alone:.3f} s one after the other, {both:.3f} s at once")
-    assert both < 0.8 * alone
-    space.close()
 
 
 # streams, events and threads

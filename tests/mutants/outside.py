@@ -79,7 +79,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         "tests/tracing/test_signature.py::test_a_forward_dominates_those_of_smaller_shapes_alone",
     ),
     Fault("bytes-that-cross-a-link-count-twice", "memory.store:ChunkStore._issue").by(
-        replace("self._ledger.move(...)", "self._ledger.move(src, tier, 2 * self.state.unit_bytes(ref))"),
+        replace("self.ledger.move(...)", "self.ledger.move(src, tier, 2 * self.state.unit_bytes(ref))"),
         "tests/session/test_simulation.py::test_reactive_steps_move_what_the_pilot_decided_and_nothing_else[cpu+disk]",
     ),
     Fault("growth-is-counted-from-the-last-peak", "step.executor:Executor._rise_bytes").by(

@@ -96,8 +96,8 @@ STREAMS: tuple[Mutant, ...] = (
         always("_prepared"),
         "tests/cuda/test_spaces.py::test_slots_have_memory_from_their_first_use_until_they_are_trimmed[(0.0, 0)-1048576]",
     ),
-    Fault("all-units-are-copied-as-one", "memory.device_space:DeviceSpace.copy_from").by(
-        replace("for offset in range(...): ...", "self._unit_bytes = nbytes; _"),
+    Fault("all-units-are-copied-as-one", "memory.space:copy_by_unit").by(
+        replace("for offset in range(...): ...", "unit_bytes = nbytes; _"),
         "tests/cuda/test_spaces.py::test_bytes_go_to_the_device_and_back[(0.0, 0)-4096]",
     ),
     Fault("a-flag-on-the-device-is-read-at-once", "step.overflow:OverflowFlag.of").by(

@@ -69,7 +69,7 @@ class Watching:
         self.end()
         type(self._pilot).begin(self._pilot, stretch)
         self._stretch, self._log = stretch, len(self._store.log)
-        self._moved, self._per_moment, self._slots = dict(self._store.ledger.snapshot().moved_bytes), [], []
+        self._moved, self._per_moment, self._slots = self._bytes_moved(), [], []
 
     def planned(self, *args: Any, **keywords: Any) -> Any:
         self._end_moment()
@@ -87,7 +87,7 @@ class Watching:
 
     def hold_beside(self, nbytes: int) -> None:
         """Now, and until it is told anew."""
-        type(self._store).hold_beside(self._store, nbytes)
+        self._store.ledger.nonmodel(self._compute, nbytes)
         self._in_moment = max(self._in_moment, self._store.ledger.in_use(self._compute))
 
     def end(self) -> None:
@@ -95,7 +95,7 @@ class Watching:
         stretch, self._stretch = self._stretch, None
         if stretch is None or stretch.plan is None or not stretch.complete:
             return
-        moved = self._store.ledger.snapshot().moved_bytes
+        moved = self._bytes_moved()
         self.stretches.append(
             Stretch(
                 str(stretch.kind),
@@ -107,6 +107,9 @@ class Watching:
                 self._slots,
             )
         )
+
+    def _bytes_moved(self) -> Mapping[str, int]:
+        return {over: self._store.ledger.moved(over) for over in LINKS}
 
     def _end_moment(self) -> None:
         """Before anything happens for the next one."""
@@ -121,6 +124,7 @@ class Watching:
 def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
     """Collects what is done in every planned stretch."""
     watch, pilot, store = Watching(session), session._parts.executor.pilot, store_of(session)
+    hold_beside = store.hold_beside
     store.keep_log = True
     pilot.begin, pilot.planned, pilot.opening = watch.begin, watch.planned, watch.opening
     store.carry_out, store.hold_beside = watch.carry_out, watch.hold_beside
@@ -128,8 +132,8 @@ def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
         yield watch.stretches
         watch.end()
     finally:
-        del pilot.begin, pilot.planned, pilot.opening, store.carry_out, store.hold_beside
-        store.keep_log = False
+        del pilot.begin, pilot.planned, pilot.opening, store.carry_out
+        store.hold_beside, store.keep_log = hold_beside, False
 
 
 def expect_executed_as_simulated(

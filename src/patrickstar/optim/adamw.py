@@ -148,8 +148,9 @@ class AdamW(_DefinedUpdate, torch.optim.AdamW):
         fused: bool | None = None,  # noqa: ARG002  torch's name, without effect
         states: str = "exact",
     ) -> None:
-        flags = _checked(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
-        _check_states(states)
+        flags = _checked(
+            states, amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable
+        )
         torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, **flags)
 
 
@@ -173,23 +174,21 @@ class Adam(_DefinedUpdate, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         states: str = "exact",
     ) -> None:
-        flags = _checked(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
-        _check_states(states)
+        flags = _checked(
+            states, amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable
+        )
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, decoupled_weight_decay=decoupled_weight_decay, **flags
         )
 
 
-def _checked(**flags: bool) -> dict[str, Any]:
+def _checked(states: str, **flags: bool) -> dict[str, Any]:
     refuse_unsupported(flags)
-    return flags
-
-
-def _check_states(states: str) -> None:
     if states == "compact":
         raise ConfigError('states="compact" arrives in a later version; "exact" is what there is')
     if states not in STATES:
         raise ConfigError(f"states={states!r} is not known: {', '.join(STATES)}" + nearest(str(states), STATES))
+    return flags
 
 
 def _check(parameter: torch.Tensor) -> None:

@@ -22,23 +22,18 @@ class StepTarget(Protocol):
 
     def step_groups(self) -> None:
         """Updates what has a gradient, with the hyper-parameters that `ManagedOptimizer.hypers()` gives now."""
-        ...
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets the gradients of the parameters in the groups, or makes them zero."""
-        ...
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state in torch's format (`state.pack`)."""
-        ...
 
     def optimizer_state(self) -> MutableMapping[Any, Any]:
         """The state by parameter, to be read and written."""
-        ...
 
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over states that `state.unpack` has passed; the groups are the optimizer's business."""
-        ...
 
 
 class ManagedOptimizer(torch.optim.Optimizer):

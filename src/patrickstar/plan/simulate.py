@@ -60,7 +60,7 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
         for action in actions:
             apply(state, action)
             _enter(ledger, state, action)
-        ledger.begin_moment({compute: moment.nonmodel_bytes})
+        ledger.nonmodel(compute, moment.nonmodel_bytes)
         slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))
         before, moved = moved, {over: ledger.moved(over) for over in LINKS}

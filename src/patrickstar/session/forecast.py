@@ -137,7 +137,7 @@ def _forecast(
     tracer = setup.tracer(trainable.__contains__)
     inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
     try:
-        step = with_retention(tracer.trace(model, named, (), inputs), budgets)
+        step = with_retention(tracer.foresee(model, named, (), inputs).trace, budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None

@@ -63,8 +63,8 @@ class Setup:
     def tracer(self, updates: Callable[[str], bool]) -> OfflineTracer:
         """The tracer of forwards that have not been run."""
         return OfflineTracer(
-            self.layout,
-            lambda: self.touches(updates),
+            layout=self.layout,
+            make_touches=lambda: self.touches(updates),
             gradients=self.gradients,
             dtypes=self.precision.parameter_dtypes(self.layout),
             copied=self.precision.copied(self.layout),

@@ -33,15 +33,8 @@ _MOST_READS = 1000
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _UNDEFINED = frozenset(
-    (
-        _aten.empty,
-        _aten.empty_like,
-        _aten.empty_permuted,
-        _aten.empty_strided,
-        _aten.new_empty,
-        _aten.new_empty_strided,
-        _aten.resize_,
-    )
+    getattr(_aten, name)
+    for name in ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"]
 )
 
 
