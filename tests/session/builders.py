@@ -62,14 +62,21 @@ def options(**given: Any) -> patrickstar.Options:
 
 
 def loss_of(model: nn.Module, number: int = 0, *, rows: int = 4) -> Tensor:
-    loss: Tensor = model(batch(number, rows=rows)).square().mean()
-    return loss
+    return model(batch(number, rows=rows)).square().mean()
 
 
 def backward(model: nn.Module, optimizer: Any = None, number: int = 0, *, rows: int = 4) -> Tensor:
     """A forward and a backward; gives the loss, without its graph. The optimizer is not used."""
     loss = loss_of(model, number, rows=rows)
     loss.backward()
+    return loss.detach().clone()
+
+
+def finish(loss: Tensor, optimizer: Any) -> Tensor:
+    """What comes after the forward in the ordinary loop; gives the loss, without its graph."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     return loss.detach().clone()
 
 
@@ -86,16 +93,32 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3, *, first: int = 0) -
     return torch.stack([train_step(model, optimizer, number) for number in range(first, first + steps)])
 
 
-class WithLoss(nn.Module):
-    """A model that computes its loss itself, so that a forecast sees all of a step."""
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """What makes the same bits at each call."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return make()
+
+    return build
+
+
+class Layers(nn.Module):
+    """A model around a `mlp`, whose forward is that of its layers unless it has its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.layers(x).square().mean()
-        return loss
+        return self.layers(x)
+
+
+class WithLoss(Layers):
+    """A model that computes its loss itself, so that a forecast sees all of a step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
 
 
 class Adapted(nn.Module):
@@ -117,11 +140,7 @@ class Adapted(nn.Module):
 
 
 def step_with_loss(model: nn.Module, optimizer: Any, number: int = 0, *, rows: int = 4) -> Tensor:
-    loss = model(batch(number, rows=rows))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return finish(model(batch(number, rows=rows)), optimizer)
 
 
 def adamw(model: nn.Module) -> patrickstar.AdamW:
@@ -184,6 +203,11 @@ class Pair:
             self.same(train, steps, first=first)
         for number in range(first, first + steps) if by is not None else ():
             self.same(by, number)
+
+    def train_same(self, steps: int = 3, *, first: int = 0, by: Callable[..., Any] | None = None) -> None:
+        """As `train`; then all that is held is the same, too."""
+        self.train(steps, first=first, by=by)
+        self.expect_same()
 
     def step(self) -> None:
         """What comes after a backward, for both."""

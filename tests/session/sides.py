@@ -104,8 +104,7 @@ class Side(ABC):
         x = batch(self.batches, rows=rows).to(self.compute)
         self.batches += 1
         used = self.model if layers == LAYERS else self.model[: 2 * layers]  # type: ignore[index]
-        found: Tensor = used(x).float().square().mean()
-        return found
+        return used(x).float().square().mean()
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]

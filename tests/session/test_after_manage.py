@@ -66,8 +66,7 @@ def test_a_parametrization_is_refused_and_the_session_as_before(make_pair: MakeP
     pair.train(1)
     with pytest.raises((StateError, RuntimeError)):
         parametrize(pair.model)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,7 @@ def test_a_replaced_parameter_that_is_put_back_is_as_before(make_pair: MakePair)
     with pytest.raises(StateError, match=r"0\.weight"):
         pair.model(batch())
     pair.model[0].weight = original
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 def test_closing_after_a_replacement_gives_the_others_back(make_pair: MakePair) -> None:
@@ -131,8 +129,7 @@ def test_a_model_that_is_re_typed_is_refused_and_as_before(make_pair: MakePair, 
     pair.train(1)
     with pytest.raises(StateError, match=r"manage\(\)"):
         change(pair.model)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 def test_a_model_that_is_moved_to_meta_is_found_by_the_next_forward(make_pair: MakePair) -> None:
@@ -153,8 +150,7 @@ def test_data_that_is_assigned_is_refused_with_what_to_do_instead(make_pair: Mak
     pair.train(1)
     with pytest.raises(StateError, match=r"session\.write"):
         pair.model[0].weight.data = value
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 def test_a_tensor_that_is_swapped_in_is_refused_or_found_by_the_next_forward(make_pair: MakePair) -> None:

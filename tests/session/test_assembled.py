@@ -166,8 +166,7 @@ def test_a_list_of_all_gradients_holds_no_bytes(make_pair: MakePair, machine: di
     for want, got in zip(pair.plain.parameters(), held, strict=True):
         assert same_bits(want.grad, got.clone())
     pair.step()
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
 
 
@@ -219,8 +218,7 @@ def test_a_view_of_a_gradient_that_is_let_go_keeps_its_last_values(make_pair: Ma
     pair = make_pair()
     pair.same(outlive)
     pair.step()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 def test_a_view_assigned_as_gradient_is_the_users_own(make_pair: MakePair) -> None:
@@ -236,8 +234,7 @@ def test_a_view_assigned_as_gradient_is_the_users_own(make_pair: MakePair) -> No
 
     pair = make_pair()
     pair.each(assign)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 def test_copies_are_ordinary_tensors(make_pair: MakePair) -> None:
@@ -485,8 +482,7 @@ def test_held_views_count_against_the_budget_and_are_said(make_pair: MakePair) -
     held.clear()
     assert pair.session._parts.binding.taken_bytes() == 0
     pair.step()
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 def test_gradients_in_tiles_are_put_together_too() -> None:

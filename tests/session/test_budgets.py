@@ -23,6 +23,7 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     WIDTH,
+    Layers,
     Pair,
     WithLoss,
     adamw,
@@ -30,6 +31,7 @@ from tests.session.builders import (
     batch,
     everything,
     expect_bits,
+    finish,
     is_ordinary,
     mlp,
     options,
@@ -286,19 +288,17 @@ def test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak() -
     assert after.peak["device"] >= before.peak["device"] + rows * WIDTH * 4
 
 
-class Swells(nn.Module):
+class Swells(Layers):
     """A data-dependent activation: the trial run takes the branch without it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.swell = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.swell:
             x = x + torch.zeros(1000, *x.shape).sum(0)
-        loss: torch.Tensor = self.layers(x).square().mean()
-        return loss
+        return self.layers(x).square().mean()
 
 
 def swell(model: nn.Module) -> BudgetError:
@@ -332,16 +332,11 @@ def test_chunks_leave_for_memory_that_no_forecast_saw(make_pair: Callable[..., P
     """A penalty on the weights, made beside the forward: what is only cached goes before anything is refused."""
 
     def penalised(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-        loss = model(batch(number)) + sum(p.square().sum() for p in model.parameters()) * 1e-2
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach().clone()
+        return finish(model(batch(number)) + sum(p.square().sum() for p in model.parameters()) * 1e-2, optimizer)
 
     # Slots of one moment and all that is beside them come to less than half of this; the chunks to twice as much.
     pair = make_pair(WithLoss, device="emulated", device_memory=12 * SLOT)
-    pair.train(3, by=penalised)
-    pair.expect_same()
+    pair.train_same(3, by=penalised)
 
 
 def test_an_abandoned_step_does_not_count_what_is_made_afterwards(make_pair: Callable[..., Pair]) -> None:

@@ -273,8 +273,7 @@ def expect_refused(pair: Pair, path: Path) -> None:
     assert state[1] == random.getstate()
     assert pair.original.param_groups[0]["lr"] == lr
     expect_bits(held, everything(pair.session))
-    pair.train(1, first=3)
-    pair.expect_same()
+    pair.train_same(1, first=3)
 
 
 @pytest.mark.sampled

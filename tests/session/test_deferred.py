@@ -48,8 +48,7 @@ def made(model: nn.Module) -> dict[str, Tensor]:
 
 def test_training_has_the_bits_of_a_model_built_in_memory(machine: dict[str, Any], make_pair: Any) -> None:
     pair: Pair = make_pair(Alternating(), **machine)
-    pair.train()
-    pair.expect_same()
+    pair.train_same()
     pair.session.close()
     assert is_ordinary(pair.model)
     expect_bits(values(pair.plain), values(pair.model))
@@ -92,8 +91,7 @@ def test_parameters_in_memory_and_without_can_be_in_one_model(on_disk: dict[str,
             self.trunk, self.head = trunk, mlp()
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden: Tensor = self.head(self.trunk(x))
-            return hidden
+            return self.head(self.trunk(x))
 
     plain, model = Both(mlp()), Both(deferred())
     with patrickstar.manage(model, adamw(model), options=options(), **on_disk) as session:

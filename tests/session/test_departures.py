@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from patrickstar import StateError
 from tests.parity.compare import same_bits
-from tests.session.builders import SLOT, MakePair, backward, batch, loss_of, mlp, train_step
+from tests.session.builders import SLOT, Layers, MakePair, backward, batch, finish, loss_of, mlp, train_step
 
 
 def evaluate(model: nn.Module, _: Any) -> torch.Tensor:
@@ -30,11 +30,7 @@ def skip_the_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
 
 
 def a_layer_twice(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    loss = model[0](model(model[0](batch(9)))).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish(model[0](model(model[0](batch(9)))).square().mean(), optimizer)
 
 
 def backward_for_the_input(model: nn.Module, _: Any) -> torch.Tensor:
@@ -45,20 +41,13 @@ def backward_for_the_input(model: nn.Module, _: Any) -> torch.Tensor:
 
 def recomputed(model: nn.Module, optimizer: Any) -> torch.Tensor:
     """The user's own checkpointing around the whole model."""
-    loss = checkpoint(model, batch(9), use_reentrant=False).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish(checkpoint(model, batch(9), use_reentrant=False).square().mean(), optimizer)
 
 
 def under_autocast(model: nn.Module, optimizer: Any) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(batch(9)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish(loss, optimizer)
 
 
 def with_anomaly_detection(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -86,8 +75,7 @@ def test_what_is_outside_of_the_trace_is_correct_and_the_next_step_planned(
     assert pair.session.stats().planned_steps == 2
     pair.same(departure)
     before = pair.session.stats()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
     after = pair.session.stats()
     assert after.planned_steps == before.planned_steps + 2, after.reason
     assert after.reactive_steps == before.reactive_steps
@@ -122,8 +110,7 @@ def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_
 def test_a_functional_call_with_other_parameters_works_or_is_refused(make_pair: MakePair) -> None:
     def act(model: nn.Module, _: Any) -> torch.Tensor:
         others = {name: torch.full(p.shape, 0.25) for name, p in model.named_parameters()}
-        out: torch.Tensor = torch.func.functional_call(model, others, (batch(9),))
-        return out
+        return torch.func.functional_call(model, others, (batch(9),))
 
     pair = make_pair(device="emulated", device_memory=12 * SLOT)
     pair.train(1)
@@ -131,23 +118,20 @@ def test_a_functional_call_with_other_parameters_works_or_is_refused(make_pair: 
         pair.same(act)
     except StateError:
         pass
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
     assert pair.session.stats().planned_steps == 3
 
 
-class Branches(nn.Module):
+class Branches(Layers):
     """Which layers run depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.left, self.right = mlp(1, layers=2), mlp(2, layers=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = self.left if x.sum() > 0 else self.right
-        out: torch.Tensor = chosen(self.layers(x))
-        return out
+        return chosen(self.layers(x))
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
@@ -158,17 +142,15 @@ def test_branches_that_depend_on_data(make_pair: MakePair, step: str) -> None:
 
     pair = make_pair(seeded, step=step, device="emulated", device_memory=8 * SLOT)
     assert {bool(batch(number).sum() > 0) for number in range(6)} == {True, False}
-    pair.train(6)
-    pair.expect_same()
+    pair.train_same(6)
     assert pair.session.stats().steps == 6
 
 
-class Hops(nn.Module):
+class Hops(Layers):
     """Calls its layers in an order and number that the caller gives, as no signature can tell."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.order = [0, 1, 2, 3, 4, 5]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,8 +174,7 @@ def test_a_module_called_twice_or_not_at_all(make_pair: MakePair, order: list[in
     pair.train(1, first=2)
     pair.each(take, [0, 1, 2, 3, 4, 5])
     before = pair.session.stats().planned_steps
-    pair.train(3, first=3)
-    pair.expect_same()
+    pair.train_same(3, first=3)
     assert pair.session.stats().planned_steps >= before + 2, pair.session.stats().reason
 
 
@@ -204,8 +185,7 @@ def test_a_model_that_changes_for_good_is_planned_anew(make_pair: MakePair) -> N
     pair = make_pair(Hops, device="emulated", device_memory=6 * SLOT)
     pair.train(2)
     pair.each(take)
-    pair.train(4, first=2)
-    pair.expect_same()
+    pair.train_same(4, first=2)
     stats = pair.session.stats()
     assert stats.reactive_steps <= 2
     assert stats.planned_steps >= 4
@@ -216,16 +196,11 @@ def test_an_input_that_a_trial_run_could_change_is_left_alone(make_pair: MakePai
         def __init__(self) -> None:
             self.uses = 0
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
+    class Counts(Layers):
         def forward(self, x: torch.Tensor, counter: Counter | None = None) -> torch.Tensor:
             if counter is not None:
                 counter.uses += 1
-            out: torch.Tensor = self.layers(x)
-            return out
+            return self.layers(x)
 
     def act(model: nn.Module, optimizer: Any) -> int:
         counter = Counter()
@@ -238,30 +213,23 @@ def test_an_input_that_a_trial_run_could_change_is_left_alone(make_pair: MakePai
     for _ in range(3):
         assert pair.each(act) == (1, 1)
     pair.expect_same()
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
 
 
 def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair: MakePair) -> None:
-    class Lists(nn.Module):
+    class Lists(Layers):
         """Asks for a value in the middle of its forward."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for value in self.layers[0](x).sum(0).tolist()[:2]:
                 x = x + value
-            out: torch.Tensor = self.layers(x)
-            return out
+            return self.layers(x)
 
     pair = make_pair(Lists, device="emulated", device_memory=8 * SLOT)
     pair.train(1)
     assert pair.session.stats().reactive_steps == 1
     assert "traced" in pair.session.stats().reason
-    pair.train(3, first=1)
-    pair.expect_same()
+    pair.train_same(3, first=1)
     assert pair.session.stats().planned_steps >= 2, "measured once, it is planned"
 
 
@@ -284,11 +252,7 @@ def tokens(number: int, *, rows: int = 2, length: int = 8) -> torch.Tensor:
 def step_on_text(model: Any, optimizer: Any, number: int, *, length: int = 8) -> torch.Tensor:
     torch.manual_seed(number)  # dropout
     ids = tokens(number, length=length)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return finish(model(input_ids=ids, labels=ids).loss, optimizer)
 
 
 GENERATIONS: dict[str, dict[str, Any]] = {
@@ -314,8 +278,7 @@ def test_generate_between_steps(make_pair: MakePair, how: str, on_disk: dict[str
     want, got = pair.each(generate)
     assert want.tolist() == got.tolist()
     before = pair.session.stats().planned_steps
-    pair.train(2, first=2, by=step_on_text)
-    pair.expect_same()
+    pair.train_same(2, first=2, by=step_on_text)
     assert pair.session.stats().planned_steps == before + 2, pair.session.stats().reason
 
 
@@ -349,8 +312,7 @@ def test_recomputed_blocks(make_pair: MakePair, reentrant: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
     pair = make_pair(gpt2, before=recompute, device="emulated", device_memory="256KiB")
-    pair.train(3, by=step_on_text)
-    pair.expect_same()
+    pair.train_same(3, by=step_on_text)
     assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
 
 
@@ -364,8 +326,7 @@ def test_hooks_of_the_users_own_see_ordinary_values(make_pair: MakePair) -> None
 
     pair = make_pair(device="emulated", device_memory=8 * SLOT)
     want, got = pair.each(watch)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
     assert len(want) == 6
     assert all(same_bits(a, b) for a, b in zip(want, got[-6:], strict=True))
 

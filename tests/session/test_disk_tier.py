@@ -161,8 +161,7 @@ def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) 
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_no_bit_depends_on_the_machine(make_pair: MakePair, machine: dict[str, Any], step: str, eviction: str) -> None:
     pair = make_pair(with_options={"eviction": eviction}, step=step, **machine)
-    pair.train(4)
-    pair.expect_same()
+    pair.train_same(4)
     assert pair.session.stats().planned_steps == 4, pair.session.stats().reason
 
 
@@ -223,8 +222,7 @@ def test_a_transfer_that_fails_in_a_step_names_its_place_and_nothing_is_lost(
         assert "load_checkpoint" in str(refusal)
     del failure
     pair.session.load_checkpoint(tmp_path / "checkpoint")
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 @pytest.mark.sampled
@@ -243,8 +241,7 @@ def test_a_forward_or_backward_whose_transfer_failed_can_be_done_again(
         faulty.faults.clear()
         assert faulty.hit
         pair.optimizer.zero_grad()
-        pair.train(2, first=2)
-        pair.expect_same()
+        pair.train_same(2, first=2)
         pair.session.close()
 
 
@@ -258,8 +255,7 @@ def test_a_state_that_cannot_be_read_can_be_read_again(
         dict(pair.session.state_dict())
     faulty.faults.clear()
     pair.expect_same()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -314,8 +310,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_session_and_the_last_one
         patched.setattr("os.fsync", full)
         with pytest.raises((DeviceError, patrickstar.CheckpointError), match=os.strerror(errno.ENOSPC)):
             pair.session.save_checkpoint(tmp_path / "checkpoint", extra={"step": 2})
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
     assert pair.session.load_checkpoint(tmp_path / "checkpoint") == {"step": 1}
     expect_bits(held, everything(pair.session))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.session.builders import SLOT, TIGHT, WIDTH, MakePair, Pair, batch, mlp, train_step
+from tests.session.builders import SLOT, TIGHT, WIDTH, MakePair, Pair, batch, finish, mlp, train_step
 
 Step = Callable[..., Tensor]
 
@@ -47,13 +47,6 @@ def penalised_inside(model: Any, optimizer: Any, number: int = 0) -> Tensor:
     (slope,) = torch.autograd.grad(value, seen[-1], create_graph=True)
     seen.clear()
     return finish(value + slope.square().sum(), optimizer)
-
-
-def finish(loss: Tensor, optimizer: Any) -> Tensor:
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()
 
 
 class Recomputed(nn.Module):
@@ -212,8 +205,7 @@ class ByHand(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = DifferentiatesItself.apply(x, self.weight)
-        return found
+        return DifferentiatesItself.apply(x, self.weight)
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
@@ -223,5 +215,4 @@ def test_a_backward_that_differentiates_what_it_has_saved(step: str) -> None:
         return nn.Sequential(*(ByHand() for _ in range(6)))
 
     pair = Pair(build, step=step, precision="fp32", device="emulated", device_memory=TIGHT)
-    pair.train()
-    pair.expect_same()
+    pair.train_same()

@@ -52,8 +52,7 @@ class Language(nn.Module):
         self.model = model
 
     def forward(self, data: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=data, labels=data).loss
-        return loss
+        return self.model(input_ids=data, labels=data).loss
 
 
 def bert() -> nn.Module:

@@ -17,7 +17,7 @@ import patrickstar
 from patrickstar import ConfigError, DeviceError, StateError
 from patrickstar.core.machine import Tier
 from tests.parity.compare import same_bits
-from tests.session.builders import EMULATED, Pair, adamw, expect_bits, mlp, options, store_of, train, values
+from tests.session.builders import EMULATED, Layers, Pair, adamw, expect_bits, mlp, options, store_of, train, values
 
 transformers = pytest.importorskip("transformers")
 
@@ -158,20 +158,18 @@ def test_in_16_bits_masters_go_in_and_out_whole(tmp_path: Path) -> None:
     expect_bits(held, values(read_back(model, tmp_path / "end")))
 
 
-class Odd(nn.Module):
+class Odd(Layers):
     """Weights in an order of their own, tied ones, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.again = self.layers[0]
         self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("scratch", torch.ones(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.again(self.layers(x)) + self.convolution.weight.sum() + self.norm(x[:, :4]).sum()
-        return out
+        return self.again(self.layers(x)) + self.convolution.weight.sum() + self.norm(x[:, :4]).sum()
 
 
 def test_of_any_other_module_tensors_are_written_and_read_again(tmp_path: Path, machine: dict[str, Any]) -> None:

@@ -122,8 +122,7 @@ def test_an_exception_in_users_code_leaves_transfers_that_the_next_step_uses(
     machine: str, what: str, under_way: Callable[[str, str], Pair]
 ) -> None:
     pair = under_way(machine, what)
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
@@ -134,8 +133,7 @@ def test_state_is_read_set_and_saved_while_transfers_are_under_way(
     pair.session.save_checkpoint(tmp_path / "saved")
     pair.expect_same()
     pair.session.load_checkpoint(tmp_path / "saved")
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
@@ -156,8 +154,7 @@ def test_a_refusal_leaves_transfers_that_the_next_step_uses(
     pair = under_way(machine, what)
     with pytest.raises(BudgetError):
         pair.model(batch(0, rows=4096))
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
@@ -174,8 +171,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_transfers(
         return "it was used"
 
     assert f"belongs to process {os.getpid()}" in in_forked_child(use)
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 def test_a_change_by_hand_of_what_is_being_written_back_is_not_lost(
@@ -189,8 +185,7 @@ def test_a_change_by_hand_of_what_is_being_written_back_is_not_lost(
         for layer in model[::2]:
             layer.weight.data.mul_(0.5)
         optimizer.zero_grad()
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -215,8 +210,7 @@ def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_don
             assert isinstance(failure.__cause__, DeviceError)
         faulty.faults.clear()
         pair.optimizer.zero_grad()
-        pair.train(2, first=2)
-        pair.expect_same()
+        pair.train_same(2, first=2)
         pair.session.close()
     assert failed, "no transfer has failed"
 
@@ -253,8 +247,7 @@ def test_a_thread_that_ends_or_fails_in_any_way_is_a_failed_transfer(
             failed += 1
         EndsThread.error = None
         pair.optimizer.zero_grad()
-        pair.train(1, first=number)
-        pair.expect_same()
+        pair.train_same(1, first=number)
     assert failed, "no transfer has failed"
     pair.session.close()
 
@@ -279,8 +272,7 @@ def test_a_disk_that_is_full_in_an_early_write_back_is_named_with_the_moment_tha
             assert not store.state.in_flight
         faulty.faults.clear()
         pair.optimizer.zero_grad()
-        pair.train(2, first=2)
-        pair.expect_same()
+        pair.train_same(2, first=2)
         pair.session.close()
     assert early, "no write-back was early"
 
@@ -349,7 +341,6 @@ def test_a_forward_goes_on_where_one_of_its_transfers_has_failed(
             pair.model(batch(2))
         faulty.faults.clear()
         skipped += pair.model.skipped
-        pair.train(1, first=2)
-        pair.expect_same()
+        pair.train_same(1, first=2)
         pair.session.close()
     assert skipped, "no layer has failed"

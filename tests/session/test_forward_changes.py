@@ -68,8 +68,7 @@ class Changing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ids = (x[:, :4].float().abs() * 40).long() % WORDS
-        out: Tensor = self.change(self, x, ids)
-        return out
+        return self.change(self, x, ids)
 
     def look_up(self, ids: Tensor) -> Tensor:
         found: Tensor = self.words(ids)
@@ -243,8 +242,7 @@ def trained(make_both: Callable[..., Both]) -> Callable[..., Both]:
             return both
 
         both: Both = smallest(begin, machine)
-        both.train(steps - 1, first=1)
-        both.expect_same()
+        both.train_same(steps - 1, first=1)
         return both
 
     return train
@@ -270,8 +268,7 @@ def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
     both = trained("fp32", partial(Changing, change), steps=3, step=step, machine=MACHINES[tiers](tmp_path / "disk"))
     with torch.no_grad():  # an evaluation changes them too
         assert same_bits(both.twin.model(batch(9)), both.model(batch(9)))
-    both.train(1, first=3)
-    both.expect_same()
+    both.train_same(1, first=3)
     if change != "bag":  # what it leaves for backward takes 8 bytes more than on fake tensors
         expect_planned(both.session, 4)
 
@@ -398,8 +395,7 @@ def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(
     make_both: Callable[..., Both], kind: str
 ) -> None:
     both = make_both(kind, partial(Asking, "clamp"), device="emulated", device_memory=9 * SLOT)
-    both.train(6)
-    both.expect_same()
+    both.train_same(6)
     stats = both.session.stats()
     assert stats.planned_steps >= 2, stats.reason
     assert stats.reactive_steps >= 1
@@ -574,8 +570,7 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
 ) -> None:
     """A disk that fails at any read that the change asks for: of the weight, or of what completes its master."""
     pair = make_both("bf16", mlp, **on_disk)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
     weight, failed = pair.model[0].weight, 0
     while True:
         with torch.no_grad():
@@ -615,8 +610,7 @@ def test_a_change_whose_master_cannot_be_reached_is_no_change(
             break
         faulty.faults.clear()
         pair.session.optimizer.zero_grad()
-        pair.train(1, first=2)
-        pair.expect_same()
+        pair.train_same(1, first=2)
         pair.session.close()
     faulty.faults.clear()
     assert failed >= 3

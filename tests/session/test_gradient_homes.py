@@ -28,6 +28,7 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     WIDTH,
+    Layers,
     adamw,
     assert_same,
     batch,
@@ -72,7 +73,7 @@ def chunks(count: int, nbytes: int) -> int:
     return count * CHUNK * nbytes
 
 
-class Repeated(nn.Module):
+class Repeated(Layers):
     """Layers that are used again before all of them run once, each time recomputed in a graph of its own.
 
     Args:
@@ -81,7 +82,6 @@ class Repeated(nn.Module):
 
     def __init__(self, kept: int = 0) -> None:
         super().__init__()
-        self.layers = mlp()
         self.kept, self.hidden = kept, 0
 
     def forward(self, x: Tensor, kept: int | None = None) -> Tensor:
@@ -89,8 +89,7 @@ class Repeated(nn.Module):
         for layer in self.layers[: 2 * ((self.kept if kept is None else kept) + self.hidden) : 2]:
             for _ in range(2):
                 x = checkpoint(layer, x, use_reentrant=True)
-        loss: Tensor = self.layers(x).float().square().mean()
-        return loss
+        return self.layers(x).float().square().mean()
 
 
 class Tied(nn.Module):
@@ -103,41 +102,30 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.layers[:2], x.clone().requires_grad_(), use_reentrant=True)
-        loss: Tensor = self.layers[2:](x).float().square().mean()
-        return loss
+        return self.layers[2:](x).float().square().mean()
 
 
-class Detached(nn.Module):
+class Detached(Layers):
     """A weight that is also used without being told so: its bytes may be needed after its gradient has come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         x = F.linear(self.layers(x), self.layers[4].weight.detach())
-        loss: Tensor = x.float().square().mean()
-        return loss
+        return x.float().square().mean()
 
 
 class Box:
     """An input that a trial run could change."""
 
 
-class Branches(nn.Module):
+class Branches(Layers):
     """What nobody can foresee without running it: it depends on a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
 
     def forward(self, x: Tensor, depends: bool = True, box: Box | None = None) -> Tensor:
         x = self.layers(x)
         if depends and x.sum() > 1e9:
             x = x * 2
-        loss: Tensor = x.float().square().mean()
-        return loss
+        return x.float().square().mean()
 
 
 KEPT: Mapping[str, tuple[Callable[[], nn.Module], int]] = {

@@ -23,6 +23,7 @@ from tests.session.builders import (
     assert_same,
     backward,
     batch,
+    finish,
     loss_of,
     mlp,
     train_step,
@@ -97,8 +98,7 @@ def test_a_users_hooks_see_the_gradient_as_in_pytorch(make_pair: MakePair, on_di
     pair = make_pair(before=watch, **on_disk)
     pair.train(2)
     pair.each(lambda model, optimizer: model[6].bias.register_hook(lambda gradient: gradient + 1))
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 @pytest.mark.parametrize("inputs", [lambda m: [m[0].weight, m[4].bias], lambda m: list(m.parameters())])
@@ -108,8 +108,7 @@ def test_autograd_grad_gives_gradients_to_the_caller_only(
     pair = make_pair(**on_disk)
     pair.same(lambda model, _: torch.autograd.grad(loss_of(model), inputs(model)))
     assert list(pair.session.gradients()) == []
-    pair.train(1)
-    pair.expect_same()
+    pair.train_same(1)
 
 
 # zeroing
@@ -122,8 +121,7 @@ def test_forgetting_gradients_through_the_model_at_the_minimum_works(make_pair: 
     pair.each(lambda model, optimizer: optimizer.step())
     pair.plain.zero_grad()
     pair.model.zero_grad()
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 def test_a_gradient_that_is_held_is_zeroed_in_place_as_in_pytorch(make_pair: MakePair) -> None:
@@ -151,8 +149,7 @@ def test_only_the_groups_parameters_are_zeroed_by_the_optimizer(make_pair: MakeP
     assert {name for name, _ in pair.session.gradients()} == {"0.weight", "0.bias"}
     pair.plain.zero_grad()
     pair.model.zero_grad()
-    pair.train(1, first=3)
-    pair.expect_same()
+    pair.train_same(1, first=3)
 
 
 def test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk(make_pair: MakePair) -> None:
@@ -182,8 +179,7 @@ def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> 
             self.layers, self.unused = mlp(), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layers(x)
-            return out
+            return self.layers(x)
 
     def freeze(model: nn.Module, _: Any) -> None:
         model.layers[2].requires_grad_(False)
@@ -239,8 +235,7 @@ def test_a_gradient_let_go_of_in_the_middle_of_a_backward_is_let_go(
         model[2].weight.register_post_accumulate_grad_hook(let_go)
 
     pair = make_pair(before=watch, **on_disk)
-    pair.train(3)
-    pair.expect_same()
+    pair.train_same(3)
 
 
 # accumulation and clipping
@@ -251,8 +246,7 @@ def test_two_graphs_and_one_backward_add_up_as_autograd_adds(make_pair: MakePair
     pair.each(lambda model, _: (loss_of(model, 0) + 2 * loss_of(model, 1)).backward())
     pair.expect_same_gradients()
     pair.step()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 def clip_plain(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -285,8 +279,7 @@ def test_a_gradient_that_is_not_finite_goes_where_it_goes_in_pytorch(make_pair: 
         pair = make_pair()
         pair.train(1)
         pair.each(spoil, value)
-        pair.train(1, first=1)
-        pair.expect_same()
+        pair.train_same(1, first=1)
         weights = pair.session.state_dict()
         assert weights["0.weight"].isnan().any() or weights["0.weight"].isinf().any()
 
@@ -320,8 +313,7 @@ def test_gradients_are_not_to_be_had_with_in_backward(make_pair: MakePair) -> No
     train_step(pair.plain, pair.plain_optimizer, 2)
     pair.optimizer.step()
     pair.optimizer.zero_grad()
-    pair.train(1, first=3)
-    pair.expect_same()
+    pair.train_same(1, first=3)
 
 
 def test_hyper_parameters_are_read_when_the_backward_begins(make_pair: MakePair) -> None:
@@ -389,12 +381,7 @@ def test_a_functional_use_counts_like_a_modules(make_pair: MakePair, on_disk: di
 
     def regularised(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
         loss = loss_of(model, number) + sum(p.square().sum() for p in model.parameters()) * 1e-2
-        loss = loss + F.linear(batch(number), model[0].weight).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish(loss + F.linear(batch(number), model[0].weight).mean(), optimizer)
 
     pair = make_pair(**on_disk)
-    pair.train(3, by=regularised)
-    pair.expect_same()
+    pair.train_same(3, by=regularised)

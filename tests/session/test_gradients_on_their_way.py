@@ -114,8 +114,7 @@ def test_whatever_is_done_before_the_step_has_the_values_that_it_would_have(
     pair.each(act)
     pair.expect_same_gradients()
     pair.step()
-    pair.train(2, first=4)
-    pair.expect_same()
+    pair.train_same(2, first=4)
 
 
 def test_a_checkpoint_with_gradients_on_their_way_is_that_of_before_the_step(pair: Pair, tmp_path: Any) -> None:
@@ -123,8 +122,7 @@ def test_a_checkpoint_with_gradients_on_their_way_is_that_of_before_the_step(pai
     assert on_their_way(pair)
     pair.session.save_checkpoint(tmp_path / "saved")
     pair.step()
-    pair.train(2, first=4)
-    pair.expect_same()
+    pair.train_same(2, first=4)
     pair.session.load_checkpoint(tmp_path / "saved")
 
 

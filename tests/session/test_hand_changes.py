@@ -196,8 +196,7 @@ def test_a_change_by_hand_reaches_the_master_or_is_refused(make_pair: MakePair, 
     except BudgetError:
         assert change is vector, "it holds views of all parameters at once"
         return
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 @pytest.mark.parametrize("change", [add, by_data, by_numpy, foreach, initialise], ids=lambda change: change.__name__)
@@ -222,8 +221,7 @@ def test_a_weight_that_is_re_pointed_is_refused_at_once(make_pair: MakePair, of:
     with pytest.raises(RuntimeError, match="placeholder|Storage that is invalid"), torch.no_grad():
         of(pair.model[0].weight).set_(torch.ones(32, 32))
     assert pair.model[0].weight.shape == (32, 32)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +235,7 @@ def test_a_weight_that_is_resized_is_refused_and_keeps_its_values(make_pair: Mak
     with pytest.raises((StateError, RuntimeError)), torch.no_grad():
         resize(pair.model[0].weight)
     assert pair.model[0].weight.shape == (32, 32)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 # averages
@@ -293,8 +290,7 @@ def test_weights_swapped_with_an_average_for_an_evaluation(make_pair: MakePair) 
     pair = make_pair()
     pair.train(1)
     pair.same(evaluate_average)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 # aliases that outlive the moment
@@ -337,8 +333,7 @@ def test_weights_changed_between_forward_and_backward_are_an_error(
             loss.backward()
         del loss
         model.zero_grad()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 def test_the_error_for_changed_weights_is_a_state_error_that_says_what_to_do(make_pair: MakePair) -> None:
@@ -444,5 +439,4 @@ def test_the_address_of_an_alias_stays_its_address(make_pair: MakePair) -> None:
         dict(pair.session.state_dict())  # the update is over
     assert state["weight"].data_ptr() == address
     del state
-    pair.train(1, first=4)
-    pair.expect_same()
+    pair.train_same(1, first=4)

@@ -42,8 +42,7 @@ class Hooked(nn.Module):
         x = self.first(x)
         for register in self.in_forward:
             register(x)
-        out: Tensor = self.rest(self.scaled(x, by=0.5))
-        return out
+        return self.rest(self.scaled(x, by=0.5))
 
 
 class Scaled(nn.Module):

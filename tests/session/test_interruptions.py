@@ -76,8 +76,7 @@ def test_an_interruption_at_any_line_loses_nothing(
         else:
             begun.session.load_checkpoint(tmp_path / f"{trial}-again")
             begun.optimizer.zero_grad()
-        begun.train(2, first=2)
-        begun.expect_same()
+        begun.train_same(2, first=2)
         for one in (pair, begun):
             one.session.close()
     assert interrupted, "nothing was interrupted"

@@ -27,10 +27,8 @@ from tests.session.builders import EMULATED, MACHINES, MakePair, backward
 @pytest.mark.parametrize("when", LANES)
 def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: MakePair, tmp_path: Path) -> None:
     pair = make_pair(make_lane=LANES[when](0), **MACHINES[machine](tmp_path / "disk"))
-    pair.train(2)
-    pair.expect_same()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(2)
+    pair.train_same(1, first=2)
 
 
 @pytest.mark.campaign
@@ -39,8 +37,7 @@ def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: Ma
 @pytest.mark.parametrize("when", ["in a random order", "late by chance"])
 def test_no_bit_depends_on_any_seed(when: str, machine: str, seed: int, make_pair: MakePair, tmp_path: Path) -> None:
     pair = make_pair(make_lane=LANES[when](seed), **MACHINES[machine](tmp_path / "disk"))
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
 
 
 def test_an_emulated_link_takes_its_time_and_changes_no_bit(make_pair: MakePair) -> None:
@@ -55,8 +52,7 @@ def test_an_emulated_link_takes_its_time_and_changes_no_bit(make_pair: MakePair)
 
 def test_late_transfers_change_no_bit(machine: dict[str, Any], make_pair: MakePair) -> None:
     pair = make_pair(with_options={"stress_seed": 3}, **machine)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
 
 
 def test_close_ends_what_is_under_way(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
@@ -149,8 +145,7 @@ def test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_ag
     # With transfers that outlast moments, it may have come in another wait than for one of them.
     assert prefetch is None or not pair.session._parts.executor.store.state.in_flight
     pair.optimizer.zero_grad()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 def test_after_an_interruption_steps_are_planned_again(
@@ -183,8 +178,7 @@ def test_what_a_second_interruption_has_left_ends_with_the_next_use(
     assert interrupted.waits == 4
     assert pair.session._parts.executor.store.state.in_flight
     pair.optimizer.zero_grad()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 @pytest.mark.sampled
@@ -207,5 +201,4 @@ def test_an_interruption_between_a_wait_and_its_note_is_settled(
         backward(pair.model, number=2)
     assert not pair.session._parts.executor.store.state.in_flight
     pair.optimizer.zero_grad()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)

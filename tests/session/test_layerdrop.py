@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.trace import Trace
-from tests.session.builders import SLOT, WIDTH, MakePair, adamw, batch, options
+from tests.session.builders import SLOT, WIDTH, MakePair, adamw, batch, finish, options
 
 ROWS = 96  # so many that activations, and not the update's four planes, need the largest budget
 LAYERS = 5
@@ -87,11 +87,7 @@ def dropping(*args: Any, **keywords: Any) -> Callable[[], Dropping]:
 
 def one_step(model: Any, optimizer: Any, number: int, *, rows: int = ROWS) -> Tensor:
     torch.manual_seed(number)
-    loss = model(batch(number, rows=rows))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return finish(model(batch(number, rows=rows)), optimizer)
 
 
 def foreseen(build: Callable[[], Dropping]) -> Trace:
@@ -201,8 +197,7 @@ def test_in_the_smallest_budget_that_is_accepted_every_draw_fits(
 
     nbytes = smallest_accepted(build, step=step, **TIERS[tiers](5 * SLOT, tmp_path / "first"))
     pair = make_pair(build, step=step, **TIERS[tiers](nbytes, tmp_path / "disk"))
-    pair.train(STEPS, by=one_step)
-    pair.expect_same()
+    pair.train_same(STEPS, by=one_step)
     kept = set(pair.plain.kept)
     assert min(kept) < LAYERS - 1, "no draw dropped several"
     assert max(kept) >= LAYERS - (probability >= 0.5), "none kept them"
@@ -270,11 +265,7 @@ def test_a_loss_that_no_forecast_sees_is_learned_from_a_step_that_keeps_all_laye
 
     def act(model: Any, optimizer: Any, number: int) -> Tensor:
         torch.manual_seed(number)
-        loss = model(batch(number, rows=ROWS))["used"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach().clone()  # type: ignore[no-any-return]
+        return finish(model(batch(number, rows=ROWS))["used"], optimizer)
 
     pair = make_pair(build, device="emulated", device_memory="64MiB")
     pair.train(2 * STEPS, by=act)
@@ -402,16 +393,11 @@ def test_transformers_with_layerdrop(make_pair: MakePair, name: str, checkpointi
 
     def act(model: Any, optimizer: Any, number: int) -> Tensor:
         torch.manual_seed(number)
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach().clone()
+        return finish(loss_of(model), optimizer)
 
     nbytes = smallest_accepted(build, act, device="emulated", device_memory="192KiB")
     pair = make_pair(build, device="emulated", device_memory=nbytes)
-    pair.train(8, by=act)
-    pair.expect_same()
+    pair.train_same(8, by=act)
     stats = pair.session.stats()
     assert stats.reactive_steps
     assert "cannot be traced" not in stats.reason

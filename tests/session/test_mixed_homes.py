@@ -71,16 +71,14 @@ def test_three_tiers_hold_what_two_could_not(make_pair: MakePair, tmp_path: Path
 
 def test_values_are_read_and_set_wherever_they_rest(make_pair: MakePair) -> None:
     pair = make_pair(device="emulated", device_memory=12 * SLOT, host_memory=16 * SLOT)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
     for weights in (pair.session.state_dict(), pair.plain.state_dict()):
         assert len(weights) == 2 * LAYERS
     torch.manual_seed(5)
     new = {name: torch.randn_like(value) for name, value in pair.plain.state_dict().items()}
     pair.plain.load_state_dict(new)
     pair.model.load_state_dict(new)
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 def test_as_little_as_can_be_rests_where_it_computes(make_pair: MakePair) -> None:
@@ -89,8 +87,7 @@ def test_as_little_as_can_be_rests_where_it_computes(make_pair: MakePair) -> Non
         assert homes(pair).get("device", 0) == here
         on_device = {ref.plane for ref, tier in store_of(pair.session).state.home.items() if tier is Tier.DEVICE}
         assert on_device <= {"weight"}
-        pair.train(1)
-        pair.expect_same()
+        pair.train_same(1)
         pair.session.close()
 
 

@@ -68,8 +68,7 @@ def test_groups_have_hyper_parameters_of_their_own(make_pair: MakePair) -> None:
     for optimizer in (pair.plain_optimizer, pair.original):
         optimizer.param_groups[0]["eps"] = 1e-4
         optimizer.param_groups[1]["weight_decay"] = 0.5
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_hyper_parameters_may_be_tensors(make_pair: MakePair) -> None:
@@ -77,14 +76,12 @@ def test_hyper_parameters_may_be_tensors(make_pair: MakePair) -> None:
     pair.train(2)
     for optimizer in (pair.plain_optimizer, pair.original):
         optimizer.param_groups[0]["lr"].fill_(2e-2)
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 def test_parameters_in_no_group_get_no_update(make_pair: MakePair) -> None:
     pair = make_pair(make_optimizer=lambda m: patrickstar.AdamW(list(m.parameters())[4:], lr=1e-2))
-    pair.train(3)
-    pair.expect_same()
+    pair.train_same(3)
     assert same_bits(mlp()[0].weight.detach(), pair.session.state_dict()["0.weight"])
 
 
@@ -131,8 +128,7 @@ def test_schedulers_keep_working_without_a_warning(name: str, when: str) -> None
 def test_state_that_there_is_already_is_taken_over(make_pair: MakePair) -> None:
     pair = make_pair(before=lambda model, optimizer: train(model, optimizer, 3))
     assert not pair.original.state
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_state_of_some_parameters_is_taken_over(make_pair: MakePair) -> None:
@@ -146,8 +142,7 @@ def test_state_of_some_parameters_is_taken_over(make_pair: MakePair) -> None:
             p.requires_grad_(True)
 
     pair = make_pair(before=train_a_part)
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
     assert {float(entry["step"]) for entry in pair.optimizer.state_dict()["state"].values()} == {2.0, 4.0}
 
 
@@ -156,8 +151,7 @@ def test_gradients_that_there_are_already_are_taken_over(make_pair: MakePair) ->
     pair.expect_same_gradients()
     pair.each(backward, 1)
     pair.step()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 def test_gradients_that_there_are_already_are_taken_over_with_in_backward_or_refused() -> None:
@@ -191,8 +185,7 @@ def test_a_loaded_optimizer_is_taken_over(make_pair: MakePair) -> None:
         mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     pair = make_pair(before=load)
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 # the original's own calls
@@ -242,8 +235,7 @@ def test_a_group_can_be_added(make_pair: MakePair) -> None:
     pair.train(2, first=2)
     scheduler.step()
     plain_scheduler.step()
-    pair.train(1, first=4)
-    pair.expect_same()
+    pair.train_same(1, first=4)
     assert len(pair.original.param_groups) == 2
 
 

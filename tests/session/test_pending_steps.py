@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.session.builders import (
     LAYERS,
     MACHINES,
     TIGHT,
+    Layers,
     MakePair,
     Pair,
     adamw,
@@ -131,8 +131,7 @@ def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_pat
     LOOKS[look](pending, tmp_path)
     pending.expect_same()
     assert pending_of(pending) is None
-    pending.train(3, first=3)
-    pending.expect_same()
+    pending.train_same(3, first=3)
 
 
 @pytest.mark.sampled
@@ -176,8 +175,7 @@ def test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update(pending
             model(batch(3))
         handle.remove()
     assert 0 < len(pending_of(pending).waiting) < LAYERS
-    pending.train(3, first=3)
-    pending.expect_same()
+    pending.train_same(3, first=3)
 
 
 @pytest.mark.sampled
@@ -198,8 +196,7 @@ def test_a_forward_that_is_left_half_way_and_a_step_after_it(
         hidden.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    pair.train(2, first=4)
-    pair.expect_same()
+    pair.train_same(2, first=4)
 
 
 @pytest.mark.sampled
@@ -216,8 +213,7 @@ def test_an_update_whose_transfer_fails_is_still_pending(
         backward(pair.model, number=3)
     faulty.faults.clear()
     pair.optimizer.zero_grad()
-    pair.train(3, first=3)
-    pair.expect_same()
+    pair.train_same(3, first=3)
 
 
 def test_the_disk_is_full_in_the_middle_of_what_is_written_back_between_updates(
@@ -230,63 +226,18 @@ def test_the_disk_is_full_in_the_middle_of_what_is_written_back_between_updates(
         backward(pair.model, number=3)
     faulty.faults.clear()
     pair.optimizer.zero_grad()
-    pair.train(3, first=3)
-    pair.expect_same()
-
-
-class Slow:
-    """Has each update wait until it may go on, in the lane's thread, while the caller is interrupted."""
-
-    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.may_end = threading.Event(), threading.Event()
-        passes = pair.session._parts.training._updates._passes["cpu"]
-        update = type(passes).update
-
-        def slow(passes: Any, *args: Any, **keywords: Any) -> None:
-            self.begun.set()
-            assert self.may_end.wait(60)
-            update(passes, *args, **keywords)
-
-        monkeypatch.setattr(type(passes), "update", slow)
-
-
-@pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pair], None]]:
-    """Has the first wait for an update interrupted while that is in the middle of its work."""
-
-    def arm_it(pair: Pair) -> None:
-        slow, store = Slow(pair, monkeypatch), pair.session._parts.executor.store
-        real_wait, real_land = type(store)._wait, type(store)._land
-
-        def wait(self: Any, issue: Issue) -> None:
-            if issue.of.plane == STEP and not slow.may_end.is_set():
-                assert slow.begun.wait(60)
-                raise KeyboardInterrupt
-            real_wait(self, issue)
-
-        def land(self: Any, issue: Issue) -> None:
-            threading.Timer(0.1, slow.may_end.set).start()
-            real_land(self, issue)
-            assert issue.of.plane != STEP or slow.may_end.is_set(), "it goes on while it is under way"
-
-        monkeypatch.setattr(type(store), "_wait", wait)
-        monkeypatch.setattr(type(store), "_land", land)
-
-    yield arm_it
-    monkeypatch.undo()
+    pair.train_same(3, first=3)
 
 
 @pytest.mark.parametrize("where", ["forward", "state"])
 def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
-    where: str, pending: Pair, interrupt: Callable[[Pair], None]
+    where: str, pending: Pair, interrupt: Callable[[Pair], Any]
 ) -> None:
-    interrupt(pending)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt(pending), pytest.raises(KeyboardInterrupt):
         backward(pending.model, number=3) if where == "forward" else pending.session.state_dict()["0.weight"]
     assert not pending.session._parts.executor.store.state.updates
     pending.optimizer.zero_grad()
-    pending.train(2, first=3)
-    pending.expect_same()
+    pending.train_same(2, first=3)
 
 
 def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
@@ -305,8 +256,7 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
         with pytest.raises(KeyboardInterrupt):
             backward(pending.model, number=3)
     assert len(pending_of(pending).waiting) == LAYERS
-    pending.train(2, first=3)
-    pending.expect_same()
+    pending.train_same(2, first=3)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
@@ -332,12 +282,11 @@ def test_what_somebody_holds_of_a_parameter_changes_no_step(
     assert torch.equal(*losses)
 
 
-class Skips(nn.Module):
+class Skips(Layers):
     """Layers, of which the user may have one left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.skipped: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -374,8 +323,7 @@ def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on
             pair.model(batch(3))
 
     in_forked_child(use)
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_an_update_is_waited_for_when_something_needs_it_and_not_before(make_pair: MakePair) -> None:

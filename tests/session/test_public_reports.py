@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import patrickstar
 from patrickstar import StateError
 from tests.parity.compare import same_bits
-from tests.session.builders import adamw, expect_bits
+from tests.session.builders import adamw, expect_bits, finish
 
 MakePair = Callable[..., Any]
 Forward = Callable[[Any, Tensor], Tensor]
@@ -82,11 +82,7 @@ VIEWS: dict[str, Forward] = {
 @pytest.mark.parametrize("use", VIEWS.values(), ids=VIEWS)
 def test_a_view_of_a_weight_keeps_its_traits_until_backward(make_pair: MakePair, use: Forward) -> None:
     def step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
-        loss = model(inputs(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish(model(inputs(number)), optimizer)
 
     for tight in ({"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}):
         pair = make_pair(lambda: Spectral(use), with_options={"chunk_size": 1024}, **tight)

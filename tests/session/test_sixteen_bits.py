@@ -16,7 +16,7 @@ from patrickstar import BudgetError
 from patrickstar.core.planes import REST
 from tests.parity.compare import compare_mappings, same_bits
 from tests.parity.oracle import narrow
-from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, adamw, batch, mlp, options
+from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Layers, adamw, batch, mlp, options
 from tests.session.masters import KINDS, Twin, expect_same, manage, managed_backward, managed_step
 
 Change = Callable[[nn.Module], Any]
@@ -268,20 +268,14 @@ def test_a_change_by_hand_is_carried_into_the_master(pair: tuple[Twin, nn.Module
     expect_same(twin, session)
 
 
-class Reentrant(nn.Module):
+class Reentrant(Layers):
     """All of it is one checkpointed block, which goes through every layer twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.twice, x.clone().requires_grad_(), use_reentrant=True)
-        return out
+        return checkpoint(self.twice, x.clone().requires_grad_(), use_reentrant=True)
 
     def twice(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(self.layers(x))
-        return out
+        return self.layers(self.layers(x))
 
 
 WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
@@ -326,8 +320,7 @@ class Normed(nn.Module):
         self.second = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
-        return out
+        return self.second(torch.tanh(self.norm(self.first(x))))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -153,8 +153,7 @@ def test_the_whole_model_is_pickled_as_an_ordinary_one(make_pair: MakePair) -> N
     assert is_ordinary(loaded)
     expect_bits(values(pair.plain), values(loaded))
     backward(loaded)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 @pytest.mark.parametrize("into", ["model", "session"])
@@ -166,8 +165,7 @@ def test_a_state_dict_of_plain_pytorch_is_loaded(make_pair: MakePair, into: str)
     pair.plain.load_state_dict(other.state_dict())
     (pair.model if into == "model" else pair.session).load_state_dict(other.state_dict())
     pair.expect_same()
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 @pytest.mark.parametrize("into", ["model", "session"])
@@ -185,8 +183,7 @@ def test_a_state_dict_of_another_type_is_rounded_as_copy_does(make_pair: MakePai
     other = {name: tensor.to(dtype) for name, tensor in mlp(9).state_dict().items()}
     pair.plain.load_state_dict(other)
     pair.session.load_state_dict(other)
-    pair.train(1)
-    pair.expect_same()
+    pair.train_same(1)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +226,7 @@ def test_loading_by_assignment_is_refused_with_what_to_do_instead(make_pair: Mak
     for name, parameter in original.items():
         module, _, leaf = name.rpartition(".")
         setattr(pair.model.get_submodule(module), leaf, parameter)
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 # the optimizer's
@@ -260,8 +256,7 @@ def test_a_state_dict_of_torchs_optimizer_is_loaded_and_goes_on_here(make_pair: 
         model.load_state_dict(trained.state_dict())
         mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert pair.original.param_groups[0]["betas"] == (0.7, 0.9)
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 def test_a_state_without_updates_is_loaded_over_one_with(make_pair: MakePair) -> None:
@@ -269,8 +264,7 @@ def test_a_state_without_updates_is_loaded_over_one_with(make_pair: MakePair) ->
     fresh = adamw(mlp()).state_dict()
     pair.train(2)
     pair.each(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(fresh)))
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 def test_an_optimizers_state_of_another_model_is_refused_before_anything_has_changed(make_pair: MakePair) -> None:

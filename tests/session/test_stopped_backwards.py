@@ -16,9 +16,9 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
 from tests.session.builders import SLOT, MakePair, Pair, assert_same, batch, expect_bits, store_of
-from tests.session.test_exceptions import Fragile, Trips, trip_in_backward
+from tests.session.test_exceptions import Fragile, trip_in_backward
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("disarmed")]
 
 ROOM = 8 * SLOT
 """Bytes of the tier that computes: every chunk can be updated whole, and must move."""
@@ -34,12 +34,6 @@ ROOMY: dict[str, Callable[[Path], dict[str, Any]]] = {
     },
 }
 WHERE = {"on the device": UpdateChoice(tier=lambda chunk: Tier.DEVICE), "as planned": None}
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Any:
-    yield
-    Trips.armed = False
 
 
 @pytest.fixture(params=ROOMY)

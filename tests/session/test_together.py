@@ -83,8 +83,7 @@ def test_closing_one_session_leaves_the_other(make_pair: MakePair) -> None:
     first.train(1)
     second.train(1)
     first.session.close()
-    second.train(2, first=1)
-    second.expect_same()
+    second.train_same(2, first=1)
     expect_bits(values(first.plain), values(first.model))
 
 
@@ -157,8 +156,7 @@ def test_a_deep_copy_is_an_ordinary_model(make_pair: MakePair) -> None:
     assert pair.session.stats().moved == before.moved, "a copy's forward is no event of the session's"
     with torch.no_grad():
         copied[0].weight.zero_()
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
@@ -171,8 +169,7 @@ def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
         for number in range(2):
             assert same_bits(train_step(plain, oracle, number), train_step(copied, session.optimizer, number))
         expect_bits(plain.state_dict(), dict(session.state_dict()))
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 def test_a_deep_copy_keeps_ties_and_gradients_as_in_pytorch(make_pair: MakePair) -> None:

@@ -14,6 +14,7 @@ from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
     ROOMY,
+    Layers,
     MakePair,
     adamw,
     batch,
@@ -97,12 +98,8 @@ def test_gradients_that_there_are_come_back_in_their_type_at_close() -> None:
 Inputs = namedtuple("Inputs", "x, scale")
 
 
-class Nested(nn.Module):
+class Nested(Layers):
     """Inputs in containers of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
 
     def forward(self, x: Any, more: Any = None, *, inputs: Any = None, flags: Any = None) -> torch.Tensor:
         assert x.dtype is torch.float32
@@ -114,8 +111,7 @@ class Nested(nn.Module):
             assert isinstance(inputs, Inputs)
             x = x * inputs.scale + inputs.x
         assert x.dtype is torch.float32
-        out: torch.Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def test_floating_inputs_are_cast_in_nested_containers_too(make_pair: MakePair) -> None:
@@ -141,15 +137,10 @@ def test_floating_inputs_are_cast_in_nested_containers_too(make_pair: MakePair) 
 def test_an_input_that_needs_no_cast_is_the_very_same_object(make_pair: MakePair) -> None:
     seen: list[Any] = []
 
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
+    class Looks(Layers):
         def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             seen.append(inputs)
-            out: torch.Tensor = self.layers(inputs["x"])
-            return out
+            return self.layers(inputs["x"])
 
     pair = make_pair(Looks)
     inputs = {"x": batch()}
@@ -180,8 +171,7 @@ class TiedModel(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.block(self.block(self.embed(tokens))))
-        return out
+        return self.head(self.block(self.block(self.embed(tokens))))
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
@@ -206,10 +196,9 @@ def test_tied_weights_are_one_parameter(make_pair: MakePair, step: str) -> None:
     assert pair.model.head.weight is pair.model.embed.weight
 
 
-class Buffered(nn.Module):
+class Buffered(Layers):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.norm = nn.BatchNorm1d(32)
         self.register_buffer("calls", torch.tensor(0))
         self.register_buffer("frequencies", torch.linspace(0, 1, 32, dtype=torch.float64), persistent=False)
@@ -217,8 +206,7 @@ class Buffered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        out: torch.Tensor = self.norm(self.layers(x + self.frequencies.float() + self.offset.float()))
-        return out
+        return self.norm(self.layers(x + self.frequencies.float() + self.offset.float()))
 
 
 def test_buffers_change_as_in_pytorch_and_keep_or_get_back_their_types(make_pair: MakePair) -> None:
@@ -227,8 +215,7 @@ def test_buffers_change_as_in_pytorch_and_keep_or_get_back_their_types(make_pair
     assert pair.model.offset.dtype is torch.float32
     assert pair.model.calls.dtype is torch.int64
     pair.plain.offset = pair.plain.offset.float()
-    pair.train(3)
-    pair.expect_same()
+    pair.train_same(3)
     assert pair.model.calls.item() == pair.plain.calls.item() == 3, "a trial run changes no buffer"
     assert same_bits(pair.plain.norm.running_var, pair.model.norm.running_var)
     pair.session.close()
@@ -240,8 +227,7 @@ def test_a_buffer_that_is_replaced_after_manage_is_the_one_that_is_saved(make_pa
     pair = make_pair(Buffered)
     for model in (pair.plain, pair.model):
         model.offset = torch.zeros(32)
-    pair.train(1)
-    pair.expect_same()
+    pair.train_same(1)
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
@@ -278,8 +264,7 @@ def test_a_strided_weight_keeps_its_strides(make_pair: MakePair) -> None:
 
     pair = make_pair(build)
     assert pair.model[2].weight.stride() == (1, 32)
-    pair.train(3)
-    pair.expect_same()
+    pair.train_same(3)
     pair.session.close()
     assert pair.model[2].weight.stride() == (1, 32)
 
@@ -300,16 +285,13 @@ def test_parameters_that_share_memory_without_being_one_are_given_memory_of_thei
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (5, 1, 3)])
 def test_odd_shapes(make_pair: MakePair, shape: tuple[int, ...]) -> None:
-    class Odd(nn.Module):
+    class Odd(Layers):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = mlp()
             self.odd = nn.Parameter(torch.ones(shape))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layers(x) * (1 + self.odd.sum())
-            return out
+            return self.layers(x) * (1 + self.odd.sum())
 
     pair = make_pair(Odd)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)

@@ -46,8 +46,7 @@ class Tied(nn.Module):
         self.register_buffer("mine", torch.arange(3.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.embed(x)))
-        return out
+        return self.head(self.norm(self.embed(x)))
 
 
 def tied(seed: int) -> Tied:
