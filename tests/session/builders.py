@@ -93,11 +93,11 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3, *, first: int = 0) -
     return torch.stack([train_step(model, optimizer, number) for number in range(first, first + steps)])
 
 
-def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> Callable[[], nn.Module]:
     """What makes the same bits at each call."""
 
     def build() -> nn.Module:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return make()
 
     return build

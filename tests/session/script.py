@@ -18,7 +18,8 @@
     lr*=.5, freeze(3), thaw(3), forget              all of the optimizer's state is forgotten
     keep, back, save, load, resume                  weights kept and loaded again; a checkpoint; it is loaded by another session, of another model
     evaluate, infer, copy, read                     a loss without a graph; a deep copy; everything that is held is compared
-    since, planned(2)                               since it was last asked, as many steps were planned and none was not
+    since, planned(2), planned(4,1)                 since it was last asked, as many steps were planned and none was not, or as many
+    4[forward zero backward step]                   four times
 
 What a word gives must have the same bits on both sides; at the end, so must everything that is held.
 """
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,9 +238,8 @@ class Script:
 
     def run(self, line: str) -> None:
         """Does every word of a line."""
-        for word in re.sub(
-            r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line
-        ).split():
+        line = re.sub(r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line)
+        for word in re.sub(r"(\d+)\[(.*?)\]", lambda said: f"{said[2]} " * int(said[1]), line).split():
             self.say(word)
 
     def say(self, word: str) -> None:
@@ -249,7 +249,7 @@ class Script:
             return self.compare()
         said = Word.of(word)
         if said.verb in ("since", "planned"):
-            return self.count(int(said.args) if said.args else None)
+            return self.count([int(number) for number in said.args.split(",") if number])
         act = _VERBS[said.verb]
         with _disable_current_modes():  # what the twin makes is no matter of the session's
             want = act(self.plain, said)
@@ -258,12 +258,12 @@ class Script:
         assert same, f"{' '.join(self.said)}: gives {got}, plain PyTorch {want}"
         return None
 
-    def count(self, planned: int | None) -> None:
-        """So many steps were planned since this was last called, and all of them."""
+    def count(self, wanted: Sequence[int]) -> None:
+        """So many steps were planned since this was last called, and as many were not: none, if nothing is said."""
         stats, before = self.managed.session.stats(), self.counted
         self.counted = stats.planned_steps, stats.reactive_steps
         found = tuple(now - then for now, then in zip(self.counted, before, strict=True))
-        assert planned is None or found == (planned, 0), (
+        assert not wanted or found == (*wanted, 0)[:2], (
             f"{' '.join(self.said)}: planned, reactive {found}: {stats.reason}"
         )
 

@@ -10,23 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from patrickstar import StateError
-from tests.parity.compare import same_bits
-from tests.session.builders import SLOT, Layers, MakePair, backward, batch, finish, loss_of, mlp, train_step
-
-
-def evaluate(model: nn.Module, _: Any) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        out: torch.Tensor = model(batch(9))
-    model.train()
-    return out
-
-
-def skip_the_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    loss = backward(model, number=9)
-    optimizer.zero_grad()
-    return loss
+from tests.session.builders import SLOT, Layers, MakePair, batch, finish, loss_of, mlp, train_step
 
 
 def a_layer_twice(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -50,20 +34,7 @@ def under_autocast(model: nn.Module, optimizer: Any) -> torch.Tensor:
     return finish(loss, optimizer)
 
 
-def with_anomaly_detection(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    with torch.autograd.set_detect_anomaly(True):
-        return train_step(model, optimizer, 9)
-
-
-DEPARTURES: list[Callable[[nn.Module, Any], Any]] = [
-    evaluate,
-    skip_the_step,
-    a_layer_twice,
-    backward_for_the_input,
-    recomputed,
-    under_autocast,
-    with_anomaly_detection,
-]
+DEPARTURES: list[Callable[[nn.Module, Any], Any]] = [a_layer_twice, backward_for_the_input, recomputed, under_autocast]
 
 
 @pytest.mark.parametrize("departure", DEPARTURES, ids=lambda departure: departure.__name__)
@@ -105,21 +76,6 @@ def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_
         pair.same(act)
     pair.expect_same()
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
-
-
-def test_a_functional_call_with_other_parameters_works_or_is_refused(make_pair: MakePair) -> None:
-    def act(model: nn.Module, _: Any) -> torch.Tensor:
-        others = {name: torch.full(p.shape, 0.25) for name, p in model.named_parameters()}
-        return torch.func.functional_call(model, others, (batch(9),))
-
-    pair = make_pair(device="emulated", device_memory=12 * SLOT)
-    pair.train(1)
-    try:
-        pair.same(act)
-    except StateError:
-        pass
-    pair.train_same(2, first=1)
-    assert pair.session.stats().planned_steps == 3
 
 
 class Branches(Layers):
@@ -263,39 +219,25 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", GENERATIONS)
-def test_generate_between_steps(make_pair: MakePair, how: str, on_disk: dict[str, Any]) -> None:
-    def generate(model: Any, _: Any) -> torch.Tensor:
+def test_generate_between_steps(make_pair: MakePair, how: str, machine: dict[str, Any]) -> None:
+    def generate(model: Any, _: Any) -> list[Any]:
         torch.manual_seed(5)
         model.eval()
-        found: torch.Tensor = model.generate(tokens(3), max_new_tokens=4, pad_token_id=0, **GENERATIONS[how])
+        found = model.generate(tokens(3), max_new_tokens=4, pad_token_id=0, **GENERATIONS[how])
         model.train()
-        return found
+        return found.tolist()  # type: ignore[no-any-return]
 
-    pair = make_pair(gpt2, **on_disk | {"host_memory": "256KiB"})
-    for number in range(2):
-        pair.each(step_on_text, number)
-    want, got = pair.each(generate)
-    assert want.tolist() == got.tolist()
-    before = pair.session.stats().planned_steps
+    tier = "device_memory" if "device_memory" in machine else "host_memory"
+    pair = make_pair(gpt2, **machine | {tier: "256KiB"})
+    pair.train(2, by=step_on_text)
+    pair.same(generate)
+    before = pair.session.stats()
     pair.train_same(2, first=2, by=step_on_text)
-    assert pair.session.stats().planned_steps == before + 2, pair.session.stats().reason
-
-
-def test_generate_on_a_device_with_a_bound(make_pair: MakePair) -> None:
-    def generate(model: Any, _: Any) -> torch.Tensor:
-        model.eval()
-        found: torch.Tensor = model.generate(tokens(3), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        model.train()
-        return found
-
-    pair = make_pair(gpt2, device="emulated", device_memory="256KiB")
-    pair.each(step_on_text, 0)
-    want, got = pair.each(generate)
-    assert want.tolist() == got.tolist()
-    pair.each(step_on_text, 1)
-    pair.expect_same()
-    assert pair.session.stats().peak["device"] <= 256 * 1024
+    after = pair.session.stats()
+    assert after.planned_steps == before.planned_steps + 2, after.reason
+    assert after.peak[tier.partition("_")[0]] <= 256 * 1024
 
 
 def test_sequences_of_other_lengths_each_have_their_plan(make_pair: MakePair) -> None:
@@ -314,21 +256,6 @@ def test_recomputed_blocks(make_pair: MakePair, reentrant: bool) -> None:
     pair = make_pair(gpt2, before=recompute, device="emulated", device_memory="256KiB")
     pair.train_same(3, by=step_on_text)
     assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
-
-
-def test_hooks_of_the_users_own_see_ordinary_values(make_pair: MakePair) -> None:
-    def watch(model: nn.Module, _: Any) -> list[torch.Tensor]:
-        seen: list[torch.Tensor] = []
-        model[2].register_forward_pre_hook(lambda module, args: seen.append(module.weight.detach().clone()))
-        model[4].register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
-        model.register_forward_hook(lambda module, args, out: seen.append(module[0].bias.sum().detach().clone()))
-        return seen
-
-    pair = make_pair(device="emulated", device_memory=8 * SLOT)
-    want, got = pair.each(watch)
-    pair.train_same(2)
-    assert len(want) == 6
-    assert all(same_bits(a, b) for a, b in zip(want, got[-6:], strict=True))
 
 
 def test_backward_on_another_thread(make_pair: MakePair) -> None:

@@ -138,13 +138,14 @@ def test_files_are_gone_after_an_exception(tmp_path: Path) -> None:
     assert not ours(tmp_path)
 
 
-def test_two_sessions_share_a_directory(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pairs = [make_pair(lambda seed=seed: mlp(seed), **on_disk) for seed in (0, 1)]
-    for number in range(2):
+def test_sessions_take_turns_and_share_a_directory(make_pair: MakePair, machine: dict[str, Any]) -> None:
+    pairs = [make_pair(lambda seed=seed: mlp(seed), **machine) for seed in (0, 1)]
+    for number in range(3):
         for pair in pairs:
             pair.each(train_step, number)
     for pair in pairs:
         pair.expect_same()
+        assert pair.session.stats().planned_steps == 3
 
 
 def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) -> None:

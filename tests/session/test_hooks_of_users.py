@@ -82,6 +82,12 @@ KINDS: Mapping[str, Callable[[Hooked, Seen], Any]] = {
     "forward, always called": lambda m, seen: m.rest.register_forward_hook(note(seen), always_call=True, prepend=True),
     "forward, another output": lambda m, seen: m.rest[0].register_forward_hook(doubling(seen)),
     "before forward": lambda m, seen: m.first[0].register_forward_pre_hook(note(seen)),
+    "before forward, reads a weight": lambda m, seen: m.first[0].register_forward_pre_hook(
+        lambda module, args: write_down(seen, module.weight)
+    ),
+    "forward, reads a weight of another": lambda m, seen: m.register_forward_hook(
+        lambda *given: write_down(seen, m.rest[0].bias.sum())
+    ),
     "before forward, of the model": lambda m, seen: m.register_forward_pre_hook(note(seen), prepend=True),
     "before forward, with keywords": lambda m, seen: m.scaled.register_forward_pre_hook(note(seen), with_kwargs=True),
     "before forward, another input": lambda m, seen: m.rest[0].register_forward_pre_hook(doubling(seen)),

@@ -79,12 +79,6 @@ def test_hyper_parameters_may_be_tensors(make_pair: MakePair) -> None:
     pair.train_same(1, first=2)
 
 
-def test_parameters_in_no_group_get_no_update(make_pair: MakePair) -> None:
-    pair = make_pair(make_optimizer=lambda m: patrickstar.AdamW(list(m.parameters())[4:], lr=1e-2))
-    pair.train_same(3)
-    assert same_bits(mlp()[0].weight.detach(), pair.session.state_dict()["0.weight"])
-
-
 # schedulers
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

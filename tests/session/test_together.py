@@ -68,16 +68,6 @@ def test_two_sessions_leave_nothing_behind(make_pair: MakePair) -> None:
     assert not _get_current_dispatch_mode_stack()
 
 
-def test_sessions_take_turns(make_pair: MakePair) -> None:
-    pairs = [make_pair(lambda seed=seed: mlp(seed)) for seed in (0, 1)]
-    for number in range(3):
-        for pair in pairs:
-            pair.each(train_step, number)
-    for pair in pairs:
-        pair.expect_same()
-        assert pair.session.stats().planned_steps == 3
-
-
 def test_closing_one_session_leaves_the_other(make_pair: MakePair) -> None:
     first, second = make_pair(lambda: mlp(0)), make_pair(lambda: mlp(1))
     first.train(1)
@@ -186,15 +176,6 @@ def test_a_deep_copy_keeps_ties_and_gradients_as_in_pytorch(make_pair: MakePair)
         assert (want.grad is None) == (got.grad is None), name
         assert want.grad is None or same_bits(want.grad, got.grad), name
     pair.expect_same_gradients()
-
-
-def test_a_deep_copy_in_the_middle_of_a_step(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: optimizer.step())
-    expect_bits(values(copy.deepcopy(pair.plain)), values(copy.deepcopy(pair.model)))
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.expect_same()
 
 
 # without an optimizer
