@@ -17,6 +17,7 @@ from patrickstar.core.planes import STEP
 from patrickstar.plan.actions import Issue
 from patrickstar.testing.faults import FaultyIO
 from tests.session.builders import MACHINES, Pair, store_of
+from tests.session.script import Script
 from tests.session.test_exceptions import Trips
 
 
@@ -51,6 +52,20 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
     yield make
     for pair in pairs:
         pair.session.close()
+
+
+@pytest.fixture
+def make_script() -> Iterator[Callable[..., Script]]:
+    """Makes scripts whose sessions are closed when the test is over, whatever has become of them."""
+    scripts: list[Script] = []
+
+    def make(*args: Any, **keywords: Any) -> Script:
+        scripts.append(Script(*args, **keywords))
+        return scripts[-1]
+
+    yield make
+    for script in scripts:
+        script.managed.close()
 
 
 @pytest.fixture(params=MACHINES)

@@ -236,10 +236,21 @@ class Script:
         self.said: list[str] = []
         self.counted = (0, 0)
 
+    @property
+    def session(self) -> Any:
+        return self.managed.session
+
+    @property
+    def model(self) -> Any:
+        """The managed one."""
+        return self.managed.model
+
     def run(self, line: str) -> None:
         """Does every word of a line."""
         line = re.sub(r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line)
-        for word in re.sub(r"(\d+)\[(.*?)\]", lambda said: f"{said[2]} " * int(said[1]), line).split():
+        while repeated := re.search(r"(\d+)\[([^][]*)\]", line):
+            line = line.replace(repeated[0], f"{repeated[2]} " * int(repeated[1]))
+        for word in line.split():
             self.say(word)
 
     def say(self, word: str) -> None:
@@ -257,6 +268,21 @@ class Script:
         same = same_bits(want, got) if isinstance(want, Tensor) and isinstance(got, Tensor) else want == got
         assert same, f"{' '.join(self.said)}: gives {got}, plain PyTorch {want}"
         return None
+
+    def weights(self, change: Callable[[nn.Module], Any]) -> None:
+        """Both models' weights are changed by hand."""
+        for side in (self.plain, self.managed):
+            side.with_weights(lambda: change(side.model))
+        self.said.append(getattr(change, "__name__", "weights"))
+
+    def gradients(self, act: Callable[[nn.Module], Any], *, changes: bool) -> None:
+        """Both models' gradients are read or changed by hand, with the same result."""
+        numbers = range(len(self.plain.parameters)) if changes else ()
+        want, got = (
+            side.with_gradients(lambda: act(side.model), changes=numbers) for side in (self.plain, self.managed)
+        )
+        self.said.append(getattr(act, "__name__", "gradients"))
+        assert not isinstance(want, Tensor) or same_bits(want, got), f"{' '.join(self.said)}: gives {got}, not {want}"
 
     def count(self, wanted: Sequence[int]) -> None:
         """So many steps were planned since this was last called, and as many were not: none, if nothing is said."""

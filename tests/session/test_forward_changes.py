@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,6 @@ from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.planes import REST, WEIGHT
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.testing.faults import FaultyIO
-from tests.parity.compare import same_bits
 from tests.session.builders import (
     CHUNK,
     EMULATED,
@@ -33,12 +32,11 @@ from tests.session.builders import (
     backward,
     batch,
     expect_bits,
-    held_states,
     mlp,
-    states,
     values,
 )
-from tests.session.masters import KINDS, Twin, expect_same, manage, managed_step
+from tests.session.masters import KINDS, manage
+from tests.session.script import Script
 from tests.session.test_disk_tier import arm
 from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, in_kind, watched
 
@@ -48,6 +46,9 @@ WORDS = 96
 
 def nothing() -> None:
     pass
+
+
+MakeScript = Callable[..., Script]
 
 
 class Changing(nn.Module):
@@ -190,6 +191,18 @@ def expect_planned(session: Any, steps: int) -> None:
     assert sum(stats.moved.values()), "nothing moved, which shows nothing"
 
 
+@pytest.fixture
+def changing(make_script: MakeScript) -> MakeScript:
+    """Makes scripts of models that change weights in their forward, of which masters that are kept by hand are told."""
+
+    def make(*args: Any, **keywords: Any) -> Script:
+        script = make_script(*args, **keywords)
+        script.plain.model.told = script.plain.twin.carry
+        return script
+
+    return make
+
+
 def chosen(*axes: Iterable[str], always: Callable[..., bool]) -> list[Any]:
     """All combinations; those that are not `always` run have every part in another, and are for `make test-full`."""
     return [
@@ -198,52 +211,21 @@ def chosen(*axes: Iterable[str], always: Callable[..., bool]) -> list[Any]:
     ]
 
 
-class Both:
-    """A session, and plain PyTorch with masters that are kept by hand and told of the forward's changes; in fp32 the weights are the masters."""
-
-    def __init__(self, kind: str, build: Callable[[], Any], **keywords: Any) -> None:
-        self.twin, self.model = Twin(kind, build), build()
-        self.twin.model.told = self.twin.carry  # type: ignore[assignment]
-        self.session = manage(self.model, kind, **keywords)
-
-    def train(self, steps: int, *, first: int = 0) -> None:
-        for number in range(first, first + steps):
-            want, got = self.twin.step(first=number), managed_step(self.session, self.model, first=number)
-            assert all(map(same_bits, want, got)), number
-
-    def expect_same(self) -> None:
-        expect_same(self.twin, self.session)
-        expect_bits(states(self.twin.optimizer), held_states(self.session))
-
-
 @pytest.fixture
-def make_both() -> Iterator[Callable[..., Both]]:
-    made: list[Both] = []
-
-    def make(*args: Any, **keywords: Any) -> Both:
-        made.append(Both(*args, **keywords))
-        return made[-1]
-
-    yield make
-    for both in made:
-        both.session.close()
-
-
-@pytest.fixture
-def trained(make_both: Callable[..., Both]) -> Callable[..., Both]:
+def trained(changing: MakeScript) -> MakeScript:
     """Makes one that trains some steps with the smallest budget of the tier that computes for which no BudgetError is raised."""
 
     def train(
         kind: str, build: Callable[[], Any], *, steps: int = 4, machine: Mapping[str, Any] = EMULATED, **keywords: Any
-    ) -> Both:
-        def begin(**memory: Any) -> Both:
-            both = make_both(kind, build, **keywords, **memory)
-            both.train(1)
-            return both
+    ) -> Script:
+        def begin(**memory: Any) -> Script:
+            script = changing(kind, build, **keywords, **memory)
+            script.run("train")
+            return script
 
-        both: Both = smallest(begin, machine)
-        both.train_same(steps - 1, first=1)
-        return both
+        script: Script = smallest(begin, machine)
+        script.run(f"train({steps - 1}) read")
+        return script
 
     return train
 
@@ -263,14 +245,13 @@ def trained(make_both: Callable[..., Both]) -> Callable[..., Both]:
     ),
 )
 def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
-    trained: Callable[..., Both], tmp_path: Path, change: str, step: str, tiers: str
+    trained: MakeScript, tmp_path: Path, change: str, step: str, tiers: str
 ) -> None:
-    both = trained("fp32", partial(Changing, change), steps=3, step=step, machine=MACHINES[tiers](tmp_path / "disk"))
-    with torch.no_grad():  # an evaluation changes them too
-        assert same_bits(both.twin.model(batch(9)), both.model(batch(9)))
-    both.train_same(1, first=3)
+    """An evaluation changes it too."""
+    script = trained("fp32", partial(Changing, change), steps=3, step=step, machine=MACHINES[tiers](tmp_path / "disk"))
+    script.run("evaluate train read")
     if change != "bag":  # what it leaves for backward takes 8 bytes more than on fake tensors
-        expect_planned(both.session, 4)
+        expect_planned(script.session, 4)
 
 
 @pytest.mark.sampled
@@ -286,19 +267,17 @@ def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
     ),
 )
 def test_what_the_forward_changes_is_carried_into_masters(
-    trained: Callable[..., Both], tmp_path: Path, change: str, kind: str, tiers: str
+    trained: MakeScript, tmp_path: Path, change: str, kind: str, tiers: str
 ) -> None:
     """Changed elements are their own masters, all others keep theirs."""
-    both = trained(kind, partial(Changing, change), machine=MACHINES[tiers](tmp_path / "disk"))
+    script = trained(kind, partial(Changing, change), machine=MACHINES[tiers](tmp_path / "disk"))
     if change != "bag":
-        expect_planned(both.session, 4)
+        expect_planned(script.session, 4)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16-fp32"])
 @pytest.mark.parametrize("change", ["embedding", "clamp"])
-def test_masters_that_are_updated_in_backward_are_carried_too(
-    trained: Callable[..., Both], change: str, kind: str
-) -> None:
+def test_masters_that_are_updated_in_backward_are_carried_too(trained: MakeScript, change: str, kind: str) -> None:
     expect_planned(trained(kind, partial(Changing, change), step="in_backward").session, 4)
 
 
@@ -366,7 +345,7 @@ class Sometimes(Changing):
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", [0, 1], ids=["foreseen and not done", "done and not foreseen"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
-def test_a_change_that_depends_on_more_than_shapes(trained: Callable[..., Both], kind: str, first: int) -> None:
+def test_a_change_that_depends_on_more_than_shapes(trained: MakeScript, kind: str, first: int) -> None:
     """Where a forward does not do as its trace, the rest of the step is decided on the spot."""
 
     def build() -> Sometimes:
@@ -391,15 +370,14 @@ class Asking(Changing):
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
-def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(
-    make_both: Callable[..., Both], kind: str
-) -> None:
-    both = make_both(kind, partial(Asking, "clamp"), device="emulated", device_memory=9 * SLOT)
-    both.train_same(6)
-    stats = both.session.stats()
+def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(changing: MakeScript, kind: str) -> None:
+    script = changing(kind, partial(Asking, "clamp"), device="emulated", device_memory=9 * SLOT)
+    script.run("train(6) read")
+    stats = script.session.stats()
     assert stats.planned_steps >= 2, stats.reason
     assert stats.reactive_steps >= 1
-    assert any(map(writes_weights, next(iter(both.session._parts.stretches._known.values())).measured.moments[:4]))
+    (known,) = script.session._parts.stretches._known.values()
+    assert any(map(writes_weights, known.measured.moments[:4]))
 
 
 # recomputation
@@ -427,7 +405,7 @@ class Checkpointed(Changing):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_a_block_that_is_computed_again_changes_its_weights_again(
-    trained: Callable[..., Both], kind: str, reentrant: bool
+    trained: MakeScript, kind: str, reentrant: bool
 ) -> None:
     """And its backward reads what that has left, as in PyTorch."""
     expect_planned(trained(kind, partial(Checkpointed, reentrant=reentrant)).session, 4)
@@ -462,7 +440,7 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 @pytest.mark.parametrize("change", ["embedding", "by_index"])
-def test_tables_in_tiles_that_the_forward_changes(trained: Callable[..., Both], change: str, kind: str) -> None:
+def test_tables_in_tiles_that_the_forward_changes(trained: MakeScript, change: str, kind: str) -> None:
     """The table, which alone has more rows than a tile, is put together as a whole to be changed."""
     session = trained(kind, partial(Changing, change), given={"tile_rows": 40}).session
     assert session.layout.slices["words.weight"].tiles
@@ -484,7 +462,7 @@ class Averaging(Changing):
 
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
-def test_a_parameter_that_batch_norm_averages_into(trained: Callable[..., Both], kind: str) -> None:
+def test_a_parameter_that_batch_norm_averages_into(trained: MakeScript, kind: str) -> None:
     expect_planned(trained(kind, partial(Averaging, "clamp")).session, 4)
 
 
@@ -517,7 +495,7 @@ def shrink() -> Any:
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_an_operation_that_declares_what_it_writes_is_known(
-    trained: Callable[..., Both], kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
+    trained: MakeScript, kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_shrink = in_place(torch.no_grad()(lambda weight: shrink(weight, 0.9)))
     monkeypatch.setitem(CHANGES, "own", with_shrink)  # type: ignore[arg-type]
@@ -566,15 +544,15 @@ def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
 
 
 def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
-    make_both: Callable[..., Both], faulty: FaultyIO, on_disk: dict[str, Any]
+    make_script: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any]
 ) -> None:
     """A disk that fails at any read that the change asks for: of the weight, or of what completes its master."""
-    pair = make_both("bf16", mlp, **on_disk)
-    pair.train_same(2)
-    weight, failed = pair.model[0].weight, 0
+    script = make_script("bf16", **on_disk)
+    script.run("train(2) read")
+    weight, failed = script.model[0].weight, 0
     while True:
         with torch.no_grad():
-            pair.model(batch(rows=6).bfloat16())  # takes the place of what the last change has read
+            script.model(batch(rows=6).bfloat16())  # takes the place of what the last change has read
         arm(faulty, "preadv", errno.EIO, after=failed)
         try:
             with torch.no_grad():
@@ -584,7 +562,7 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
         else:
             break
         faulty.faults.clear()
-        pair.expect_same()
+        script.run("read")
     faulty.faults.clear()
     assert failed
 
@@ -593,24 +571,23 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
     "kind", [*(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("fp32", "bf16")), "bf16-fp32"]
 )
 def test_a_change_whose_master_cannot_be_reached_is_no_change(
-    make_both: Callable[..., Both], faulty: FaultyIO, on_disk: dict[str, Any], kind: str
+    changing: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any], kind: str
 ) -> None:
     """A disk that fails at any transfer of a forward and backward: the same step can be done again."""
-    build = partial(Changing, "clamp")
     failed = 0
     while True:
-        pair = make_both(kind, build, **on_disk)
-        pair.train(2)
+        script = changing(kind, partial(Changing, "clamp"), **on_disk)
+        script.run("train(2)")
         arm(faulty, "preadv", errno.EIO, after=failed)
         try:
-            pair.model(batch(2).to(next(iter(pair.model.parameters())).dtype)).square().mean().backward()
+            script.model(batch(2).to(script.plain.compute)).square().mean().backward()
         except DeviceError:
             failed += 1
         else:
             break
         faulty.faults.clear()
-        pair.session.optimizer.zero_grad()
-        pair.train_same(1, first=2)
-        pair.session.close()
+        script.session.optimizer.zero_grad()
+        script.run("train read")
+        script.session.close()
     faulty.faults.clear()
     assert failed >= 3

@@ -50,7 +50,16 @@ def initialise(model: nn.Module) -> None:
     for module in model:
         if isinstance(module, nn.Linear):
             nn.init.xavier_normal_(module.weight)
-            nn.init.zeros_(module.bias)
+            nn.init.constant_(module.bias, 0.125)
+
+
+def by_flag(model: nn.Module) -> None:
+    with torch.no_grad():
+        nn.functional.relu(model[2].weight, inplace=True)
+
+
+def by_lookup(model: nn.Module) -> None:
+    nn.functional.embedding(torch.tensor([3, 5, 3]), model[2].weight, max_norm=0.25)
 
 
 def reset(model: nn.Module) -> None:
@@ -162,6 +171,8 @@ CHANGES: list[Callable[[nn.Module], None]] = [
     clamp,
     copy_into,
     initialise,
+    by_flag,
+    by_lookup,
     reset,
     by_index,
     by_data,
@@ -241,19 +252,6 @@ def test_a_weight_that_is_resized_is_refused_and_keeps_its_values(make_pair: Mak
 # averages
 
 
-def test_an_average_of_the_weights_over_steps(make_pair: MakePair) -> None:
-    pair = make_pair()
-    averages = [values(pair.plain), values(pair.model)]
-    for number in range(3):
-        pair.each(train_step, number)
-        for average, model in zip(averages, (pair.plain, pair.model), strict=True):
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    average[name].mul_(0.9).add_(p, alpha=0.1)
-    expect_bits(*averages)
-    pair.expect_same()
-
-
 @pytest.mark.parametrize("decay", ["average", "ema"])
 def test_torchs_averaged_model(make_pair: MakePair, decay: str) -> None:
     from torch.optim import swa_utils
@@ -274,26 +272,6 @@ def test_torchs_averaged_model(make_pair: MakePair, decay: str) -> None:
     with torch.no_grad():
         assert same_bits(averages[0](batch()), averages[1](batch()))
     pair.expect_same()
-
-
-def test_weights_swapped_with_an_average_for_an_evaluation(make_pair: MakePair) -> None:
-    def evaluate_average(model: nn.Module, _: Any) -> torch.Tensor:
-        backup = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(p * 0.5)
-            out: torch.Tensor = model(batch())
-            for name, p in model.named_parameters():
-                p.copy_(backup[name])
-        return out
-
-    pair = make_pair()
-    pair.train(1)
-    pair.same(evaluate_average)
-    pair.train_same(1, first=1)
-
-
-# aliases that outlive the moment
 
 
 # write

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,30 @@ from patrickstar import BudgetError
 from patrickstar.core.planes import REST
 from tests.parity.compare import compare_mappings, same_bits
 from tests.parity.oracle import narrow
-from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Layers, adamw, batch, mlp, options
-from tests.session.masters import KINDS, Twin, expect_same, manage, managed_backward, managed_step
+from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Layers, adamw, batch, mlp, options, store_of
+from tests.session.masters import KINDS, Twin, manage, managed_backward, managed_step
+from tests.session.script import Script
+from tests.session.test_hand_changes import (
+    by_data,
+    by_flag,
+    by_index,
+    by_lookup,
+    clamp,
+    foreach,
+    initialise,
+    out_argument,
+)
 
-Change = Callable[[nn.Module], Any]
+MakeScript = Callable[..., Script]
 
 
 @pytest.fixture(params=[*KINDS, "fp16-host", "fp16-fp32-host"])  # where the host computes, fp16 masters are kept alone
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Twin, nn.Module, patrickstar.Session]]:
-    kind, model = request.param.removesuffix("-host"), mlp()
+def script(request: pytest.FixtureRequest, make_script: MakeScript, tmp_path: Path) -> Script:
+    kind = request.param.removesuffix("-host")
     machine = {} if kind == request.param else MACHINES["cpu+disk"](tmp_path / "disk")
-    with manage(model, kind, **machine) as session:
-        assert (REST in {ref.plane for ref in session._parts.executor.store.state.home}) is (not machine)
-        yield Twin(kind), model, session
+    made = make_script(kind, **machine)
+    assert (REST in {ref.plane for ref in store_of(made.session).state.home}) is (not machine)
+    return made
 
 
 @pytest.mark.sampled
@@ -48,67 +59,39 @@ def test_bytes_of_a_parameter(kind: str, machine: dict[str, str], given: dict[st
         assert (REST in stats.model_data) is (not is_fp16 or has_device)
 
 
-def test_a_second_backward_makes_room_for_gradients_in_fp32(pair: tuple[Twin, nn.Module, Any]) -> None:
+def test_a_second_backward_makes_room_for_gradients_in_fp32(script: Script) -> None:
     """What had come is widened; from then on nothing is rounded."""
-    twin, model, session = pair
-    for number in range(2):
-        twin.backward(number, adds_up=number > 0)
-        managed_backward(session, model, number)
-    twin.update()
-    twin.optimizer.zero_grad()
-    session.scaler.step(session.optimizer)
-    session.scaler.update()
-    model_data = session.stats().model_data
-    assert model_data["grad"] == 4 * session.layout.n_chunks * CHUNK
-    assert (
-        sum(model_data.values())
-        == (18 if model_data.get(REST) == model_data["grad"] else 16) * session.layout.n_chunks * CHUNK
-    )
-    session.optimizer.zero_grad()
-    expect_same(twin, session)
-    for number in range(2, 5):
-        twin.backward(number, adds_up=True)
-        twin.update()
-        twin.optimizer.zero_grad()
-        managed_step(session, model, first=number)
-    expect_same(twin, session)
-    assert session.stats().planned_steps >= 3
+    script.run("forward backward forward backward step")
+    plane, model_data = script.session.layout.n_chunks * CHUNK, script.session.stats().model_data
+    assert model_data["grad"] == 4 * plane
+    assert sum(model_data.values()) == (18 if model_data.get(REST) == model_data["grad"] else 16) * plane
+    script.run("zero read train(3) read")
+    assert script.session.stats().planned_steps >= 3
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_second_backward_makes_room_on_every_tier(machine: str, tmp_path: Path) -> None:
-    twin, model = Twin(), mlp()
-    with manage(model, **MACHINES[machine](tmp_path / "disk")) as session:
-        for step in range(2):
-            twin.step(backwards=3, first=3 * step)
-            managed_step(session, model, backwards=3, first=3 * step)
-        expect_same(twin, session)
-        files = list((tmp_path / "disk").glob("*.grad")) if "disk" in machine else []
-        assert len(files) <= 1, "the file of narrow gradients is gone"
+@pytest.mark.parametrize("machine", ["cpu+disk", "emulated+disk"])
+def test_a_second_backward_makes_room_on_disk(machine: str, make_script: MakeScript, tmp_path: Path) -> None:
+    script = make_script("bf16", **MACHINES[machine](tmp_path / "disk"))
+    script.run("2[3[forward backward] step zero] read")
+    assert len(list((tmp_path / "disk").glob("*.grad"))) <= 1, "the file of narrow gradients is gone"
 
 
-def test_a_second_backward_that_does_not_fit_is_refused_before_anything_has_changed() -> None:
-    twin, model = Twin(), mlp()
-    twin.step()
+def test_a_second_backward_that_does_not_fit_is_refused_before_anything_has_changed(make_script: MakeScript) -> None:
     host = 14 * CHUNK * LAYERS + SLOT  # 14 bytes a parameter, and little more
-    with manage(model, device="emulated", device_memory=TIGHT, host_memory=host) as session:
-        managed_backward(session, model)
-        with pytest.raises(BudgetError, match="host memory") as refusal:
-            managed_backward(session, model, 1)
-        assert refusal.value.smallest_bytes == 16 * session.layout.n_chunks * CHUNK
-        session.optimizer.step()  # type: ignore[union-attr]
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
-        expect_same(twin, session)
+    script = make_script("bf16", device="emulated", device_memory=TIGHT, host_memory=host)
+    script.run("forward backward")
+    with pytest.raises(BudgetError, match="host memory") as refusal:
+        managed_backward(script.session, script.model, 1)
+    assert refusal.value.smallest_bytes == 16 * script.session.layout.n_chunks * CHUNK
+    script.run("step zero read")
 
 
-def test_a_gradient_read_is_of_the_parameters_type(pair: tuple[Twin, nn.Module, Any]) -> None:
-    twin, model, session = pair
-    model(batch()).float().square().mean().backward()
-    wide = dict(session.gradients())["0.weight"]
+def test_a_gradient_read_is_of_the_parameters_type(script: Script) -> None:
+    script.model(batch()).float().square().mean().backward()
+    wide = dict(script.session.gradients())["0.weight"]
     assert wide.dtype is torch.float32
-    gradient = model[0].weight.grad
-    assert gradient is not None
-    assert gradient.dtype is twin.compute
+    gradient = script.model[0].weight.grad
+    assert gradient.dtype is script.plain.compute
     assert same_bits(gradient.float(), wide)
 
 
@@ -136,29 +119,17 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_shown_rounded_and_what_is_changed_is_widened(kind: str, backwards: int, change: str) -> None:
-    twin, model = Twin(kind), mlp()
+def test_gradients_are_shown_rounded_and_what_is_changed_is_widened(
+    kind: str, backwards: int, change: str, make_script: MakeScript
+) -> None:
+    """What the first change wrote is fp32, where that computes: from then on gradients are kept in it, and none is rounded."""
     given = {"accumulate": 2} if backwards == 2 else {}
-    with manage(model, kind, given=given, device="emulated", device_memory=8 * TIGHT) as session:
-        optimizer: Any = session.optimizer
-        for step in range(2):
-            # What the first change wrote is fp32, where that computes: from then on gradients are kept in it, and none is rounded.
-            unrounded = backwards == 2 or (step == 1 and change != "norm")
-            for number in range(step, step + backwards):
-                want = twin.backward(number, adds_up=unrounded)
-                assert same_bits(want, managed_backward(session, model, number))
-            if session.scaler.is_enabled():
-                session.scaler.unscale_(optimizer)
-            want, got = twin.change_gradients(CHANGES[change]), CHANGES[change](model)
-            assert not isinstance(want, Tensor) or same_bits(want, got)
-            read = {name: gradient.clone() for name, gradient in session.gradients()}
-            assert not compare_mappings("gradient", {n: p.grad for n, p in twin.masters.named_parameters()}, read)
-            twin.update()
-            twin.optimizer.zero_grad()
-            session.scaler.step(optimizer)
-            session.scaler.update()
-            optimizer.zero_grad()
-        expect_same(twin, session)
+    script = make_script(kind, given=given, device="emulated", device_memory=8 * TIGHT)
+    for _ in range(2):
+        script.run(f"{backwards}[forward backward]")
+        script.gradients(CHANGES[change], changes=change != "norm")
+        script.run("read step zero")
+    script.run("read")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -204,78 +175,25 @@ def test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks() -> None:
             assert len(optimizer.state) == 12 * updates
 
 
-def clamp(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.clamp_(-0.1, 0.1)
-
-
-def some_elements(model: nn.Module) -> None:
-    with torch.no_grad():
-        model[0].weight[3, 4:9] = 7.0
-        model[4].weight.view(-1)[::3].mul_(2)
-        model[8].bias[0] += 1
-
-
-def by_data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.mul_(0.5)
-
-
-def by_out(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch.mul(model[2].weight, 2.0, out=model[2].weight)
-
-
-def foreach(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch._foreach_add_(list(model.parameters()), 0.25)
-
-
-def by_init(model: nn.Module) -> None:
-    """torch passes their tensor by name."""
-    nn.init.constant_(model[0].weight, 0.125)
-    torch.manual_seed(3)
-    nn.init.uniform_(model[2].weight)
-    nn.init.kaiming_normal_(model[4].weight)
-
-
-def by_flag(model: nn.Module) -> None:
-    with torch.no_grad():
-        nn.functional.relu(model[2].weight, inplace=True)
-
-
-def by_lookup(model: nn.Module) -> None:
-    nn.functional.embedding(torch.tensor([3, 5, 3]), model[2].weight, max_norm=0.25)
-
-
-BY_HAND = [clamp, some_elements, by_data, by_out, foreach, by_init, by_flag, by_lookup]
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("change", BY_HAND, ids=lambda change: change.__name__)
-def test_a_change_by_hand_is_carried_into_the_master(pair: tuple[Twin, nn.Module, Any], change: Change) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [clamp, initialise, by_index, by_data, by_flag, by_lookup, out_argument, foreach],
+    ids=lambda change: change.__name__,
+)
+def test_a_change_by_hand_is_carried_into_the_master(script: Script, change: Callable[[nn.Module], None]) -> None:
     """What it changes has its new weight for a master; everything else keeps its own, down to the last bit."""
-    twin, model, session = pair
-    twin.step()
-    managed_step(session, model)
-    change(twin.model)
-    twin.carry()
-    change(model)
-    expect_same(twin, session)
-    twin.step(first=1)
-    managed_step(session, model, first=1)
-    expect_same(twin, session)
+    script.run("train")
+    script.weights(change)
+    script.run("read train read")
 
 
 class Reentrant(Layers):
     """All of it is one checkpointed block, which goes through every layer twice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.twice, x.clone().requires_grad_(), use_reentrant=True)
-
-    def twice(self, x: Tensor) -> Tensor:
-        return self.layers(self.layers(x))
+        twice = lambda x: self.layers(self.layers(x))
+        return checkpoint(twice, x.clone().requires_grad_(), use_reentrant=True)  # type: ignore[no-any-return]
 
 
 WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
@@ -283,30 +201,14 @@ WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("backwards", [1, 2, None], ids=["1", "2", "2, which was not said"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_which_only_a_backward_inside_of_another_tells(kind: str, backwards: int) -> None:
-    """They add up within one backward, and are kept when the outer one ends."""
-    twin, model = Twin(kind, Reentrant), Reentrant()
-    with manage(model, kind, given={"accumulate": backwards}, **WAITING) as session:
-        for number in range(3):
-            want = twin.step(backwards=backwards, first=2 * number)
-            got = managed_step(session, model, backwards=backwards, first=2 * number)
-            assert all(map(same_bits, want, got))
-            expect_same(twin, session)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_backward_inside_of_another_widens_gradients(kind: str) -> None:
-    twin, model = Twin(kind, Reentrant), Reentrant()
-    with manage(model, kind, **WAITING) as session:
-        for number in range(2):
-            twin.backward(number, adds_up=number > 0)
-            managed_backward(session, model, number)
-        twin.optimizer.step()
-        session.scaler.step(session.optimizer)
-        twin.narrow()
-        expect_same(twin, session)
+def test_gradients_of_which_only_a_backward_inside_of_another_tells(
+    kind: str, backwards: int | None, make_script: MakeScript
+) -> None:
+    """They add up within one backward, and are kept, or widened, when the outer one ends."""
+    script = make_script(kind, Reentrant, given={"accumulate": backwards} if backwards else {}, **WAITING)
+    script.run(3 * f"{backwards or 2}[forward backward] step zero read ")
 
 
 class Normed(nn.Module):
