@@ -79,7 +79,8 @@ UPDATES: tuple[Mutant, ...] = (
         f"{PENDING}::test_a_forward_that_goes_another_way_has_what_it_needs_updated",
     ),
     Fault("copies-that-somebody-holds-are-not-renewed", "session.assemble:_build_session").by(
-        assign("may_weave", "lambda: True"), f"{PENDING}::test_what_somebody_holds_of_a_parameter_changes_no_step"
+        assign("may_weave", "lambda: True"),
+        f"{LINE}[train hold(2) train(3) held(2) evaluate free train-bf16-fp32-cpu+disk]",
     ),
     Fault("what-is-updated-on-the-host-leaves-whoever-holds-it", "step.executor:Executor.update").by(
         never("tier"), f"{HOST}::test_a_weight_that_somebody_holds_is_updated_where_it_is_held"

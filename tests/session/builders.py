@@ -29,15 +29,19 @@ SLOT = 4 * CHUNK
 TIGHT = 5 * SLOT + 4096
 """Bytes for five of the twenty-four slots of model data and the activations: one more than an update needs at once."""
 
+
+def machine_with(name: str, nbytes: int | str, disk: Path) -> dict[str, Any]:
+    """Arguments of `manage` for a machine with so many bytes where a model computes."""
+    if name == "cpu+disk":
+        return {"device": "cpu", "host_memory": nbytes, "disk": disk}
+    below = {"host_memory": 12 * SLOT, "disk": disk} if name == "emulated+disk" else {}
+    return {"device": "emulated", "device_memory": nbytes, **below}
+
+
 MACHINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
-    "emulated": lambda disk: {"device": "emulated", "device_memory": TIGHT},
-    "cpu+disk": lambda disk: {"device": "cpu", "host_memory": TIGHT + SLOT, "disk": disk},
-    "emulated+disk": lambda disk: {
-        "device": "emulated",
-        "device_memory": TIGHT,
-        "host_memory": 12 * SLOT,
-        "disk": disk,
-    },
+    "emulated": lambda disk: machine_with("emulated", TIGHT, disk),
+    "cpu+disk": lambda disk: machine_with("cpu+disk", TIGHT + SLOT, disk),
+    "emulated+disk": lambda disk: machine_with("emulated+disk", TIGHT, disk),
 }
 """Arguments of `manage` for machines on which `mlp` does not fit, given a directory."""
 

@@ -32,6 +32,7 @@ class Twin:
         self.types = Types.of(kind)
         self.masters = build()
         self.optimizer = adamw(self.masters)
+        self.scale = SCALE if self.types and self.types.scales else 1.0
         self.unrounded = False
         self.own: set[str] = set()
         self.model = build() if self.types else self.masters
@@ -80,8 +81,7 @@ class Twin:
         if self.types is None:
             loss.backward(retain_graph=retain_graph, inputs=inputs)
             return
-        scale = SCALE if self.types.scales else 1.0
-        (loss * scale).backward(retain_graph=retain_graph, inputs=inputs)
+        (loss * self.scale).backward(retain_graph=retain_graph, inputs=inputs)
         pairs = list(zip(self.masters.named_parameters(), self.model.parameters(), strict=True))
         for (name, master), weight in reversed(pairs):  # as they arrive
             if weight.grad is None:
@@ -92,7 +92,7 @@ class Twin:
                 continue
             self.unrounded |= master.grad is not None
             kept = weight.grad if adds_up or self.unrounded or name in self.whole else weight.grad.to(self.types.kept)
-            wide = kept.float() / scale
+            wide = kept.float() / self.scale
             master.grad = wide if master.grad is None else master.grad + wide
             weight.grad = None
 

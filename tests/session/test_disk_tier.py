@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,34 @@ def refused(directory: Any, match: str) -> None:
     train_step(model, optimizer)
 
 
-def test_a_directory_whose_parent_is_missing(tmp_path: Path) -> None:
-    refused(tmp_path / "no" / "disk", re.escape(str(tmp_path / "no")))
+FULL = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
+
+
+@pytest.mark.parametrize(
+    ("directory", "fault", "says"),
+    [
+        ("no/disk", None, "tmp_path/no"),
+        ("mine", None, "director"),
+        ("mine/disk", None, "director"),
+        ("disk", Fails("open", errno.EROFS, times=99), os.strerror(errno.EROFS)),
+        ("disk", Fails("fallocate", errno.ENOSPC, nth=3), os.strerror(errno.ENOSPC)),
+        ("disk", "full", "nothing is free"),
+    ],
+    ids=["no parent", "a file", "a file above", "no files can be made", "no space for files", "full"],
+)
+def test_a_directory_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str, fault: Any, says: str
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    if fault == "full":
+        monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: FULL)
+    elif fault is not None:
+        monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(fault))
+    refused(tmp_path / directory, re.escape(says.replace("tmp_path", str(tmp_path))))
+    assert (tmp_path / "mine").read_text() == "mine"
     assert not (tmp_path / "no").exists()
-
-
-def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
-    (tmp_path / "disk").write_text("mine")
-    refused(tmp_path / "disk", "director")
-    assert (tmp_path / "disk").read_text() == "mine"
-
-
-def test_a_file_above_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    refused(tmp_path / "file" / "disk", "director")
+    assert not ours(tmp_path)
+    assert fault != "full" or not (tmp_path / "disk").exists()
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +92,6 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
     if os.geteuid() == 0:  # whom modes do not stop
         monkeypatch.setattr("patrickstar.memory.filesystem.os.access", lambda *_: False)
     refused(disk, "not writable")
-
-
-def test_a_directory_in_which_files_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("open", errno.EROFS, times=99)))
-    refused(tmp_path / "disk", re.escape(os.strerror(errno.EROFS)))
 
 
 @pytest.mark.parametrize(
@@ -96,45 +106,25 @@ def test_a_directory_that_cannot_be_written_is_no_lack_of_memory(
     if there:
         disk.mkdir()
     monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", number, times=99)))
-    full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
-    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
+    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: FULL)
     refused(disk, f"disk='{re.escape(str(disk))}': files cannot be made in .*{re.escape(os.strerror(number))}; ")
     assert disk.exists() is there
     assert not ours(tmp_path)
 
 
-def test_a_full_disk_is_no_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
-    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
-    refused(tmp_path / "disk", "nothing is free")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_without_space_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("fallocate", errno.ENOSPC, nth=3)))
-    refused(tmp_path / "disk", re.escape(os.strerror(errno.ENOSPC)))
-    assert not ours(tmp_path)
-
-
-def test_a_directory_is_made_and_left_empty(tmp_path: Path) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_directory_is_made_and_left_empty(tmp_path: Path, raises: bool) -> None:
     model = mlp()
-    with patrickstar.manage(
-        model, adamw(model), options=options(), device="cpu", host_memory=HOST, disk=str(tmp_path / "disk")
-    ) as session:
-        train(model, session.optimizer, 1)
-        assert ours(tmp_path / "disk")
-        assert session.stats().moved["K>H"] > 0
-    assert (tmp_path / "disk").is_dir()
-    assert not ours(tmp_path)
-
-
-def test_files_are_gone_after_an_exception(tmp_path: Path) -> None:
-    model = mlp()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) if raises else nullcontext():
         with patrickstar.manage(
-            model, adamw(model), options=options(), device="cpu", host_memory=HOST, disk=tmp_path / "disk"
-        ):
-            raise ZeroDivisionError
+            model, adamw(model), options=options(), device="cpu", host_memory=HOST, disk=str(tmp_path / "disk")
+        ) as session:
+            train(model, session.optimizer, 1)
+            assert ours(tmp_path / "disk")
+            assert session.stats().moved["K>H"] > 0
+            if raises:
+                raise ZeroDivisionError
+    assert (tmp_path / "disk").is_dir()
     assert not ours(tmp_path)
 
 

@@ -87,16 +87,16 @@ def expect_trained(
     losses: list[Tensor] | None = None,
     *,
     rates: list[float] | None = None,
-    betas: list[Any] | None = None,
+    cycle: list[Any] | None = None,
     build: Callable[[], nn.Module] = Plain,
     **hyper: Any,
 ) -> None:
-    """Weights, and losses, are those of plain PyTorch: a step for each batch, or for each rate with its share of the batches."""
+    """Weights, and losses, are those of plain PyTorch: a step for each batch, or for each rate (and betas) with its share of the batches."""
     reference, steps = Reference(build, **hyper), len(rates or batches)
     share, found = len(batches) // steps, []
     for step in range(steps):
         reference.group |= {} if rates is None else {"lr": rates[step]}
-        reference.group |= {} if betas is None else {"betas": betas[step]}
+        reference.group |= {} if cycle is None else {"betas": cycle[step]}
         found += reference.step(batches[step * share : (step + 1) * share])
     assert losses is None or losses == found
     assert not differ(reference.values(), weights)
@@ -334,7 +334,7 @@ def test_the_schedule_of_the_config_advances_at_boundaries(
     for number, data in enumerate(batches):
         assert engine.get_lr() == pytest.approx([rates[number // accumulate]])
         run(engine, optimizer, [data])
-    expect_trained(ended(engine), batches, rates=rates, betas=betas)
+    expect_trained(ended(engine), batches, rates=rates, cycle=betas)
 
 
 def frozen(layer: int) -> Callable[[], nn.Module]:

@@ -13,8 +13,8 @@ from torch import nn
 import patrickstar
 from patrickstar import ConfigError, LossScale, StateError
 from tests.parity.compare import compare_mappings, same_bits
-from tests.parity.oracle import narrow
 from tests.session.builders import TIGHT, adamw, batch, mlp, options
+from tests.session.masters import Twin
 
 SCALE = LossScale(initial=2.0**10, window=2, hysteresis=1)
 
@@ -43,33 +43,20 @@ def step(session: Any, model: nn.Module, number: int, *, times: float = 1.0, cli
     session.optimizer.zero_grad()
 
 
-class ByHand:
+class ByHand(Twin):
     """fp16 weights, fp32 masters and torch's own scaler, which is told when to grow and back off."""
 
     def __init__(self) -> None:
-        self.masters, self.model = mlp(), mlp()
-        self.optimizer = adamw(self.masters)
-        self.scale = SCALE.initial
-        self.good = 0
-        self.narrow()
-
-    def narrow(self) -> None:
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-            weight.data = narrow(master.detach(), torch.float16)
+        super().__init__("fp16")
+        self.scale, self.good = SCALE.initial, 0
 
     def step(self, number: int, *, times: float = 1.0, clip: float | None = None) -> None:
-        loss = self.model(batch(number).half()).float().square().mean() * times
-        (loss * torch.tensor(self.scale)).backward()
-        finite = all(bool(torch.isfinite(p.grad).all()) for p in self.model.parameters() if p.grad is not None)
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float() * torch.tensor(1 / self.scale)
-            weight.grad = None
+        self.backward_of(self.model(batch(number).half()).float().square().mean() * times)
+        finite = all(bool(torch.isfinite(p.grad).all()) for p in self.masters.parameters())
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.masters.parameters(), clip)
         if finite:
-            self.optimizer.step()
-            self.narrow()
+            self.update()
             self.good += 1
             if self.good % SCALE.window == 0:
                 self.scale *= 2

@@ -25,7 +25,6 @@ from tests.lanes import LANES
 from tests.session.builders import (
     EMULATED,
     LAYERS,
-    MACHINES,
     TIGHT,
     Layers,
     MakePair,
@@ -35,6 +34,7 @@ from tests.session.builders import (
     batch,
     mlp,
     options,
+    train_step,
 )
 from tests.session.masters import managed_step
 from tests.session.test_disk_tier import arm
@@ -259,29 +259,6 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
     pending.train_same(2, first=3)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp32"])
-def test_what_somebody_holds_of_a_parameter_changes_no_step(
-    kind: str, make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    """What computes in fp32 sees copies of 16-bit weights; one that is held is the one that the next use sees."""
-    losses = []
-    for holds in (False, True):
-        pair = make_pair(**on_disk, precision=kind, with_options={"compute": "fp32"} if kind == "bf16" else {})
-        found, held = [], None
-        for number in range(4):
-            found.append(backward(pair.model, number=number))
-            pair.optimizer.step()
-            pair.optimizer.zero_grad()
-            if holds and held is None:  # from now on
-                with torch.no_grad():
-                    held = pair.model[2].weight.view(-1)
-        found.append(pair.model(batch()).sum().detach())
-        with torch.no_grad():
-            assert held is None or torch.equal(held.clone(), pair.model[2].weight.reshape(-1).clone())
-        losses.append(torch.stack(found))
-    assert torch.equal(*losses)
-
-
 class Skips(Layers):
     """Layers, of which the user may have one left out."""
 
@@ -302,16 +279,9 @@ def test_a_forward_that_goes_another_way_has_what_it_needs_updated(
     pair = make_pair(Skips, **machine)
     for number in range(8):
         pair.plain.skipped = pair.model.skipped = 4 if number in (3, 6) else None
-        pair.same(lambda model, optimizer, number: _one_step(model, optimizer, number), number)
+        pair.same(train_step, number)
     assert pair.session.stats().planned_steps >= 5, pair.session.stats().reason
     pair.expect_same()
-
-
-def _one_step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-    loss = backward(model, number=number)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
@@ -362,18 +332,7 @@ def test_where_an_update_fits_before_the_forward_alone_it_comes_there(make_pair:
     where_it_computes = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
     pair = make_pair(device="emulated", device_memory=refusal.value.smallest_bytes, choice=where_it_computes)
     for number in range(3):
-        pair.each(lambda model, optimizer, number: _with_rows(model, optimizer, number, rows), number)
+        pair.each(train_step, number, rows=rows)
     assert woven_updates(pair)[:LAYERS] == list(range(LAYERS))
     assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
     pair.expect_same()
-
-
-def _with_rows(model: nn.Module, optimizer: Any, number: int, rows: int) -> None:
-    backward(model, number=number, rows=rows)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_machines_are_those_that_move() -> None:
-    assert set(MACHINES) == {"emulated", "cpu+disk", "emulated+disk"}
-    assert len(list(mlp().parameters())) == 2 * LAYERS

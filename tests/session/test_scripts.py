@@ -59,6 +59,7 @@ LINES = (
     # views and memory that are kept
     "hold(2) forward backward step held(2)*=.5 zero train held(2) free train",
     "train hold(4) train held(4) held(4)*=2 evaluate free evaluate",
+    "train hold(2) train(3) held(2) evaluate free train",
     "train unseen(2) read train unseen(2) forward backward step",
     "memory(2) forward backward unseen(2) step zero free read train",
     "memory(2) forward backward step unseen(2) zero free read train",
