@@ -112,7 +112,7 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._land").by(
         replace("self._give_up(...)", "self._note([issue])"),
-        f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",
+        "tests/session/test_flights.py::test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again",
     ),
     Fault("the-budget-is-off-by-one-slot-where-there-is-no-plan", "plan.pilot:Pilot._room_for").by(
         assign("capacity_slots", "_ + 1", nth=1),

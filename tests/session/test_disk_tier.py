@@ -23,7 +23,6 @@ from tests.session.builders import (
     TIGHT,
     MakePair,
     adamw,
-    backward,
     batch,
     everything,
     expect_bits,
@@ -214,26 +213,6 @@ def test_a_transfer_that_fails_in_a_step_names_its_place_and_nothing_is_lost(
     del failure
     pair.session.load_checkpoint(tmp_path / "checkpoint")
     pair.train_same(2, first=2)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("call", "number"), FAULTS, ids=lambda value: errno.errorcode.get(value, value) or "short")
-def test_a_forward_or_backward_whose_transfer_failed_can_be_done_again(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any], call: str, number: int | None
-) -> None:
-    for after in range(4):
-        pair = make_pair(**on_disk)
-        pair.train(2)
-        arm(faulty, call, number, after=after)
-        try:
-            backward(pair.model, number=2)
-        except DeviceError:
-            pass
-        faulty.faults.clear()
-        assert faulty.hit
-        pair.optimizer.zero_grad()
-        pair.train_same(2, first=2)
-        pair.session.close()
 
 
 def test_a_state_that_cannot_be_read_can_be_read_again(

@@ -257,14 +257,6 @@ def test_odd_batches(make_pair: MakePair, rows: int) -> None:
     pair.train_same(1)
 
 
-def test_a_refused_forward_inside_of_no_grad_leaves_the_session_usable(make_pair: MakePair) -> None:
-    pair = make_pair(device="emulated", device_memory=5 * SLOT)
-    pair.train(1)
-    with torch.no_grad(), pytest.raises(patrickstar.BudgetError):
-        pair.model(batch(rows=2000))
-    pair.train_same(1, first=1)
-
-
 def test_an_error_inside_of_manage_keeps_the_optimizers_hooks(tmp_path: Any) -> None:
     model = mlp()
     optimizer = adamw(model)

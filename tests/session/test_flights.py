@@ -25,7 +25,7 @@ from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
 from tests.session.builders import LAYERS, MACHINES, MakePair, Pair, backward, batch, mlp, store_of
-from tests.session.test_disk_tier import arm
+from tests.session.test_disk_tier import FAULTS, arm
 
 
 def distances(plan: Plan) -> list[int]:
@@ -188,15 +188,15 @@ def test_a_change_by_hand_of_what_is_being_written_back_is_not_lost(
     pair.train_same(2, first=3)
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize(("call", "number"), FAULTS, ids=lambda value: errno.errorcode.get(value, value) or "short")
 def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again(
-    call: str, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
+    call: str, number: int | None, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
 ) -> None:
-    failed = 0
+    failed = early = 0
     for after in range(0, 12, 2):
         pair = make_pair(**on_disk)
         pair.train(2)
-        arm(faulty, call, 5, after=after)
+        arm(faulty, call, number, after=after)
         try:
             backward(pair.model, number=2)
         except DeviceError as failure:
@@ -206,13 +206,20 @@ def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_don
             )
             assert found, message
             assert re.match(r"(forward|backward|step) \d\.weight|the start of the training step", found[3]), message
+            assert number is None or os.strerror(number) in message
             failed += 1
             assert isinstance(failure.__cause__, DeviceError)
+            noticed = re.search(r"a transfer at (.+) was not done", pair.session._parts.executor.pilot.stretch.reason)
+            assert noticed
+            early += noticed[1] != found[3]
+            assert not store_of(pair.session).state.in_flight
+        assert faulty.hit
         faulty.faults.clear()
         pair.optimizer.zero_grad()
         pair.train_same(2, first=2)
         pair.session.close()
     assert failed, "no transfer has failed"
+    assert early or call == "preadv", "no write-back was early"
 
 
 class EndsThread(ThreadLane):
@@ -250,31 +257,6 @@ def test_a_thread_that_ends_or_fails_in_any_way_is_a_failed_transfer(
         pair.train_same(1, first=number)
     assert failed, "no transfer has failed"
     pair.session.close()
-
-
-def test_a_disk_that_is_full_in_an_early_write_back_is_named_with_the_moment_that_began_it(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
-) -> None:
-    early = 0
-    for after in range(0, 12, 2):
-        pair = make_pair(**on_disk)
-        pair.train(2)
-        arm(faulty, "pwritev", errno.ENOSPC, after=after)
-        try:
-            backward(pair.model, number=2)
-        except DeviceError as failure:
-            store, found = store_of(pair.session), re.search(r"this was (c\d+\.\w+) .*, issued at (.+)", str(failure))
-            assert found, str(failure)
-            assert os.strerror(errno.ENOSPC) in str(failure)
-            noticed = re.search(r"a transfer at (.+) was not done", pair.session._parts.executor.pilot.stretch.reason)
-            assert noticed
-            early += noticed[1] != found[2]
-            assert not store.state.in_flight
-        faulty.faults.clear()
-        pair.optimizer.zero_grad()
-        pair.train_same(2, first=2)
-        pair.session.close()
-    assert early, "no write-back was early"
 
 
 def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(

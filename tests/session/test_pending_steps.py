@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar import BudgetError, DeviceError
+from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import STEP
 from patrickstar.core.trace import Phase
 from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.inside import manage_inside
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
@@ -37,7 +36,6 @@ from tests.session.builders import (
     train_step,
 )
 from tests.session.masters import managed_step
-from tests.session.test_disk_tier import arm
 
 
 def pending_of(pair: Pair) -> Any:
@@ -197,36 +195,6 @@ def test_a_forward_that_is_left_half_way_and_a_step_after_it(
         optimizer.step()
         optimizer.zero_grad()
     pair.train_same(2, first=4)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("after", range(0, 16, 3))
-def test_an_update_whose_transfer_fails_is_still_pending(
-    after: int, call: str, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(3)
-    arm(faulty, call, 5, after=after)
-    with pytest.raises(DeviceError):
-        pair.session.state_dict()["0.weight"]
-        backward(pair.model, number=3)
-    faulty.faults.clear()
-    pair.optimizer.zero_grad()
-    pair.train_same(3, first=3)
-
-
-def test_the_disk_is_full_in_the_middle_of_what_is_written_back_between_updates(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(3)
-    arm(faulty, "pwritev", 28, after=3)
-    with pytest.raises(DeviceError, match="No space left"):
-        backward(pair.model, number=3)
-    faulty.faults.clear()
-    pair.optimizer.zero_grad()
-    pair.train_same(3, first=3)
 
 
 @pytest.mark.parametrize("where", ["forward", "state"])

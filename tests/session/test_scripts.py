@@ -116,6 +116,16 @@ IN_BACKWARD = (
 )
 """With `step="in_backward"`."""
 
+IN_TILES = (
+    "train(3) planned(3)",
+    "weight(2)*=2 data(4)+=.5 weight(4) write(6)=1 weight(6) evaluate train read",
+    "2[forward backward] grad(2) read step zero grad(2) train",
+    "grad(2)=1 2[forward backward grad(2)] grad(4)=None step zero train",
+    "forward backward limit(.01) read clip(.001) step zero copy train",
+    "freeze(2) train thaw(2) train(2) resume train copy",
+)
+"""Of matrices that lie in tiles of eight rows."""
+
 PLACES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     **MACHINES,
     "roomy": lambda disk: ROOMY,
@@ -159,6 +169,19 @@ def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(ADAPTED))
 def test_so_it_does_for_adapters_beside_a_frozen_base(line: str, kind: str, machine: str, tmp_path: Path) -> None:
     run(line, kind, Adapted, **PLACES[machine](tmp_path / "disk"))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("step", "line", "kind", "machine"),
+    [
+        (step, *case)
+        for step, lines in (("deferred", IN_TILES), ("in_backward", IN_BACKWARD))
+        for case in runs(lines, fp16=False)
+    ],
+)
+def test_so_it_does_in_tiles(step: str, line: str, kind: str, machine: str, tmp_path: Path) -> None:
+    run(line, kind, step=step, given={"tile_rows": 8}, **PLACES[machine](tmp_path / "disk"))
 
 
 @pytest.mark.sampled

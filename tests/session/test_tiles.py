@@ -197,24 +197,6 @@ def test_other_uses_in_backward_update_each_parameter_once():
         train_both(session, model, plain, loss_of=lambda m, ids, targets: m(ids, targets) + m.up.weight.norm())
 
 
-def test_a_weight_that_is_written_by_hand_is_written_in_every_tile():
-    model, plain = built(), built()
-    with managed(model) as session:
-        for each in (model, plain):
-            with torch.no_grad():
-                each.up.weight.mul_(2.0)
-                each.table.weight[45:].zero_()
-                each.down.weight.data.add_(0.5)
-        expect_same({**session.state_dict()}, {**plain.state_dict()})
-        session.write("up.weight", torch.ones(4 * WIDTH, WIDTH))
-        assert bool((model.up.weight == 1).all())
-        loss = model(*batch(1))
-        with torch.no_grad():
-            plain.up.weight.fill_(1.0)
-        with tiled_products(plain, ROWS):
-            assert loss.item().hex() == plain(*batch(1)).item().hex()
-
-
 def test_a_write_between_forward_and_backward_is_told():
     model = built()
     with managed(model) as session:
@@ -248,50 +230,6 @@ def test_a_change_in_place_between_forward_and_backward_is_told(change, precisio
                 loss.backward()
 
 
-def test_tiles_add_to_a_gradient_of_the_users_own():
-    model, plain = built(), built()
-    with managed(model):
-        for module in (model, plain):
-            for parameter in module.parameters():
-                parameter.grad = torch.ones(parameter.shape)
-        for seed in range(2):
-            model(*batch(seed)).backward()
-            with tiled_products(plain, ROWS):
-                plain(*batch(seed)).backward()
-            for name, parameter in model.named_parameters():
-                assert same(parameter.grad, plain.get_parameter(name).grad), (seed, name)
-        model.up.weight.grad = None
-        assert model.up.weight.grad is None
-
-
-def test_gradients_of_several_backwards_add_up():
-    model, plain = built(), built()
-    with managed(model) as session:
-        for seed in range(3):
-            model(*batch(seed)).backward()
-            with tiled_products(plain, ROWS):
-                plain(*batch(seed)).backward()
-        expect_same(gradients_of(session), {name: p.grad for name, p in plain.named_parameters()})
-        session.optimizer.zero_grad()
-        assert gradients_of(session) == {}
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_clipping_takes_the_norm_of_whole_parameters():
-    model = built()
-    whole = built()
-    with managed(model) as tiled, managed(whole, rows=10_000) as untiled:
-        for each, session in ((model, tiled), (whole, untiled)):
-            each(*batch(0)).backward()
-            for name, gradient in session.gradients():
-                session.write(name, torch.zeros_like(gradient))  # weights have no part in it
-        gradients = gradients_of(tiled)
-        for name, parameter in whole.named_parameters():
-            parameter.grad = gradients[name].clone()
-        assert same(tiled.clip_grad_norm_(0.1), untiled.clip_grad_norm_(0.1))
-        expect_same(gradients_of(tiled), gradients_of(untiled))
-
-
 def test_a_backward_that_fails_between_tiles_leaves_no_half_gradient(monkeypatch):
     model = built()
     add = Gradients.add
@@ -312,21 +250,6 @@ def test_a_backward_that_fails_between_tiles_leaves_no_half_gradient(monkeypatch
             model.get_parameter(name).grad = None
         model(*batch(0)).backward()
         expect_same(gradients_of(session), plain_gradients(built(), lambda plain: plain(*batch(0))))
-
-
-def test_frozen_tiles_have_no_gradient_and_can_be_trained_after_all():
-    model, plain = built(), built()
-    for each in (model, plain):
-        each.up.weight.requires_grad_(False)
-    with managed(model) as session:
-        model(*batch(0)).backward()
-        expect_same(gradients_of(session), plain_gradients(plain, lambda plain: plain(*batch(0))))
-        session.optimizer.zero_grad()
-        plain.zero_grad()
-        for each in (model, plain):
-            each.up.weight.requires_grad_(True)
-        model(*batch(1)).backward()
-        expect_same(gradients_of(session), plain_gradients(plain, lambda plain: plain(*batch(1))))
 
 
 def test_hooks_on_a_tiled_parameter_are_refused_before_and_after_manage():
@@ -400,14 +323,6 @@ def test_a_model_built_without_memory_is_filled_tile_by_tile():
         model = Language()
     with managed(model) as session:
         expect_same({**session.state_dict()}, {**built(5).state_dict()})
-
-
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_without_a_bound_tiles_have_the_same_bits(step):
-    model, plain = built(), built()
-    with managed(model, device="cpu", step=step) as session:
-        train_both(session, model, plain)
-        assert all(int(state["step"]) == 3 for state in session.optimizer.state_dict()["state"].values())
 
 
 def test_the_first_forward_is_planned_and_its_trace_names_tiles():
