@@ -9,6 +9,7 @@ __all__ = ["TILES"]
 
 TESTS = "tests/session/test_tiles.py"
 LINE = "tests/session/test_scripts.py::test_so_it_does_in_tiles"
+OWN = "grad(2)=1 2[forward backward grad(2)] grad(4)=None step zero train"
 
 TILES: tuple[Mutant, ...] = (
     Fault("a-tile-that-was-used-is-not-out-of-date-when-its-parameter-is-written", "parameters.bound:with_tiles").by(
@@ -40,7 +41,7 @@ TILES: tuple[Mutant, ...] = (
         "parameters.gradient_access:GradientAccess._take",
     ).by(
         replace("bound.of(...)", "own.detach()[:bound.rows]"),
-        f"{LINE}[deferred-grad(2)=1 2[forward backward grad(2)] grad(4)=None step zero train-fp32-roomy]",
+        f"{LINE}[deferred-{OWN}-fp32-roomy]",
     ),
     Fault("every-tile-counts-as-an-update-of-its-parameter", "step.training:Training.gradient").by(
         assign("steps", "self.steps.get(owner, 0) + 1"),

@@ -245,8 +245,9 @@ class Script:
         """The managed one."""
         return self.managed.model
 
-    def run(self, line: str) -> None:
-        """Does every word of a line."""
+    def run(self, line: str, **keywords: Any) -> None:
+        """Does every word of a line; its forwards are given these keywords."""
+        self.plain.keywords = self.managed.keywords = keywords
         line = re.sub(r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line)
         while repeated := re.search(r"(\d+)\[([^][]*)\]", line):
             line = line.replace(repeated[0], f"{repeated[2]} " * int(repeated[1]))

@@ -29,6 +29,7 @@ class Side(ABC):
         self.parameters = list(model.parameters())
         self.updated = self.parameters  # those that the optimizer has
         self.waiting: list[Tensor] = []
+        self.keywords: dict[str, Any] = {}  # of each forward
         self.batches = 0
         self.kept: dict[str, Tensor] = {}
 
@@ -104,7 +105,7 @@ class Side(ABC):
         x = batch(self.batches, rows=rows).to(self.compute)
         self.batches += 1
         used = self.model if layers == LAYERS else self.model[: 2 * layers]  # type: ignore[index]
-        found = used(x)
+        found = used(x, **self.keywords)
         return found if found.ndim == 0 else found.float().square().mean()  # of a model that gives its loss
 
     def gradients(self) -> list[Tensor]:
