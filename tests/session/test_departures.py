@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.session.builders import SLOT, Layers, MakePair, batch, finish, loss_of, mlp, train_step
+from tests.session.builders import SLOT, Layers, MakePair, batch, finish, loss_of, mlp, seeded, train_step
 
 
 def a_layer_twice(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -64,17 +67,13 @@ def test_a_reactive_step_is_counted_with_its_reason(make_pair: MakePair, on_disk
 def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
     """It has a history, which a trial run must not go back to."""
 
-    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    def act(model: nn.Module, optimizer: Any, _: int) -> torch.Tensor:
         x = batch().requires_grad_()
-        model(x.tanh() * 2).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish(model(x.tanh() * 2).square().mean(), optimizer)
         return x.grad.clone()
 
     pair = make_pair(**on_disk)
-    for _ in range(2):
-        pair.same(act)
-    pair.expect_same()
+    pair.train_same(2, by=act)
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
 
 
@@ -92,11 +91,7 @@ class Branches(Layers):
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 def test_branches_that_depend_on_data(make_pair: MakePair, step: str) -> None:
-    def seeded() -> nn.Module:
-        torch.manual_seed(0)
-        return Branches()
-
-    pair = make_pair(seeded, step=step, device="emulated", device_memory=8 * SLOT)
+    pair = make_pair(seeded(Branches), step=step, device="emulated", device_memory=8 * SLOT)
     assert {bool(batch(number).sum() > 0) for number in range(6)} == {True, False}
     pair.train_same(6)
     assert pair.session.stats().steps == 6
@@ -121,66 +116,55 @@ class Hops(Layers):
     ids=["twice", "not at all", "backwards", "one", "more"],
 )
 def test_a_module_called_twice_or_not_at_all(make_pair: MakePair, order: list[int]) -> None:
-    def take(model: nn.Module, _: Any, order: list[int]) -> None:
-        model.order = order
-
     pair = make_pair(Hops, device="emulated", device_memory=6 * SLOT)
     pair.train(2)
-    pair.each(take, order)
+    pair.plain.order = pair.model.order = order
     pair.train(1, first=2)
-    pair.each(take, [0, 1, 2, 3, 4, 5])
+    pair.plain.order = pair.model.order = [0, 1, 2, 3, 4, 5]
     before = pair.session.stats().planned_steps
     pair.train_same(3, first=3)
     assert pair.session.stats().planned_steps >= before + 2, pair.session.stats().reason
 
 
 def test_a_model_that_changes_for_good_is_planned_anew(make_pair: MakePair) -> None:
-    def take(model: nn.Module, _: Any) -> None:
-        model.order = [5, 4, 3, 2, 1, 0]
-
     pair = make_pair(Hops, device="emulated", device_memory=6 * SLOT)
     pair.train(2)
-    pair.each(take)
+    pair.plain.order = pair.model.order = [5, 4, 3, 2, 1, 0]
     pair.train_same(4, first=2)
     stats = pair.session.stats()
     assert stats.reactive_steps <= 2
     assert stats.planned_steps >= 4
 
 
+class Counts(Layers):
+    """Changes something that it is given."""
+
+    def forward(self, x: torch.Tensor, counter: SimpleNamespace) -> torch.Tensor:
+        counter.uses += 1
+        return self.layers(x)
+
+
 def test_an_input_that_a_trial_run_could_change_is_left_alone(make_pair: MakePair) -> None:
-    class Counter:
-        def __init__(self) -> None:
-            self.uses = 0
-
-    class Counts(Layers):
-        def forward(self, x: torch.Tensor, counter: Counter | None = None) -> torch.Tensor:
-            if counter is not None:
-                counter.uses += 1
-            return self.layers(x)
-
-    def act(model: nn.Module, optimizer: Any) -> int:
-        counter = Counter()
-        model(batch(), counter).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def act(model: nn.Module, optimizer: Any, _: int) -> int:
+        counter = SimpleNamespace(uses=0)
+        finish(model(batch(), counter).square().mean(), optimizer)
         return counter.uses
 
     pair = make_pair(Counts, device="emulated", device_memory=8 * SLOT)
-    for _ in range(3):
-        assert pair.each(act) == (1, 1)
-    pair.expect_same()
-    pair.train_same(2)
+    pair.train_same(3, by=act)
+    assert pair.each(act, 0) == (1, 1)
+
+
+class Lists(Layers):
+    """Asks for a value in the middle of its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for value in self.layers[0](x).sum(0).tolist()[:2]:
+            x = x + value
+        return self.layers(x)
 
 
 def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair: MakePair) -> None:
-    class Lists(Layers):
-        """Asks for a value in the middle of its forward."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for value in self.layers[0](x).sum(0).tolist()[:2]:
-                x = x + value
-            return self.layers(x)
-
     pair = make_pair(Lists, device="emulated", device_memory=8 * SLOT)
     pair.train(1)
     assert pair.session.stats().reactive_steps == 1
@@ -193,12 +177,9 @@ def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair:
 
 
 def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    config = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    )
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **config))
 
 
 def tokens(number: int, *, rows: int = 2, length: int = 8) -> torch.Tensor:
@@ -260,7 +241,6 @@ def test_recomputed_blocks(make_pair: MakePair, reentrant: bool) -> None:
 
 def test_backward_on_another_thread(make_pair: MakePair) -> None:
     """On a GPU autograd has a thread of its own."""
-    import threading
 
     def act(model: nn.Module, optimizer: Any) -> None:
         loss = loss_of(model)

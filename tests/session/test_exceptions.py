@@ -99,8 +99,23 @@ def trip_in_the_loss(model: nn.Module, _: Any, number: int = 9) -> None:
         (model(batch(number)) @ torch.ones(7, 7)).sum().backward()
 
 
+def trip_at_the_input(model: nn.Module, _: Any) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(torch.ones(2, 7))
+
+
+def trip_in_a_hook(model: nn.Module, _: Any) -> None:
+    handle = model.layers[4].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    handle.remove()
+
+
+TRIPS = [trip_in_forward, trip_in_backward, trip_in_the_loss, trip_at_the_input, trip_in_a_hook]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("trip", [trip_in_forward, trip_in_backward, trip_in_the_loss], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("trip", TRIPS, ids=lambda trip: trip.__name__)
 @pytest.mark.parametrize("tier", ["device", "disk"])
 @pytest.mark.parametrize("first", [0, 2])
 def test_the_session_stays_usable(
@@ -139,17 +154,6 @@ def test_gradients_that_came_before_the_exception_are_there_as_in_pytorch(
     pair.train_same(1, first=2)
 
 
-def test_gradients_of_an_earlier_backward_survive_a_forward_that_raises(
-    make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(Fragile, **on_disk)
-    pair.each(backward, 0)
-    pair.each(trip_in_forward)
-    pair.each(backward, 1)
-    pair.step()
-    pair.expect_same()
-
-
 @pytest.mark.parametrize("build", [Fragile, Breaks])
 def test_a_session_that_asks_for_a_checkpoint_can_still_be_closed(make_pair: MakePair, build: type[nn.Module]) -> None:
     pair = make_pair(build, step="in_backward", device="emulated", device_memory=8 * SLOT)
@@ -172,22 +176,6 @@ def test_a_backward_that_raises_before_the_first_gradient_in_backward_mode_has_u
     pair.each(trip_in_backward)
     expect_bits(held, everything(pair.session))
     pair.train_same(2, first=1)
-
-
-def test_a_gradient_hook_that_raises(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    def act(model: nn.Module, optimizer: Any) -> None:
-        def refuse(_: torch.Tensor) -> None:
-            raise ZeroDivisionError
-
-        handle = model[4].weight.register_hook(refuse)
-        with pytest.raises(ZeroDivisionError):
-            backward(model)
-        handle.remove()
-        optimizer.zero_grad()
-
-    pair = make_pair(**on_disk)
-    pair.each(act)
-    pair.train_same(2)
 
 
 def test_a_closure_that_raises_has_updated_nothing(make_pair: MakePair) -> None:
@@ -223,15 +211,6 @@ def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
     pair.train_same(2, first=2)
 
 
-def test_inputs_of_wrong_shape_raise_as_in_pytorch(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    for model in (pair.plain, pair.model):
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            model(torch.ones(2, 7))
-    pair.train_same(2, first=1)
-
-
 class Twice(tuple[Any, ...]):
     """Cannot be made of one iterable, as a tuple can."""
 
@@ -247,14 +226,6 @@ def test_inputs_that_cannot_be_cast_leave_the_session_usable(make_pair: MakePair
         pair.model(Twice(torch.ones(2, 7, dtype=torch.float64), None))
     assert pair.session._parts.executor.pilot.stretch.is_over
     pair.train_same(2, first=1)
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_odd_batches(make_pair: MakePair, rows: int) -> None:
-    pair = make_pair()
-    pair.each(lambda model, optimizer: (model(batch(rows=rows)).sum().backward(), optimizer.step()))
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.train_same(1)
 
 
 def test_an_error_inside_of_manage_keeps_the_optimizers_hooks(tmp_path: Any) -> None:

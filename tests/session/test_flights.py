@@ -24,7 +24,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import LAYERS, MACHINES, MakePair, Pair, backward, batch, mlp, store_of
+from tests.session.builders import LAYERS, MACHINES, Layers, MakePair, Pair, backward, batch, store_of
 from tests.session.test_disk_tier import FAULTS, arm
 
 
@@ -70,7 +70,7 @@ def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str, str], Pair]
 
     def halted(machine: str, at: int) -> Pair:
         pair = make_pair(
-            build=lambda: Halting(mlp()),
+            build=Halting,
             make_lane=lambda src, dst: ManualLane(),
             **MACHINES[machine](tmp_path / "disk"),
         )
@@ -101,13 +101,10 @@ class Halted(Exception):
     """What the user's code raised."""
 
 
-class Halting(nn.Module):
+class Halting(Layers):
     """A model whose forward can be stopped by an exception, where several units have left and others are on their way."""
 
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-        self.halts_at: int | None = None
+    halts_at: int | None = None
 
     def forward(self, x: Any) -> Any:
         for number, layer in enumerate(self.layers):
@@ -117,23 +114,27 @@ class Halting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
-def test_an_exception_in_users_code_leaves_transfers_that_the_next_step_uses(
-    machine: str, what: str, under_way: Callable[[str, str], Pair]
-) -> None:
-    pair = under_way(machine, what)
-    pair.train_same(2, first=2)
-
-
-@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
-def test_state_is_read_set_and_saved_while_transfers_are_under_way(
-    machine: str, what: str, under_way: Callable[[str, str], Pair], tmp_path: Path
-) -> None:
-    pair = under_way(machine, what)
-    pair.session.save_checkpoint(tmp_path / "saved")
+def save_and_load(pair: Pair, directory: Path) -> None:
+    pair.session.save_checkpoint(directory)
     pair.expect_same()
-    pair.session.load_checkpoint(tmp_path / "saved")
-    pair.train_same(1, first=2)
+    pair.session.load_checkpoint(directory)
+
+
+def be_refused(pair: Pair, _: Path) -> None:
+    with pytest.raises(BudgetError):
+        pair.model(batch(0, rows=4096))
+
+
+@pytest.mark.parametrize(
+    "act", [lambda pair, _: None, save_and_load, be_refused], ids=["nothing", "saved and loaded", "refused"]
+)
+@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
+def test_what_is_under_way_is_used_by_the_next_step_whatever_is_done_before(
+    machine: str, what: str, act: Callable[[Pair, Path], None], under_way: Callable[[str, str], Pair], tmp_path: Path
+) -> None:
+    pair = under_way(machine, what)
+    act(pair, tmp_path / "saved")
+    pair.train_same(2, first=2)
 
 
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
@@ -145,16 +146,6 @@ def test_close_waits_for_what_is_under_way_and_gives_everything_back(
     pair.session.close()
     for name, value in pair.model.state_dict().items():
         assert value.is_meta or value.equal(want[name])
-
-
-@pytest.mark.parametrize(("machine", "what"), UNDER_WAY[1:])
-def test_a_refusal_leaves_transfers_that_the_next_step_uses(
-    machine: str, what: str, under_way: Callable[[str, str], Pair]
-) -> None:
-    pair = under_way(machine, what)
-    with pytest.raises(BudgetError):
-        pair.model(batch(0, rows=4096))
-    pair.train_same(2, first=2)
 
 
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)

@@ -70,6 +70,7 @@ LINES = (
     "forward backward freeze(2) step zero forward backward step thaw(2) zero forward backward step",
     "forward(layers=2) backward step zero train forward(layers=2) backward forward backward step",
     "forward(rows=9) backward step zero forward backward forward(rows=2) backward step zero",
+    "forward(rows=1) backward step zero forward(rows=0) backward step zero train",
     # forwards that no backward follows
     "forward backward step evaluate zero evaluate forward backward evaluate step evaluate",
     "forward backward forward drop step zero forward drop forward backward step",

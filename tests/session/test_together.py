@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from patrickstar import StateError
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
+    MACHINES,
     ROOMY,
     MakePair,
     adamw,
@@ -40,8 +42,6 @@ def step_both(models: list[nn.Module], optimizers: list[Any], number: int) -> to
 
 @pytest.mark.parametrize("machines", [("cpu+disk", "cpu+disk"), ("emulated", "emulated"), ("cpu+disk", "emulated")])
 def test_one_backward_runs_through_two_sessions(make_pair: MakePair, tmp_path: Any, machines: tuple[str, str]) -> None:
-    from tests.session.builders import MACHINES
-
     pairs = [
         make_pair(lambda seed=seed: mlp(seed), **MACHINES[name](tmp_path / str(seed)))
         for seed, name in enumerate(machines)
@@ -199,26 +199,23 @@ def test_weights_only_are_managed_for_evaluation() -> None:
     expect_bits(values(plain), values(model))
 
 
-def test_without_an_optimizer_gradients_are_pytorchs_own() -> None:
-    plain, model = mlp(), mlp()
-    with patrickstar.manage(model, options=options(), device="emulated", device_memory="96KiB") as session:
-        for number in range(2):
-            backward(plain, number=number)
-            backward(model, number=number)
-        for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
-            assert same_bits(want.grad, got.grad), name
-        assert session.plan is not None
-        model.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-
-
-def test_without_an_optimizer_inputs_get_their_gradients() -> None:
-    plain, model = mlp(), mlp()
-    with patrickstar.manage(model.requires_grad_(False), options=options(), device="emulated", device_memory="36KiB"):
-        inputs = [batch().requires_grad_(), batch().requires_grad_()]
-        plain.requires_grad_(False)(inputs[0]).sum().backward()
-        model(inputs[1]).sum().backward()
-        assert same_bits(inputs[0].grad, inputs[1].grad)
+@pytest.mark.parametrize(("trained", "memory"), [(True, "96KiB"), (False, "36KiB")])
+def test_without_an_optimizer_gradients_are_pytorchs_own(trained: bool, memory: str) -> None:
+    """Of parameters, if they are trained, and of inputs."""
+    found = []
+    for managed in (False, True):
+        model, x = mlp().requires_grad_(trained), batch().requires_grad_()
+        budget = {"device": "emulated", "device_memory": memory}
+        with patrickstar.manage(model, options=options(), **budget) if managed else nullcontext() as session:
+            for _ in range(2):
+                model(x).square().mean().backward()
+            grads = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+            found.append({str(number): grad.clone() for number, grad in enumerate(grads)})
+            assert session is None or not trained or session.plan is not None
+            model.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+    expect_bits(*found)
+    assert (len(found[0]) > 1) is trained
 
 
 def test_a_checkpoint_of_weights_only(tmp_path: Any) -> None:
