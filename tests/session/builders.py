@@ -152,6 +152,11 @@ def adamw(model: nn.Module) -> patrickstar.AdamW:
     return patrickstar.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
 
 
+def managed(model: nn.Module, **keywords: Any) -> Any:
+    """A session of a model; without a budget, the tight one of the emulated device."""
+    return patrickstar.manage(model, adamw(model), **{"options": options(), **(keywords or EMULATED)})
+
+
 class Pair:
     """A model under a session, and its plain twin.
 

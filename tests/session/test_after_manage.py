@@ -25,6 +25,7 @@ from tests.session.builders import (
     expect_bits,
     is_ordinary,
     loss_of,
+    managed,
     mlp,
     options,
     store_of,
@@ -155,7 +156,7 @@ def test_resized_embeddings_of_transformers_are_refused() -> None:
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     )
-    with patrickstar.manage(model, adamw(model), options=options(), **ROOMY):
+    with managed(model, **ROOMY):
         with pytest.raises(StateError, match="resize_token_embeddings|session"):
             model.resize_token_embeddings(70)
             model(torch.ones(1, 4, dtype=torch.long))
@@ -274,13 +275,13 @@ def test_a_session_that_is_dropped_with_its_model_leaves_nothing(
 ) -> None:
     def train_a_little() -> weakref.ref[Any]:
         model = mlp()
-        session = patrickstar.manage(model, adamw(model), options=options(), **machine)
+        session = managed(model, **machine)
         if done != "nothing":
             loss = model(batch()).sum()
         if done in ("a backward", "a step"):
             loss.backward()
         if done == "a step":
-            session.optimizer.step()  # type: ignore[union-attr]
+            session.optimizer.step()
         return weakref.ref(store_of(session))
 
     store = train_a_little()
@@ -295,7 +296,7 @@ def test_an_exception_inside_of_the_with_block_closes_with_the_weights_of_the_la
     plain, model = mlp(), mlp()
     train(plain, adamw(plain), 2)
     with pytest.raises(ZeroDivisionError):
-        with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+        with managed(model) as session:
             train(model, session.optimizer, 2)
             loss = of(model, number=2)
             raise ZeroDivisionError
@@ -308,9 +309,7 @@ def test_weights_that_do_not_fit_become_meta_with_one_warning_that_names_what_ke
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()
-    session = patrickstar.manage(
-        model, adamw(model), options=options(), device="cpu", host_memory="36KiB", disk=tmp_path / "disk"
-    )
+    session = managed(model, device="cpu", host_memory="36KiB", disk=tmp_path / "disk")
     train(model, session.optimizer, 1)
     want = {name: tensor.clone() for name, tensor in session.state_dict().items()}
     session.save_checkpoint(tmp_path / "checkpoint")
@@ -321,7 +320,7 @@ def test_weights_that_do_not_fit_become_meta_with_one_warning_that_names_what_ke
     assert "export" in warning.getMessage()
     assert "save_checkpoint" in warning.getMessage()
     other = mlp(3)
-    with patrickstar.manage(other, adamw(other), options=options(), **EMULATED) as session:
+    with managed(other) as session:
         session.load_checkpoint(tmp_path / "checkpoint")
     expect_bits(want, values(other))
 

@@ -33,6 +33,7 @@ from tests.session.builders import (
     expect_bits,
     finish,
     is_ordinary,
+    managed,
     mlp,
     options,
     step_with_loss,
@@ -42,7 +43,7 @@ from tests.session.builders import (
 
 
 def manage(model: nn.Module, **keywords: Any) -> patrickstar.Session:
-    return patrickstar.manage(model, adamw(model), options=options(), **keywords)
+    return managed(model, **keywords)
 
 
 def limited(tier: str, nbytes: int, disk: Path) -> dict[str, Any]:
@@ -181,8 +182,7 @@ def test_a_forward_too_large_is_refused_before_anything_has_changed_and_the_sess
     steps_before: int, mode: Callable[[], Any], make_pair: Callable[..., Pair]
 ) -> None:
     pair = make_pair(WithLoss)
-    for number in range(steps_before):
-        pair.each(step_with_loss, number)
+    pair.train(steps_before, by=step_with_loss)
     held, state = everything(pair.session), torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(BudgetError) as refusal, mode():

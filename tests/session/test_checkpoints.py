@@ -47,7 +47,7 @@ def noisy_step(model: nn.Module, optimizer: Any, scheduler: Any) -> torch.Tensor
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return loss.detach().clone()
 
 
 def seed_everything() -> None:

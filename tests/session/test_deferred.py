@@ -25,6 +25,7 @@ from tests.session.builders import (
     assert_same,
     expect_bits,
     is_ordinary,
+    managed,
     mlp,
     options,
     train,
@@ -71,9 +72,7 @@ def test_training_has_the_bits_of_a_model_built_in_memory(place: str, make_pair:
 def test_in_sixteen_bits_the_masters_are_those_of_a_model_built_in_memory(tmp_path: Path) -> None:
     found = []
     for model in (mlp(), deferred()):
-        with patrickstar.manage(
-            model, adamw(model), precision="bf16", options=options(), host_memory="1MiB", disk=tmp_path
-        ) as session:
+        with managed(model, precision="bf16", host_memory="1MiB", disk=tmp_path) as session:
             losses = train(model, session.optimizer)
             found.append({"losses": losses, **{name: value.clone() for name, value in session.state_dict().items()}})
     expect_bits(*found)
@@ -96,16 +95,16 @@ def test_parameters_in_memory_and_without_can_be_in_one_model(on_disk: dict[str,
             return self.head(self.trunk(x))
 
     plain, model = Both(mlp()), Both(deferred())
-    with patrickstar.manage(model, adamw(model), options=options(), **on_disk) as session:
+    with managed(model, **on_disk) as session:
         assert same_bits(train(plain, adamw(plain)), train(model, session.optimizer))
 
 
 def test_a_refusal_leaves_the_model_without_memory_and_a_larger_budget_works(on_disk: dict[str, Any]) -> None:
     model = deferred()
     with pytest.raises(BudgetError):
-        patrickstar.manage(model, adamw(model), options=options(), **{**on_disk, "host_memory": "4KiB"})
+        managed(model, **{**on_disk, "host_memory": "4KiB"})
     assert is_deferred(model)
-    with patrickstar.manage(model, adamw(model), options=options(), **on_disk) as session:
+    with managed(model, **on_disk) as session:
         expect_bits(values(mlp()), dict(session.state_dict()))
 
 
@@ -123,7 +122,7 @@ def test_a_failure_in_the_middle_leaves_all_of_it_as_before(
 
     monkeypatch.setattr(Weights, "fill_made", failing)
     with pytest.raises(OSError, match="the fourth"):
-        patrickstar.manage(model, adamw(model), options=options(), **on_disk)
+        managed(model, **on_disk)
     assert is_deferred(model)
     expect_bits(want, made(model))
 
@@ -175,7 +174,7 @@ def test_two_parameters_over_the_same_memory_are_refused() -> None:
     def build() -> nn.Module:
         layers: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         layers[1].weight = nn.Parameter(layers[0].weight.data)
-        return layers  # type: ignore[no-any-return]
+        return layers
 
     with pytest.raises(LayoutError, match=r"0\.weight and 1\.weight are two parameters that share memory"):
         patrickstar.manage(deferred(build))

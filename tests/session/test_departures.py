@@ -208,7 +208,7 @@ def test_generate_between_steps(make_pair: MakePair, how: str, machine: dict[str
         model.eval()
         found = model.generate(tokens(3), max_new_tokens=4, pad_token_id=0, **GENERATIONS[how])
         model.train()
-        return found.tolist()  # type: ignore[no-any-return]
+        return found.tolist()
 
     tier = "device_memory" if "device_memory" in machine else "host_memory"
     pair = make_pair(gpt2, **machine | {tier: "256KiB"})

@@ -27,6 +27,7 @@ from tests.session.builders import (
     everything,
     expect_bits,
     is_ordinary,
+    managed,
     mlp,
     options,
     train,
@@ -115,9 +116,7 @@ def test_a_directory_that_cannot_be_written_is_no_lack_of_memory(
 def test_a_directory_is_made_and_left_empty(tmp_path: Path, raises: bool) -> None:
     model = mlp()
     with pytest.raises(ZeroDivisionError) if raises else nullcontext():
-        with patrickstar.manage(
-            model, adamw(model), options=options(), device="cpu", host_memory=HOST, disk=str(tmp_path / "disk")
-        ) as session:
+        with managed(model, device="cpu", host_memory=HOST, disk=str(tmp_path / "disk")) as session:
             train(model, session.optimizer, 1)
             assert ours(tmp_path / "disk")
             assert session.stats().moved["K>H"] > 0
@@ -139,9 +138,7 @@ def test_sessions_take_turns_and_share_a_directory(make_pair: MakePair, machine:
 
 def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) -> None:
     model = mlp()
-    with patrickstar.manage(
-        model, adamw(model), options=options(), device="cpu", host_memory="512MiB", disk=tmp_path / "disk"
-    ) as session:
+    with managed(model, device="cpu", host_memory="512MiB", disk=tmp_path / "disk") as session:
         train(model, session.optimizer, 3)
         assert session.stats().moved["K>H"] == 0
 
@@ -249,7 +246,7 @@ def test_a_disk_that_is_broken_for_good_lets_the_session_be_closed(
     """Weights that are on the broken disk only cannot be given back; that is said, and the files are gone."""
     pair = make_pair(**on_disk | {"host_memory": "1MiB"})
     model = mlp(layers=2)
-    session = patrickstar.manage(model, adamw(model), options=options(), **on_disk | {"host_memory": 4 * SLOT + 4096})
+    session = managed(model, **on_disk | {"host_memory": 4 * SLOT + 4096})
     train(model, session.optimizer, 1)
     arm(faulty, "preadv", errno.EIO, times=10_000)
     try:
@@ -292,11 +289,9 @@ import logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
 import torch, patrickstar
 torch.set_num_threads(1)
-from tests.session.builders import TIGHT, SLOT, adamw, mlp, options, train
+from tests.session.builders import TIGHT, SLOT, managed, mlp, train
 model = mlp()
-session = patrickstar.manage(
-    model, adamw(model), options=options(), precision="fp32", device="cpu", host_memory=TIGHT + SLOT, disk=sys.argv[1]
-)
+session = managed(model, precision="fp32", device="cpu", host_memory=TIGHT + SLOT, disk=sys.argv[1])
 train(model, session.optimizer, 1)
 print(len(list(__import__("pathlib").Path(sys.argv[1]).iterdir())))
 """
@@ -343,7 +338,7 @@ def test_a_session_keeps_its_model_trainable_while_only_the_optimizer_is_held(on
     import gc
 
     plain, model = mlp(), mlp()
-    optimizer = patrickstar.manage(model, adamw(model), options=options(), **on_disk).optimizer
+    optimizer = managed(model, **on_disk).optimizer
     gc.collect()
     oracle = adamw(plain)
     for number in range(2):

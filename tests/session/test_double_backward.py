@@ -158,7 +158,7 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
         loss.backward(retain_graph=True)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach().clone()  # type: ignore[no-any-return]
+        return loss.detach().clone()
 
     pair = make_pair(seeded(MODELS[name]))
     run(pair, act, range(3))
@@ -182,12 +182,12 @@ class DifferentiatesItself(torch.autograd.Function):
     """Its backward runs the forward again on detached tensors, and asks torch for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
             return torch.autograd.grad(x @ weight.t(), (x, weight), gradient)

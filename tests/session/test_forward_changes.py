@@ -79,13 +79,13 @@ class Changing(nn.Module):
 def by_module(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
     words = model.look_up(ids)
     model.told()
-    return model.layers(words + x)  # type: ignore[no-any-return]
+    return model.layers(words + x)
 
 
 def by_function(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
     words = F.embedding(ids, model.words.weight, max_norm=1.5, norm_type=1.0).mean(1)
     model.told()
-    return model.layers(words + x)  # type: ignore[no-any-return]
+    return model.layers(words + x)
 
 
 def in_place(change: Callable[[Tensor], object]) -> Callable[..., Tensor]:
@@ -95,7 +95,7 @@ def in_place(change: Callable[[Tensor], object]) -> Callable[..., Tensor]:
         for weight in (model.words.weight, model.layers[6].weight):
             change(weight)
             model.told()
-        return model.layers(model.look_up(ids) + x)  # type: ignore[no-any-return]
+        return model.layers(model.look_up(ids) + x)
 
     return run
 
@@ -156,7 +156,7 @@ def by_view(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
         view.mul_(0.9)
     model.told()
     del view
-    return model.layers[4:](hidden)  # type: ignore[no-any-return]
+    return model.layers[4:](hidden)
 
 
 CHANGES: Mapping[str, Callable[..., Tensor]] = {
@@ -326,7 +326,7 @@ def trace_of_forward(model: nn.Module, kind: str) -> Trace:
     session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, chunk_size=CHUNK))
     with session:
         model(batch()).float().square().mean().backward()
-        return session.trace  # type: ignore[no-any-return]
+        return session.trace
 
 
 class Sometimes(Changing):
@@ -366,7 +366,7 @@ class Asking(Changing):
             if float(self.words.weight.abs().max()) > 0.5:
                 self.words.weight.clamp_(-0.5, 0.5)
                 self.told()
-        return self.layers(self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)  # type: ignore[no-any-return]
+        return self.layers(self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
@@ -394,11 +394,11 @@ class Checkpointed(Changing):
         with torch.no_grad():
             self.layers[4].weight.mul_(0.9)
         self.told()
-        return self.layers[2:8](x)  # type: ignore[no-any-return]
+        return self.layers[2:8](x)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layers[:2](self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
-        return self.layers[8:](checkpoint(self.block, hidden, use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+        return self.layers[8:](checkpoint(self.block, hidden, use_reentrant=self.reentrant))
 
 
 @pytest.mark.sampled
@@ -426,7 +426,7 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.layers(x)
             clamp(self.layers[6].weight)
-            return self.layers(hidden)  # type: ignore[no-any-return]
+            return self.layers(hidden)
 
     pair = make_pair(partial(Twice, "clamp"), precision="fp32", **ROOMY)
     for model in (pair.plain, pair.model):
@@ -458,7 +458,7 @@ class Averaging(Changing):
         with torch.no_grad():
             F.batch_norm(hidden, self.layers[6].bias, torch.ones(32, dtype=x.dtype), training=True)
         self.told()
-        return self.layers[6:](hidden)  # type: ignore[no-any-return]
+        return self.layers[6:](hidden)
 
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
@@ -498,7 +498,7 @@ def test_an_operation_that_declares_what_it_writes_is_known(
     trained: MakeScript, kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_shrink = in_place(torch.no_grad()(lambda weight: shrink(weight, 0.9)))
-    monkeypatch.setitem(CHANGES, "own", with_shrink)  # type: ignore[arg-type]
+    monkeypatch.setitem(CHANGES, "own", with_shrink)
     expect_planned(trained(kind, partial(Changing, "own")).session, 4)
 
 
@@ -518,7 +518,7 @@ def encoder() -> nn.Module:
 
 def evaluate(model: nn.Module, _: Any, number: int) -> Tensor:
     with torch.no_grad():
-        return model(batch(number, rows=6)[None])  # type: ignore[no-any-return]
+        return model(batch(number, rows=6)[None])
 
 
 def test_a_module_that_is_one_use_may_change_its_weights(make_pair: MakePair) -> None:

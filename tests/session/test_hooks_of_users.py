@@ -12,8 +12,7 @@ import torch.nn.modules.module as modules
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import patrickstar
-from tests.session.builders import EMULATED, ROOMY, adamw, expect_bits, mlp, options, train_step, values
+from tests.session.builders import EMULATED, ROOMY, adamw, expect_bits, managed, mlp, train_step, values
 
 Seen = list[Any]
 
@@ -134,7 +133,7 @@ def test_a_hook_is_called_as_in_plain_pytorch(kind: str, machine: dict[str, Any]
     with hooked(plain, KINDS[kind]) as want:
         losses = [train_step(plain, optimizer, number) for number in range(3)]
     model = Hooked()
-    with patrickstar.manage(model, adamw(model), precision="fp32", options=options(), **machine) as session:
+    with managed(model, precision="fp32", **machine) as session:
         with hooked(model, KINDS[kind]) as got:
             found = [train_step(model, session.optimizer, number) for number in range(3)]
         assert len(got) == len(want) > 0

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.trace import Trace
 from tests.session.builders import (
@@ -22,11 +21,10 @@ from tests.session.builders import (
     WIDTH,
     MakePair,
     Pair,
-    adamw,
     batch,
     finish,
     machine_with,
-    options,
+    managed,
     seeded,
 )
 
@@ -86,11 +84,11 @@ class Dropping(nn.Module):
             block = nn.Sequential(layer, nn.Tanh())
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         self.kept.append(kept)
-        return self.last(x).square().mean()  # type: ignore[no-any-return]
+        return self.last(x).square().mean()
 
 
 def dropping(*args: Any, **keywords: Any) -> Callable[[], Dropping]:
-    return seeded(lambda: Dropping(*args, **keywords))  # type: ignore[return-value]
+    return seeded(lambda: Dropping(*args, **keywords))
 
 
 def one_step(model: Any, optimizer: Any, number: int, *, rows: int = ROWS) -> Tensor:
@@ -101,7 +99,7 @@ def one_step(model: Any, optimizer: Any, number: int, *, rows: int = ROWS) -> Te
 def foreseen(build: Callable[[], Dropping]) -> Trace:
     """The forecast that a session makes before the first forward, in a budget with room for everything."""
     model = build()
-    with patrickstar.manage(model, adamw(model), options=options(), **ROOMY) as session:
+    with managed(model, **ROOMY) as session:
         one_step(model, session.optimizer, 0)
         (known,) = session._parts.stretches._known.values()
         assert known.offline is not None, known.reason
@@ -158,7 +156,7 @@ def smallest_accepted(build: Callable[[], nn.Module], act: Callable[..., Tensor]
     """The budget that the refusal of the first forward names; `machine`: one that is too small."""
     model = build()
     machine = machine or machine_with("emulated", 5 * SLOT, Path())
-    with patrickstar.manage(model, adamw(model), options=options(), **machine) as session:
+    with managed(model, **machine) as session:
         with pytest.raises(BudgetError) as refusal:
             act(model, session.optimizer, 0)
         assert session.stats().steps == 0
@@ -209,9 +207,7 @@ def test_below_that_budget_the_first_forward_is_refused_whatever_it_draws() -> N
     nbytes = smallest_accepted(build)
     for number in range(4):
         model = build()
-        with patrickstar.manage(
-            model, adamw(model), device="emulated", device_memory=nbytes - 1, options=options()
-        ) as session:
+        with managed(model, device="emulated", device_memory=nbytes - 1) as session:
             torch.manual_seed(number)
             before = torch.get_rng_state()
             with pytest.raises(BudgetError):
@@ -223,8 +219,7 @@ def test_below_that_budget_the_first_forward_is_refused_whatever_it_draws() -> N
 def test_steps_that_drop_layers_are_no_model_for_the_next(make_pair: MakePair) -> None:
     """However many in a row: what was measured of them would be a bound for fewer layers than the next step may have."""
     pair = make_pair(dropping(DROPS["compared"], 0.5), **ROOMY)
-    for number in range(STEPS):
-        pair.each(one_step, number)
+    pair.train(STEPS, by=one_step)
     (known,) = pair.session._parts.stretches._known.values()
     assert pair.session.stats().reactive_steps >= STEPS // 2
     assert known.trace is known.offline
@@ -310,7 +305,7 @@ def test_a_number_of_repetitions_that_is_drawn_is_foreseen_at_its_largest(make_p
             self.kept.append(times)
             for _ in range(times):
                 x = torch.tanh(self.first(x))
-            return self.last(x).square().mean()  # type: ignore[no-any-return]
+            return self.last(x).square().mean()
 
     build = seeded(lambda: Repeats(None))
     trace = foreseen(build)
@@ -400,7 +395,7 @@ def test_a_random_state_of_python_or_numpy_is_that_of_the_first_step() -> None:
         random.seed(1)
         np.random.seed(1)
         model = Dropping(drops, 0.5)
-        with patrickstar.manage(model, adamw(model), options=options(), **ROOMY) as session:
+        with managed(model, **ROOMY) as session:
             one_step(model, session.optimizer, 0)
             stats = session.stats()
         assert stats.planned_steps == 1, stats.reason

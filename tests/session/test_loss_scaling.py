@@ -13,7 +13,7 @@ from torch import nn
 import patrickstar
 from patrickstar import ConfigError, LossScale, StateError
 from tests.parity.compare import compare_mappings, same_bits
-from tests.session.builders import TIGHT, adamw, batch, mlp, options
+from tests.session.builders import TIGHT, adamw, batch, managed, mlp, options
 from tests.session.masters import Twin
 
 SCALE = LossScale(initial=2.0**10, window=2, hysteresis=1)
@@ -91,7 +91,7 @@ def test_gradients_are_divided_once_in_fp32() -> None:
     with manage(model) as session:
         model(batch()).float().square().mean().backward()
         unscaled = {name: gradient.clone() for name, gradient in session.gradients()}
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()
         session.scaler.scale(model(batch()).float().square().mean()).backward()
         session.scaler.unscale_(session.optimizer)
         for name, gradient in session.gradients():
@@ -140,7 +140,7 @@ def test_a_scale_that_never_recovers_says_so_and_names_the_first_tensor() -> Non
         assert session.scaler.get_scale() == 1.0
         with pytest.raises(StateError, match=r"smallest it may be; the first that did was that of 10\.(weight|bias)"):
             step(session, model, 3, times=float("inf"))
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()
         step(session, model, 4)
 
 
@@ -170,7 +170,7 @@ def test_an_overflow_that_was_let_go_does_not_count() -> None:
     model = mlp()
     with manage(model) as session:
         session.scaler.scale(model(batch()).float().square().mean() * float("inf")).backward()
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()
         step(session, model, 1)
         assert session.scaler.get_scale() == SCALE.initial
         assert session.stats().steps == 1
@@ -207,9 +207,7 @@ def test_elsewhere_the_same_loop_does_no_more_than_the_plain_one(precision: str)
     losses = []
     for scaled in (False, True):
         model = mlp()
-        with patrickstar.manage(
-            model, adamw(model), precision=precision, device="emulated", device_memory=TIGHT, options=options()
-        ) as session:
+        with managed(model, precision=precision, device="emulated", device_memory=TIGHT) as session:
             assert not session.scaler.is_enabled()
             for number in range(3):
                 loss = model(batch(number)).float().square().mean()
@@ -218,8 +216,8 @@ def test_elsewhere_the_same_loop_does_no_more_than_the_plain_one(precision: str)
                     session.scaler.step(session.optimizer)
                     session.scaler.update()
                 else:
-                    session.optimizer.step()  # type: ignore[union-attr]
-                session.optimizer.zero_grad()  # type: ignore[union-attr]
+                    session.optimizer.step()
+                session.optimizer.zero_grad()
             losses.append(loss.detach())
     assert same_bits(*losses)
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import patrickstar
 from patrickstar import BudgetError
 from tests.parity.compare import same_bits
-from tests.session.builders import adamw, assert_same, batch, machine_with, mlp, options, seeded
+from tests.session.builders import adamw, assert_same, batch, machine_with, managed, mlp, seeded
 
 STEPS = 6
 
@@ -80,7 +79,7 @@ class Averages(nn.Module):
 
 def of_the_model(model: nn.Module, x: Tensor) -> Tensor:
     out = model(x)
-    return out if out.ndim == 0 else out.square().mean()  # type: ignore[no-any-return]
+    return out if out.ndim == 0 else out.square().mean()
 
 
 def adaptive(model: nn.Module, x: Tensor) -> Tensor:
@@ -138,9 +137,7 @@ def trained(
     losses: list[Tensor] = []
     try:
         given = {"host_memory": nbytes} if machine == "cpu" else machine_with(machine, nbytes, disk)
-        with patrickstar.manage(
-            model, adamw(model), precision="fp32", step=step, options=options(), **given
-        ) as session:
+        with managed(model, precision="fp32", step=step, **given) as session:
             for number in range(STEPS):
                 losses.append(train_step(name, model, session.optimizer, number))
             optimizer = adamw(plain)

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 import patrickstar
 from patrickstar import ConfigError, StateError
 from tests.parity.compare import same_bits
-from tests.session.builders import EMULATED, MakePair, adamw, backward, mlp, options, train, train_step
+from tests.session.builders import EMULATED, MakePair, adamw, backward, managed, mlp, options, train, train_step
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, patrickstar.AdamW, patrickstar.Adam])
@@ -140,9 +140,7 @@ def test_gradients_that_there_are_already_are_taken_over_with_in_backward_or_ref
     backward(model)
     oracle = adamw(plain)
     try:
-        session = patrickstar.manage(
-            model, adamw(model), step="in_backward", device="emulated", device_memory="64MiB", options=options()
-        )
+        session = managed(model, step="in_backward", device="emulated", device_memory="64MiB")
     except (StateError, ConfigError) as refusal:
         assert "gradient" in str(refusal)
         assert model[0].weight.grad is not None

@@ -304,8 +304,7 @@ def test_a_second_optimizer_over_what_the_managed_one_lacks(
         host_memory=budget,
         disk=tmp_path / "disk",
     )
-    for number in range(4):
-        pair.each(step, number)
+    pair.train(4, by=step)
     expect_bits(values(pair.plain), values(pair.model))
     assert sum(pair.session.stats().moved.values()), "nothing moved, which shows nothing"
 
@@ -412,7 +411,7 @@ def test_an_offset_of_storage_counts_from_the_start_of_the_parameter(make_pair: 
 def test_inputs_of_16_bits_under_autocast_are_taken_as_they_are(make_pair: MakePair, dtype: torch.dtype) -> None:
     def act(model: nn.Module, _: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return model(inputs().to(dtype)).detach()  # type: ignore[no-any-return]
+            return model(inputs().to(dtype)).detach()
 
     pair = make_pair(
         lambda: nn.Sequential(*(nn.Tanh() for _ in range(4)), *stack()), device="cpu"
@@ -468,7 +467,7 @@ class Drifting(nn.Module):
         return x + self.weight.square().mean()
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -477,7 +476,7 @@ def test_a_block_that_saves_nothing_but_weights_is_recomputed(make_pair: MakePai
 
     def act(model: nn.Module, optimizer: Any) -> Tensor:
         model(inputs()).sum().backward()
-        return model.weight.detach().clone()  # type: ignore[no-any-return]
+        return model.weight.detach().clone()
 
     assert same_bits(*pair.each(act))
     pair.expect_same_gradients()

@@ -11,7 +11,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar import ConfigError, DeviceError, LayoutError, StateError
-from tests.session.builders import EMULATED, adamw, expect_bits, is_ordinary, mlp, options, train_step, values
+from tests.session.builders import EMULATED, adamw, expect_bits, is_ordinary, managed, mlp, options, train_step, values
 
 
 def refused(error: type[Exception], match: str, model: nn.Module, optimizer: Any = None, **keywords: Any) -> None:
@@ -142,7 +142,7 @@ def test_parameters_that_are_not_the_models_are_refused_by_shape() -> None:
 
 def test_a_flag_set_after_manage_is_refused_by_the_step() -> None:
     model = mlp()
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+    with managed(model) as session:
         train_step(model, session.optimizer)
         before = values(model)
         session.optimizer.param_groups[0]["amsgrad"] = True
@@ -229,7 +229,7 @@ def test_a_sparse_gradient_that_nobody_announced_is_refused_when_it_arrives() ->
             return torch.nn.functional.embedding(tokens, self.table, sparse=True)
 
     model = Lookup()
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+    with managed(model) as session:
         before = values(model)
         with pytest.raises((LayoutError, StateError), match="table.*sparse"):
             model(torch.tensor([1, 2])).sum().backward()
@@ -238,12 +238,12 @@ def test_a_sparse_gradient_that_nobody_announced_is_refused_when_it_arrives() ->
 
 def test_something_that_is_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="Module"):
-        patrickstar.manage([torch.nn.Parameter(torch.ones(3))])  # type: ignore[arg-type]
+        patrickstar.manage([torch.nn.Parameter(torch.ones(3))])
 
 
 def test_a_second_manage_is_refused_and_names_the_first() -> None:
     model = mlp()
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+    with managed(model) as session:
         train_step(model, session.optimizer)
         before = values(model)
         for again in (model, nn.Sequential(model, nn.Linear(32, 4))):
@@ -256,7 +256,7 @@ def test_a_second_manage_is_refused_and_names_the_first() -> None:
 
 def test_the_optimizer_of_a_session_is_not_taken_for_another_one() -> None:
     model, other = mlp(), mlp(1)
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+    with managed(model) as session:
         refused(ConfigError, "ManagedOptimizer", other, session.optimizer)
 
 

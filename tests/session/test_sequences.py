@@ -128,7 +128,7 @@ class Programs(RuleBasedStateMachine):
 
 
 def run(examples: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Programs,
         settings=settings(max_examples=examples, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
     )

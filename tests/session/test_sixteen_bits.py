@@ -97,17 +97,17 @@ def test_a_gradient_read_is_of_the_parameters_type(script: Script) -> None:
 
 def by_a_third(model: nn.Module) -> None:
     for p in model.parameters():
-        p.grad.mul_(1 / 3)  # type: ignore[union-attr]
+        p.grad.mul_(1 / 3)
 
 
 def a_few(model: nn.Module) -> None:
     for p in model.parameters():
-        p.grad.view(-1)[3:7] = 0.3  # type: ignore[union-attr]
-        p.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+        p.grad.view(-1)[3:7] = 0.3
+        p.grad.clamp_(-0.01, 0.01)
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "norm": lambda model: torch.stack([p.grad.norm() for p in model.parameters()]),  # type: ignore[union-attr]
+    "norm": lambda model: torch.stack([p.grad.norm() for p in model.parameters()]),
     "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-2),
     "a third": by_a_third,
     "a few": a_few,
@@ -152,7 +152,7 @@ def test_what_sets_every_element_sets_those_that_are_shown_as_they_become_too() 
     model = mlp()
     with manage(model, "fp16", given={"accumulate": 2}) as session:
         model(batch()).float().sum().backward()
-        session.scaler._training.multiply(torch.tensor(2.0**-40))  # type: ignore[attr-defined]
+        session.scaler._training.multiply(torch.tensor(2.0**-40))
         weight = model[0].weight
         assert weight.grad is not None
         assert dict(session.gradients())["0.weight"].any()
@@ -193,7 +193,7 @@ class Reentrant(Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         twice = lambda x: self.layers(self.layers(x))
-        return checkpoint(twice, x.clone().requires_grad_(), use_reentrant=True)  # type: ignore[no-any-return]
+        return checkpoint(twice, x.clone().requires_grad_(), use_reentrant=True)
 
 
 WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
@@ -319,7 +319,7 @@ def test_a_checkpoint_of_fp32_goes_on_in_16_bits_and_back(kind: str, tmp_path: P
     model, other, last = mlp(), mlp(5), mlp(6)
     with patrickstar.manage(model, adamw(model), options=options()) as session:
         model(batch()).square().mean().backward()
-        session.optimizer.step()  # type: ignore[union-attr]
+        session.optimizer.step()
         session.save_checkpoint(tmp_path / "first")
         want = {name: value.clone() for name, value in session.state_dict().items()}
     with manage(other, kind) as session:

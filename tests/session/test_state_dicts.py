@@ -27,8 +27,8 @@ from tests.session.builders import (
     everything,
     expect_bits,
     is_ordinary,
+    managed,
     mlp,
-    options,
     train,
     values,
 )
@@ -116,7 +116,7 @@ def test_transformers_saves_a_managed_model_as_it_is_or_refuses(tmp_path: Path, 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
     want = values(model)
-    with patrickstar.manage(model, adamw(model), options=options(), device="emulated", device_memory="64KiB"):
+    with managed(model, device="emulated", device_memory="64KiB"):
         try:
             model.save_pretrained(tmp_path)
         except patrickstar.Error as refusal:
@@ -261,7 +261,7 @@ def test_an_optimizers_state_of_another_model_is_refused_before_anything_has_cha
 def test_an_optimizers_state_that_does_not_fit_names_save_checkpoint(tmp_path: Path) -> None:
     model = mlp()
     keywords = {"device": "cpu", "host_memory": TIGHT + SLOT, "disk": tmp_path / "disk"}
-    with patrickstar.manage(model, adamw(model), options=options(), **keywords) as session:
+    with managed(model, **keywords) as session:
         train(model, session.optimizer, 1)
         with pytest.raises(BudgetError, match="save_checkpoint") as refusal:
             session.optimizer.state_dict()
@@ -274,7 +274,7 @@ def test_a_models_state_dict_that_does_not_fit_names_export_when_it_is_copied(tm
     """Its tensors are read when they are used; all at once they are more than the process may hold."""
     model = mlp()
     keywords = {"device": "cpu", "host_memory": 4 * SLOT, "disk": tmp_path / "disk"}
-    with patrickstar.manage(model, adamw(model), options=options(), **keywords):
+    with managed(model, **keywords):
         with pytest.raises(BudgetError, match="session.export"):
             _ = [tensor.view(-1) for tensor in model.state_dict().values()]
 

@@ -24,6 +24,7 @@ from tests.session.builders import (
     batch,
     expect_bits,
     is_ordinary,
+    managed,
     mlp,
     options,
     train_step,
@@ -155,7 +156,7 @@ def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
     copied = copy.deepcopy(pair.model)
     plain = copy.deepcopy(pair.plain)
     oracle = adamw(plain)
-    with patrickstar.manage(copied, adamw(copied), options=options(), **EMULATED) as session:
+    with managed(copied) as session:
         for number in range(2):
             assert same_bits(train_step(plain, oracle, number), train_step(copied, session.optimizer, number))
         expect_bits(plain.state_dict(), dict(session.state_dict()))
@@ -203,10 +204,10 @@ def test_weights_only_are_managed_for_evaluation() -> None:
 def test_without_an_optimizer_gradients_are_pytorchs_own(trained: bool, memory: str) -> None:
     """Of parameters, if they are trained, and of inputs."""
     found = []
-    for managed in (False, True):
+    for under in (False, True):
         model, x = mlp().requires_grad_(trained), batch().requires_grad_()
         budget = {"device": "emulated", "device_memory": memory}
-        with patrickstar.manage(model, options=options(), **budget) if managed else nullcontext() as session:
+        with patrickstar.manage(model, options=options(), **budget) if under else nullcontext() as session:
             for _ in range(2):
                 model(x).square().mean().backward()
             grads = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]

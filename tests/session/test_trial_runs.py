@@ -245,7 +245,7 @@ def test_the_default_device_holds_in_a_trial_run() -> None:
 
 def test_a_hook_that_changes_what_runs_departs_from_the_trace(make_pair: Callable[..., Pair]) -> None:
     def with_another(model: nn.Module, _: Any) -> None:
-        model[0].register_forward_hook(lambda module, args, out: out + model[4](out))  # type: ignore[index]
+        model[0].register_forward_hook(lambda module, args, out: out + model[4](out))
 
     pair = make_pair(**EMULATED)
     pair.each(with_another)

@@ -85,4 +85,4 @@ def test_close_leaves_gradients_where_they_are() -> None:
     assert model[0].weight.grad is gradient
     expect_bits(values(plain), values(model))
     want = {name: p.grad for name, p in plain.named_parameters()}
-    expect_bits(want, {name: p.grad for name, p in model.named_parameters()})  # type: ignore[arg-type]
+    expect_bits(want, {name: p.grad for name, p in model.named_parameters()})
