@@ -55,6 +55,28 @@ def mlp(seed: int = 0, *, layers: int = LAYERS) -> nn.Sequential:
     return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
+def tied() -> nn.Sequential:
+    """Two of its layers share a weight."""
+    model = mlp()
+    model[8].weight = model[2].weight
+    return model
+
+
+def transposed() -> nn.Sequential:
+    """A weight lies the other way round in memory."""
+    model = mlp()
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def tiny_gpt2(**given: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **given))
+
+
 def batch(number: int = 0, *, rows: int = 4, width: int = WIDTH) -> Tensor:
     """Inputs, the same for a number whatever has been drawn before."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from tests.parity.compare import compare_mappings
 from tests.parity.oracle import Types, narrow
 from tests.session.builders import TIGHT, adamw, batch, mlp, options
 
@@ -69,11 +68,6 @@ class Twin:
             master.data = torch.where(was == weight, master.detach(), weight.detach().float())
         self.narrow()
 
-    def backward(self, number: int, *, adds_up: bool = False) -> Tensor:
-        loss: Tensor = self.model(batch(number).to(self.compute)).float().square().mean()
-        self.backward_of(loss, adds_up=adds_up)
-        return loss.detach()
-
     def backward_of(
         self, loss: Tensor, *, adds_up: bool = False, retain_graph: bool = False, inputs: list[Tensor] | None = None
     ) -> None:
@@ -132,26 +126,12 @@ class Twin:
         self.optimizer.step()
         self.narrow()
 
-    def step(self, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-        """A step of the ordinary loop; gives the losses."""
-        losses = [self.backward(first + number, adds_up=backwards > 1) for number in range(backwards)]
-        self.update()
-        self.optimizer.zero_grad()
-        return losses
 
-
-def managed_backward(session: patrickstar.Session, model: nn.Module, number: int = 0) -> Tensor:
-    loss: Tensor = model(batch(number)).float().square().mean()
-    session.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-    losses = [managed_backward(session, model, number) for number in range(first, first + backwards)]
+def managed_step(session: Any, model: nn.Module, *, first: int = 0) -> None:
+    session.scaler.scale(model(batch(first)).float().square().mean()).backward()
     session.scaler.step(session.optimizer)
     session.scaler.update()
     session.optimizer.zero_grad()
-    return losses
 
 
 def manage(
@@ -167,8 +147,3 @@ def manage(
         options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
         **(keywords if keywords.keys() - {"step"} else {"device": "emulated", "device_memory": TIGHT, **keywords}),
     )
-
-
-def expect_same(twin: Twin, session: patrickstar.Session) -> None:
-    want = dict(twin.masters.state_dict())
-    assert not (found := compare_mappings("master", want, dict(session.state_dict()))), "\n".join(found)

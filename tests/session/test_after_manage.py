@@ -29,6 +29,7 @@ from tests.session.builders import (
     mlp,
     options,
     store_of,
+    tiny_gpt2,
     train,
     train_step,
     values,
@@ -151,11 +152,7 @@ def test_a_tensor_that_is_swapped_in_is_refused_or_found_by_the_next_forward(mak
 
 
 def test_resized_embeddings_of_transformers_are_refused() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    )
+    model = tiny_gpt2()
     with managed(model, **ROOMY):
         with pytest.raises(StateError, match="resize_token_embeddings|session"):
             model.resize_token_embeddings(70)

@@ -29,6 +29,7 @@ from tests.session.builders import (
     options,
     train,
     train_step,
+    transposed,
     values,
 )
 
@@ -144,11 +145,6 @@ def test_saving_draws_no_random_number_and_changes_nothing(make_pair: MakePair, 
 
 
 def test_weights_in_another_order_of_memory_come_back_with_their_moments(make_pair: MakePair, tmp_path: Path) -> None:
-    def transposed() -> nn.Module:
-        model = mlp()
-        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
-        return model
-
     pair = make_pair(transposed)
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.session.builders import SLOT, Layers, MakePair, batch, finish, loss_of, mlp, seeded, train_step
+from tests.session.builders import SLOT, Layers, MakePair, batch, finish, loss_of, tiny_gpt2, train_step
 
 
 def a_layer_twice(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -75,26 +74,6 @@ def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_
     pair = make_pair(**on_disk)
     pair.train_same(2, by=act)
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
-
-
-class Branches(Layers):
-    """Which layers run depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = mlp(1, layers=2), mlp(2, layers=2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = self.left if x.sum() > 0 else self.right
-        return chosen(self.layers(x))
-
-
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_branches_that_depend_on_data(make_pair: MakePair, step: str) -> None:
-    pair = make_pair(seeded(Branches), step=step, device="emulated", device_memory=8 * SLOT)
-    assert {bool(batch(number).sum() > 0) for number in range(6)} == {True, False}
-    pair.train_same(6)
-    assert pair.session.stats().steps == 6
 
 
 class Hops(Layers):
@@ -176,12 +155,6 @@ def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair:
 # Hugging Face
 
 
-def gpt2() -> Any:
-    config = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **config))
-
-
 def tokens(number: int, *, rows: int = 2, length: int = 8) -> torch.Tensor:
     return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(number))
 
@@ -211,7 +184,7 @@ def test_generate_between_steps(make_pair: MakePair, how: str, machine: dict[str
         return found.tolist()
 
     tier = "device_memory" if "device_memory" in machine else "host_memory"
-    pair = make_pair(gpt2, **machine | {tier: "256KiB"})
+    pair = make_pair(tiny_gpt2, **machine | {tier: "256KiB"})
     pair.train(2, by=step_on_text)
     pair.same(generate)
     before = pair.session.stats()
@@ -222,21 +195,11 @@ def test_generate_between_steps(make_pair: MakePair, how: str, machine: dict[str
 
 
 def test_sequences_of_other_lengths_each_have_their_plan(make_pair: MakePair) -> None:
-    pair = make_pair(gpt2, device="emulated", device_memory="256KiB")
+    pair = make_pair(tiny_gpt2, device="emulated", device_memory="256KiB")
     for number, length in enumerate((8, 5, 8, 6, 5, 8)):
         pair.same(step_on_text, number, length=length)
     pair.expect_same()
     assert pair.session.stats().planned_steps == 6
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_blocks(make_pair: MakePair, reentrant: bool) -> None:
-    def recompute(model: Any, _: Any) -> None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-
-    pair = make_pair(gpt2, before=recompute, device="emulated", device_memory="256KiB")
-    pair.train_same(3, by=step_on_text)
-    assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
 
 
 def test_backward_on_another_thread(make_pair: MakePair) -> None:

@@ -16,7 +16,7 @@ from patrickstar.plan.actions import is_copy
 from tests.parity.compare import same_bits
 from tests.session import masters
 from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, managed, mlp, options
-from tests.session.masters import manage, managed_step
+from tests.session.masters import Twin, manage, managed_step
 
 KINDS = ("fp32", *masters.KINDS)
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -39,14 +39,14 @@ def test_what_is_frozen_takes_its_weight_and_no_more(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_alone_take_no_more_than_their_type(kind: str) -> None:
-    model = mlp()
+    model, twin = mlp(), Twin(kind)
     kept, _, compute = kind.partition("-")
     given = {} if kind == "fp32" else {"compute": compute or kept}
     with patrickstar.manage(
         model, precision=kept, device="emulated", device_memory=6 * SLOT, options=options(**given)
     ) as session:
         with torch.no_grad():
-            model(batch())
+            assert same_bits(twin.model(batch().to(twin.compute)), model(batch()))
         assert session.stats().model_data == {"weight": ITEMSIZE[kept] * session.layout.n_chunks * CHUNK}
 
 

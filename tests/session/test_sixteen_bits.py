@@ -14,10 +14,24 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.planes import REST
-from tests.parity.compare import compare_mappings, same_bits
-from tests.parity.oracle import narrow
-from tests.session.builders import CHUNK, LAYERS, MACHINES, SLOT, TIGHT, Layers, adamw, batch, mlp, options, store_of
-from tests.session.masters import KINDS, Twin, manage, managed_backward, managed_step
+from tests.parity.compare import same_bits
+from tests.session.builders import (
+    CHUNK,
+    LAYERS,
+    MACHINES,
+    SLOT,
+    TIGHT,
+    Layers,
+    adamw,
+    batch,
+    expect_bits,
+    managed,
+    mlp,
+    store_of,
+    train,
+    values,
+)
+from tests.session.masters import KINDS, manage
 from tests.session.script import Script
 from tests.session.test_hand_changes import (
     by_data,
@@ -81,7 +95,7 @@ def test_a_second_backward_that_does_not_fit_is_refused_before_anything_has_chan
     script = make_script("bf16", device="emulated", device_memory=TIGHT, host_memory=host)
     script.run("forward backward")
     with pytest.raises(BudgetError, match="host memory") as refusal:
-        managed_backward(script.session, script.model, 1)
+        script.model(batch(1)).float().square().mean().backward()
     assert refusal.value.smallest_bytes == 16 * script.session.layout.n_chunks * CHUNK
     script.run("step zero read")
 
@@ -133,18 +147,17 @@ def test_gradients_are_shown_rounded_and_what_is_changed_is_widened(
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_reading_a_16_bit_gradient_changes_nothing_of_what_it_is_rounded_from(kind: str) -> None:
-    twin, model = Twin(kind), mlp()
-    with manage(model, kind, given={"accumulate": 2}) as session:
-        for number in range(2):
-            managed_backward(session, model, number)
-        before = {name: gradient.clone() for name, gradient in session.gradients()}
-        for name, p in model.named_parameters():
-            assert p.grad is not None
-            assert p.grad.dtype is twin.compute
-            assert same_bits(p.grad.clone(), before[name].to(p.dtype))
-            p.grad.add_(0)
-        assert not compare_mappings("gradient", before, dict(session.gradients()))
+def test_reading_a_16_bit_gradient_changes_nothing_of_what_it_is_rounded_from(
+    kind: str, make_script: MakeScript
+) -> None:
+    script = make_script(kind, given={"accumulate": 2})
+    script.run("2[forward backward]")
+    before = {name: gradient.clone() for name, gradient in script.session.gradients()}
+    for name, p in script.model.named_parameters():
+        assert p.grad.dtype is script.plain.compute
+        assert same_bits(p.grad.clone(), before[name].to(p.dtype))
+        p.grad.add_(0)
+    expect_bits(before, dict(script.session.gradients()))
 
 
 def test_what_sets_every_element_sets_those_that_are_shown_as_they_become_too() -> None:
@@ -161,18 +174,16 @@ def test_what_sets_every_element_sets_those_that_are_shown_as_they_become_too() 
         assert not dict(session.gradients())["0.weight"].any()
 
 
-def test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks() -> None:
-    for spoil, updates in ((float("inf"), 0), (1.0, 1)):
-        model = mlp()
-        with manage(model, "fp16") as session:
-            managed_backward(session, model)
-            optimizer: Any = session.optimizer
-            assert model[2].bias.grad is not None
-            model[2].bias.grad[3] = float("inf")
-            model[2].bias.grad[3] = spoil
-            session.scaler.step(optimizer)
-            session.scaler.update()
-            assert len(optimizer.state) == 12 * updates
+@pytest.mark.parametrize(("spoil", "updates"), [(float("inf"), 0), (1.0, 1)])
+def test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks(
+    spoil: float, updates: int, make_script: MakeScript
+) -> None:
+    script = make_script("fp16")
+    script.run("forward backward")
+    script.model[2].bias.grad[3] = float("inf")
+    script.model[2].bias.grad[3] = spoil
+    script.managed.step()
+    assert len(script.session.optimizer.state) == 12 * updates
 
 
 @pytest.mark.sampled
@@ -211,35 +222,11 @@ def test_gradients_of_which_only_a_backward_inside_of_another_tells(
     script.run(3 * f"{backwards or 2}[forward backward] step zero read ")
 
 
-class Normed(nn.Module):
-    """Batch norm between linear layers, and a module that asks to stay fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(32, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.second = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.norm(self.first(x))))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_norm_stays_fp32_whole(kind: str) -> None:
-    twin, model = Twin(kind, Normed), Normed()
-    with manage(model, kind) as session:
-        assert model.norm.weight.dtype is torch.float32
-        assert model.norm.running_mean is not None
-        assert model.norm.running_mean.dtype is torch.float32
-        for number in range(3):
-            want, got = twin.step(first=number), managed_step(session, model, first=number)
-            assert all(map(same_bits, want, got))
-        expected = {name: value for name, value in twin.masters.state_dict().items() if "running" not in name}
-        held = {name: value for name, value in session.state_dict().items() if "running" not in name}
-        expected.pop("norm.num_batches_tracked")
-        held.pop("norm.num_batches_tracked")
-        assert not compare_mappings("master", expected, held)
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+    with manage(model, kind):
+        assert {tensor.dtype for tensor in (*model[1].parameters(), model[1].running_mean)} == {torch.float32}
 
 
 def test_other_norms_are_cast_as_the_rest_is() -> None:
@@ -253,20 +240,6 @@ def test_modules_that_are_named_stay_fp32_whole() -> None:
     with manage(model, given={"keep_fp32": ("2",)}):
         assert model[2].weight.dtype is torch.float32
         assert model[4].weight.dtype is torch.bfloat16
-
-
-def test_weights_alone_take_two_bytes() -> None:
-    model, plain = mlp(), mlp()
-    chosen = options(compute="bf16")
-    with patrickstar.manage(
-        model, precision="bf16", device="emulated", device_memory=4 * SLOT, options=chosen
-    ) as session:
-        assert set(session.stats().model_data) == {"weight"}
-        want = plain.bfloat16()
-        for weight, master in zip(want.parameters(), mlp().parameters(), strict=True):
-            weight.data = narrow(master.detach(), torch.bfloat16)
-        with torch.no_grad():
-            assert same_bits(want(batch().bfloat16()), model(batch()))
 
 
 @pytest.mark.parametrize(("kept", "fast"), [("bf16", "computes_bf16"), ("fp16", "computes_fp16")])
@@ -295,21 +268,20 @@ class Products(nn.Module):
         return x.square().mean() + 0 * extra.sum()
 
 
-def test_no_unit_leaves_while_copies_of_several_are_made() -> None:
+def test_no_unit_leaves_while_copies_of_several_are_made(make_script: MakeScript) -> None:
     """Copies may be what no longer fits: what they are still to be made from stays, whatever else leaves."""
-    twin, went_on, refused = Twin("bf16-fp32", Products), 0, 0
-    want = [twin.step(first=number)[0] for number in range(3)]
+    went_on = refused = 0
     for extra in range(8_000, 12_000, 250):
-        model = Products()
-        with manage(model, "bf16-fp32", device="emulated", device_memory=10 * SLOT) as session:
-            got = [managed_step(session, model, first=number)[0] for number in range(2)]
-            model.extra = extra
-            try:
-                got.append(managed_step(session, model, first=2)[0])
-            except BudgetError:
-                refused += 1
-            went_on += len(got) == 3
-            assert all(map(same_bits, want, got))
+        script = make_script("bf16-fp32", Products, device="emulated", device_memory=10 * SLOT)
+        script.run("train(2)")
+        script.model.extra = extra
+        try:
+            script.run("train")
+        except BudgetError:
+            refused += 1
+        else:
+            went_on += 1
+        script.session.close()
     assert went_on
     assert refused
 
@@ -317,15 +289,14 @@ def test_no_unit_leaves_while_copies_of_several_are_made() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_fp32_goes_on_in_16_bits_and_back(kind: str, tmp_path: Path) -> None:
     model, other, last = mlp(), mlp(5), mlp(6)
-    with patrickstar.manage(model, adamw(model), options=options()) as session:
-        model(batch()).square().mean().backward()
-        session.optimizer.step()
+    with managed(model, device="cpu") as session:
+        train(model, session.optimizer, 1)
         session.save_checkpoint(tmp_path / "first")
-        want = {name: value.clone() for name, value in session.state_dict().items()}
+        want = values(session)
     with manage(other, kind) as session:
         session.load_checkpoint(tmp_path / "first")
-        assert not compare_mappings("master", want, dict(session.state_dict()))
+        expect_bits(want, dict(session.state_dict()))
         session.save_checkpoint(tmp_path / "second")
-    with patrickstar.manage(last, adamw(last), options=options()) as session:
+    with managed(last, device="cpu") as session:
         session.load_checkpoint(tmp_path / "second")
-        assert not compare_mappings("weight", want, dict(session.state_dict()))
+        expect_bits(want, dict(session.state_dict()))

@@ -29,6 +29,8 @@ from tests.session.builders import (
     is_ordinary,
     managed,
     mlp,
+    tied,
+    tiny_gpt2,
     train,
     values,
 )
@@ -39,12 +41,6 @@ def normed() -> nn.Module:
     model = nn.Sequential(mlp(), nn.BatchNorm1d(32))
     model.register_buffer("scale", torch.tensor(2.0))
     model.register_buffer("passing", torch.ones(3), persistent=False)
-    return model
-
-
-def tied() -> nn.Module:
-    model = mlp()
-    model[8].weight = model[2].weight
     return model
 
 
@@ -101,20 +97,7 @@ def test_a_state_dict_is_written_and_loaded_by_plain_pytorch(
 @pytest.mark.parametrize("tie", [True, False])
 def test_transformers_saves_a_managed_model_as_it_is_or_refuses(tmp_path: Path, tie: bool) -> None:
     """Its writer asks for the address of every tensor before it reads the first."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=64,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=tie,
-    )
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config)
+    model = tiny_gpt2(tie_word_embeddings=tie)
     want = values(model)
     with managed(model, device="emulated", device_memory="64KiB"):
         try:
@@ -122,7 +105,7 @@ def test_transformers_saves_a_managed_model_as_it_is_or_refuses(tmp_path: Path, 
         except patrickstar.Error as refusal:
             assert "session.export" in str(refusal)
             return
-    expect_bits(want, values(GPT2LMHeadModel.from_pretrained(tmp_path)))
+    expect_bits(want, values(type(model).from_pretrained(tmp_path)))
 
 
 def test_the_whole_model_is_pickled_as_an_ordinary_one(make_pair: MakePair) -> None:

@@ -27,6 +27,7 @@ from tests.session.builders import (
     managed,
     mlp,
     options,
+    tied,
     train_step,
     values,
 )
@@ -164,11 +165,6 @@ def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
 
 
 def test_a_deep_copy_keeps_ties_and_gradients_as_in_pytorch(make_pair: MakePair) -> None:
-    def tied() -> nn.Module:
-        model = mlp()
-        model[8].weight = model[2].weight
-        return model
-
     pair = make_pair(tied)
     pair.each(backward)
     copied, plain = copy.deepcopy(pair.model), copy.deepcopy(pair.plain)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from torch import nn
 
 import patrickstar
 from patrickstar.core.planes import GRAD
-from tests.session.builders import MakePair, Pair, assert_same, backward, expect_bits, mlp, train_step, values
+from tests.session.builders import MakePair, Pair, assert_same, backward, expect_bits, mlp, seeded, train_step, values
 
 
 @pytest.fixture
@@ -51,24 +50,9 @@ def test_gradients_from_before_are_added_to(make_pair: MakePair) -> None:
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
-def test_strided_gradients(make_pair: MakePair) -> None:
-    def build() -> nn.Module:
-        model = mlp()
-        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
-        return model
-
-    pair = make_pair(build, device="cpu")
-    pair.train(2)
-    assert_same(pair.plain, pair.plain_optimizer, pair.session)
-
-
 def test_tensors_longer_than_a_chunk(make_pair: MakePair) -> None:
     """Each piece is updated from its own piece of the gradient."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32))
-
+    build = seeded(lambda: nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32)))
     pair = make_pair(build, with_options={"chunk_size": 1024}, device="cpu")
     assert max(run.length for run in pair.session.layout.runs) > 2
     pair.train(3)
