@@ -30,7 +30,7 @@ CHANGES: tuple[Mutant, ...] = (
     ),
     Fault("what-torch-passes-by-name-is-not-seen-to-be-written", "parameters.functions:writes_to").by(
         replace("list(...)", "None"),
-        "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-initialise]",
+        "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-by_init]",
     ),
     Fault("an-unseen-change-keeps-every-elements-master", "parameters.changes:Changes._carry").by(
         never("before"),

@@ -353,13 +353,6 @@ def test_frozen_parameters_stay_and_the_others_have_the_bits_of_plain_pytorch(ma
     expect_trained(ended(engine), numbers(3), build=frozen(1), weight_decay=0.1)
 
 
-def test_bf16_trains_with_masters(make_engine: MakeEngine) -> None:
-    engine, optimizer = make_engine(adam(), bf16={"enabled": True})
-    run(engine, optimizer, numbers(2))
-    assert engine.module.layers[0].weight.dtype in (torch.bfloat16, torch.float32)
-    assert engine.state_dict()["layers.0.weight"].dtype is torch.float32
-
-
 # fp16
 
 
@@ -684,16 +677,6 @@ def test_an_engine_need_not_be_closed_as_in_the_original(make_engine: MakeEngine
     with patrickstar.manage(Plain()) as session:
         assert session.unclosed.alive  # it would warn when it is gone, at exit at the latest
     assert not engine.session.unclosed.alive
-
-
-def test_two_engines_live_side_by_side(make_engine: MakeEngine) -> None:
-    pairs = {rate: make_engine(adam(lr=rate), TIGHT) for rate in (1e-2, 1e-3)}
-    for data in numbers(3):
-        for pair in pairs.values():
-            run(*pair, [data])
-    weights = {rate: ended(engine) for rate, (engine, _) in pairs.items()}
-    for rate in pairs:
-        expect_trained(weights[rate], numbers(3), lr=rate)
 
 
 def test_the_engine_is_public_where_the_original_had_it() -> None:

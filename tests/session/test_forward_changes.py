@@ -20,6 +20,7 @@ from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.planes import REST, WEIGHT
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.testing.faults import FaultyIO
+from tests.session import changes
 from tests.session.builders import (
     CHUNK,
     EMULATED,
@@ -100,53 +101,6 @@ def in_place(change: Callable[[Tensor], object]) -> Callable[..., Tensor]:
     return run
 
 
-@torch.no_grad()
-def clamp(weight: Tensor) -> None:
-    weight.clamp_(-0.1, 0.1)
-
-
-@torch.no_grad()
-def to_norm(weight: Tensor) -> None:
-    weight.div_(weight.norm() / 4)
-
-
-def by_data(weight: Tensor) -> None:
-    weight.data.mul_(0.9)
-
-
-def by_detached(weight: Tensor) -> None:
-    weight.detach()[3].mul_(0.5)
-
-
-@torch.no_grad()
-def by_index(weight: Tensor) -> None:
-    weight[5, 3:9] = 0.25
-    weight[7].mul_(0.5)
-
-
-@torch.no_grad()
-def by_out(weight: Tensor) -> None:
-    torch.mul(weight, 0.9, out=weight)
-
-
-@torch.no_grad()
-def by_copy(weight: Tensor) -> None:
-    weight.copy_(weight.tanh())
-
-
-@torch.no_grad()
-def by_init(weight: Tensor) -> None:
-    """torch gives this one no positional arguments."""
-    nn.init.constant_(weight[:3], 0.125)
-    nn.init.uniform_(weight[4], 0.25, 0.25)
-
-
-@torch.no_grad()
-def by_flag(weight: Tensor) -> None:
-    """`inplace=True`, of a function whose name does not say it."""
-    F.hardtanh(weight, -0.1, 0.1, inplace=True)
-
-
 def by_view(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
     """A view that was taken before other weights were used is written, with no use of the parameter itself."""
     with torch.no_grad():
@@ -164,10 +118,7 @@ CHANGES: Mapping[str, Callable[..., Tensor]] = {
     "bag": by_module,
     "functional": by_function,
     "view": by_view,
-    **{
-        change.__name__: in_place(change)
-        for change in (clamp, to_norm, by_data, by_detached, by_index, by_out, by_copy, by_init, by_flag)
-    },
+    **{change.__name__: in_place(change) for change in changes.CHANGES},
 }
 
 
@@ -416,7 +367,7 @@ def test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_
 ) -> None:
     pair = make_pair(partial(Checkpointed, reentrant=False), precision="fp32", **ROOMY)
     loss = pair.model(batch()).square().mean()
-    clamp(pair.model.layers[6].weight)
+    changes.clamp(pair.model.layers[6].weight)
     with pytest.raises(StateError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -425,7 +376,7 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
     class Twice(Changing):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.layers(x)
-            clamp(self.layers[6].weight)
+            changes.clamp(self.layers[6].weight)
             return self.layers(hidden)
 
     pair = make_pair(partial(Twice, "clamp"), precision="fp32", **ROOMY)

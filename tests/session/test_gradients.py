@@ -78,22 +78,6 @@ def test_a_gradient_of_another_shape_is_refused_as_in_pytorch(make_pair: MakePai
     pair.expect_same()
 
 
-def clamp_gradient(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.clamp_(-1e-3, 1e-3)
-
-
-def test_a_users_hooks_see_the_gradient_as_in_pytorch(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    def watch(model: nn.Module, _: Any) -> None:
-        model[0].weight.register_hook(lambda gradient: gradient * 2)
-        model[2].weight.register_post_accumulate_grad_hook(clamp_gradient)
-
-    pair = make_pair(before=watch, **on_disk)
-    pair.train(2)
-    pair.each(lambda model, optimizer: model[6].bias.register_hook(lambda gradient: gradient + 1))
-    pair.train_same(2, first=2)
-
-
 # zeroing
 
 
@@ -165,19 +149,6 @@ def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> 
     assert not {"layers.2.weight", "unused.weight"} & {name for name, _ in pair.session.gradients()}
     pair.each(lambda model, optimizer: optimizer.step())
     pair.expect_same()
-
-
-def test_a_gradient_let_go_of_in_the_middle_of_a_backward_is_let_go(
-    make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    def watch(model: nn.Module, _: Any) -> None:
-        def let_go(p: torch.Tensor) -> None:
-            p.grad = None
-
-        model[2].weight.register_post_accumulate_grad_hook(let_go)
-
-    pair = make_pair(before=watch, **on_disk)
-    pair.train_same(3)
 
 
 # accumulation and clipping

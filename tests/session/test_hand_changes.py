@@ -14,6 +14,7 @@ from torch import nn
 
 from patrickstar import ConfigError, StateError
 from tests.parity.compare import same_bits
+from tests.session import changes
 from tests.session.builders import (
     ROOMY,
     MakePair,
@@ -34,49 +35,11 @@ def add(model: nn.Module) -> None:
             p.add_(0.125)
 
 
-def clamp(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.clamp_(-0.05, 0.05)
-
-
-def initialise(model: nn.Module) -> None:
-    torch.manual_seed(3)
-    for module in model:
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_normal_(module.weight)
-            nn.init.constant_(module.bias, 0.125)
-
-
-def by_flag(model: nn.Module) -> None:
-    with torch.no_grad():
-        nn.functional.relu(model[2].weight, inplace=True)
-
-
-def by_lookup(model: nn.Module) -> None:
-    nn.functional.embedding(torch.tensor([3, 5, 3]), model[2].weight, max_norm=0.25)
-
-
 def reset(model: nn.Module) -> None:
     torch.manual_seed(3)
     for module in model:
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-
-
-def by_index(model: nn.Module) -> None:
-    with torch.no_grad():
-        model[0].weight[3, 4:9] = 7.0
-        model[4].weight[5].fill_(0.5)
-        model[6].weight.view(-1)[::3].mul_(2)
-        model[8].bias[0] += 1
-
-
-def by_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data.mul_(0.5)
-    model[0].weight.data[3] = 1.0
-    model[2].bias.data.copy_(torch.ones(32))
 
 
 def by_data_and_sign(model: nn.Module) -> None:
@@ -86,40 +49,10 @@ def by_data_and_sign(model: nn.Module) -> None:
     model[8].bias.data[3:] *= 2
 
 
-def by_detached(model: nn.Module) -> None:
-    model[0].weight.detach().fill_(0.75)
-    model[2].weight.detach().view(-1)[7] = 3.0
-
-
-def by_numpy(model: nn.Module) -> None:
-    model[0].weight.detach().numpy()[2, 2] = 9.0
-    model[4].weight.data.numpy()[:] *= 0.5
-    np.asarray(model[6].bias.detach())[:] = 1.0
-
-
-def by_dlpack(model: nn.Module) -> None:
-    torch.from_dlpack(model[2].weight.detach()).mul_(3)
-
-
-def by_pointer(model: nn.Module) -> None:
-    pointer = model[2].weight.data_ptr()
-    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))[5] = 4.0
-
-
-def by_storage(model: nn.Module) -> None:
-    model[2].weight.detach().untyped_storage()[model[2].weight.storage_offset() * 4 + 3] = 0x40
-
-
 def foreach(model: nn.Module) -> None:
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 0.5)
         torch._foreach_add_([p.data for p in model.parameters()], 0.1)
-
-
-def out_argument(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch.add(torch.ones(32), 2.0, out=model[2].bias)
-        torch.mul(model[0].weight, 2.0, out=model[0].weight)
 
 
 def swap(model: nn.Module) -> None:
@@ -153,27 +86,10 @@ def to_the_same(model: nn.Module) -> None:
 
 
 CHANGES: list[Callable[[nn.Module], None]] = [
-    add,
-    clamp,
-    initialise,
-    by_flag,
-    by_lookup,
-    reset,
-    by_index,
-    by_data,
-    by_data_and_sign,
-    by_detached,
-    by_numpy,
-    by_dlpack,
-    by_pointer,
-    by_storage,
-    foreach,
-    out_argument,
-    swap,
-    tied_average,
-    load,
-    to_the_same,
+    *map(changes.everywhere, (*changes.CHANGES, changes.by_lookup, *changes.UNSEEN)),
+    *(add, reset, by_data_and_sign, foreach, swap, tied_average, load, to_the_same),
 ]
+BY_NAME = {change.__name__: change for change in CHANGES}
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -190,12 +106,12 @@ def test_a_change_by_hand_reaches_the_master_or_is_refused(make_pair: MakePair, 
     pair.train_same(2, first=1)
 
 
-@pytest.mark.parametrize("change", [add, by_data, by_numpy, foreach, initialise], ids=lambda change: change.__name__)
-def test_a_change_survives_on_its_own(make_pair: MakePair, change: Callable[..., None]) -> None:
+@pytest.mark.parametrize("change", ["add", "by_data", "by_numpy", "foreach", "by_init"])
+def test_a_change_survives_on_its_own(make_pair: MakePair, change: str) -> None:
     """No step follows that could carry it: the chunk leaves the device and comes back."""
     pair = make_pair()
-    change(pair.plain)
-    change(pair.model)
+    BY_NAME[change](pair.plain)
+    BY_NAME[change](pair.model)
     for model in (pair.plain, pair.model):
         for number in range(2):
             with torch.no_grad():
@@ -278,15 +194,15 @@ def test_write_refuses_what_is_not_there_or_of_another_shape(make_pair: MakePair
 # between forward and backward
 
 
-@pytest.mark.parametrize("change", [add, clamp, initialise, load], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", ["add", "clamp", "by_init", "load"])
 def test_weights_changed_between_forward_and_backward_are_an_error(
-    make_pair: MakePair, change: Callable[..., None], on_disk: dict[str, Any]
+    make_pair: MakePair, change: str, on_disk: dict[str, Any]
 ) -> None:
     pair = make_pair(**on_disk)
     pair.train(1)
     for model in (pair.plain, pair.model):
         loss = loss_of(model, 1)
-        change(model)
+        BY_NAME[change](model)
         with pytest.raises(RuntimeError if model is pair.plain else (StateError, RuntimeError), match="modified by an"):
             loss.backward()
         del loss
