@@ -80,7 +80,7 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Fault("a-profile-does-not-show-what-moves", "memory.store:ChunkStore._carry_out_one").by(
         never("is_profiled"),
-        "tests/session/test_profile.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",
+        "tests/session/test_stats.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",
     ),
     # The fifth transfer over the link, and no other.
     Fault("one-write-back-to-the-host-is-skipped", "memory.store:ChunkStore._task").by(

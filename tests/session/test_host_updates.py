@@ -32,6 +32,7 @@ from tests.session.builders import (
     mlp,
     options,
     store_of,
+    train,
     train_step,
 )
 from tests.session.masters import managed_step
@@ -148,26 +149,17 @@ def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(
 
 
 def test_the_norm_is_read_where_gradients_are_and_fetches_none(make_pair: MakePair) -> None:
+    memory = {"device": "emulated", "device_memory": 8 * SLOT + 4096}
+
     def bytes_up(max_norm: float | None) -> int:
-        model = mlp()
-        session = manage_inside(
-            model,
-            adamw(model),
-            choice=ON_HOST,
-            device="emulated",
-            device_memory=8 * SLOT + 4096,
-            max_grad_norm=max_norm,
-            options=options(accumulate=1),
-        )
-        with session:
-            for number in range(3):
-                train_step(model, session.optimizer, number)
-            before = session.stats().moved["H>D"]
-            train_step(model, session.optimizer, 3)
-            return session.stats().moved["H>D"] - before
+        pair = make_pair(choice=ON_HOST, max_grad_norm=max_norm, with_options={"accumulate": 1}, **memory)
+        train(pair.model, pair.optimizer, 3)
+        before = pair.session.stats().moved["H>D"]
+        train_step(pair.model, pair.optimizer, 3)
+        return pair.session.stats().moved["H>D"] - before
 
     assert bytes_up(1e-3) == bytes_up(None)
-    pair = make_pair(choice=ON_HOST, device="emulated", device_memory=8 * SLOT + 4096)
+    pair = make_pair(choice=ON_HOST, **memory)
     pair.train(3)
     pair.each(backward, 3)
     norm = global_norm({name: p.grad for name, p in pair.plain.named_parameters() if p.grad is not None})
