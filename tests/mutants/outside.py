@@ -65,7 +65,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     ),
     Fault("every-piece-is-updated-from-the-first-of-its-gradient", "step.update:Updates._pieces").by(
         assign("span", "slice(0, piece.stop - piece.start)"),
-        "tests/session/test_unbounded.py::test_tensors_longer_than_a_chunk",
+        "tests/session/test_gradients.py::test_tensors_longer_than_a_chunk",
     ),
     Fault("moments-outlive-a-checkpoint-that-has-none", "session.saving:Saving.load").by(
         drop("clear_averages"), "tests/session/test_checkpoints.py::test_a_checkpoint_before_the_first_step"

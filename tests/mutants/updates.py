@@ -15,7 +15,6 @@ RESIDENCY = "tests/plan/test_residency.py"
 LANES = "tests/session/test_lanes.py"
 HOST = "tests/session/test_host_updates.py"
 RUN = "tests/memory/test_updates_of_a_run.py"
-ON_THEIR_WAY = "tests/session/test_gradients_on_their_way.py"
 
 UPDATES: tuple[Mutant, ...] = (
     Fault("a-chunk-is-updated-again-by-whoever-asks-again", "step.pending_step:PendingStep.begin").by(
@@ -147,7 +146,7 @@ UPDATES: tuple[Mutant, ...] = (
     ),
     Fault("a-gradient-goes-down-before-all-of-it-has-been-added-up", "step.stretches:Stretches._plan").by(
         assign("is_last", "kind is StretchKind.TRAINING and True", nth=1),
-        f"{ON_THEIR_WAY}::test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up",
+        f"{HOST}::test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up",
     ),
     Fault("what-is-held-begins-to-go-down", "plan.overlap:_Overlap._descend").by(
         assign("at", "max(len(moments) - self._ahead, self._written.get(ref, -1) + 1, 0)"),

@@ -190,7 +190,7 @@ def trained(changing: MakeScript) -> MakeScript:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("change", "kind", "step", "tiers"), cases())
+@pytest.mark.parametrize(("change", "kind", "step", "tiers"), list(cases()))
 def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
     trained: MakeScript, tmp_path: Path, change: str, kind: str, step: str, tiers: str
 ) -> None:
