@@ -107,7 +107,7 @@ def test_the_smallest_budget_named_runs_and_nine_tenths_of_it_are_refused_before
     assert refusal.value.tier == tier
     if session is not None:
         assert session.stats().steps == 0
-        expect_bits(before, {name: tensor.clone() for name, tensor in session.state_dict().items()})
+        expect_bits(before, values(session))
         session.close()
     expect_bits(before, values(model))
 

@@ -90,7 +90,7 @@ def test_what_goes_in_trained_comes_out_for_the_model_s_own_library(tmp_path: Pa
         session.optimizer.zero_grad()  # type: ignore[union-attr]
         session.export(tmp_path / "end", max_shard_size=shard)
         want = logits(model, name)
-        held = {key: tensor.clone() for key, tensor in session.state_dict().items()}
+        held = values(session)
     assert not same_bits(want, logits(start, name))
     found = read_back(model, tmp_path / "end")
     assert same_bits(want, logits(found, name))
@@ -124,7 +124,7 @@ def test_a_file_of_the_base_model_fits_with_a_head_and_the_other_way_round(
 def test_tied_weights_stand_in_the_files_once_and_may_come_back_from_either_name(tmp_path: Path) -> None:
     with patrickstar.manage(build("gpt2", 7), **BUDGET) as session:
         session.export(tmp_path)
-        want = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+        want = values(session)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
@@ -154,7 +154,7 @@ def test_in_16_bits_masters_go_in_and_out_whole(tmp_path: Path) -> None:
         model(**MODELS["gpt2"][3]).logits.float().square().mean().backward()
         session.optimizer.step()  # type: ignore[union-attr]
         session.export(tmp_path / "end")
-        held = {key: tensor.clone() for key, tensor in session.state_dict().items()}
+        held = values(session)
     expect_bits(held, values(read_back(model, tmp_path / "end")))
 
 
@@ -178,7 +178,7 @@ def test_of_any_other_module_tensors_are_written_and_read_again(tmp_path: Path, 
     with patrickstar.manage(model, adamw(model), options=options(), **machine) as session:
         train(model, session.optimizer, 2)
         session.export(str(tmp_path / "out"), max_shard_size=5000)
-        want = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+        want = values(session)
         assert sum(session.stats().moved.values()) > 0
     found: dict[str, Tensor] = {}
     for path in (tmp_path / "out").glob("*.safetensors"):

@@ -24,7 +24,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import LAYERS, MACHINES, Layers, MakePair, Pair, backward, batch, store_of
+from tests.session.builders import LAYERS, MACHINES, Layers, MakePair, Pair, backward, batch, store_of, values
 from tests.session.test_disk_tier import FAULTS, arm
 
 
@@ -142,7 +142,7 @@ def test_close_waits_for_what_is_under_way_and_gives_everything_back(
     machine: str, what: str, under_way: Callable[[str, str], Pair]
 ) -> None:
     pair = under_way(machine, what)
-    want = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+    want = values(pair.plain)
     pair.session.close()
     for name, value in pair.model.state_dict().items():
         assert value.is_meta or value.equal(want[name])

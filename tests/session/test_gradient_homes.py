@@ -43,6 +43,7 @@ from tests.session.builders import (
     options,
     step_with_loss,
     store_of,
+    values,
 )
 from tests.session.script import Script
 
@@ -688,7 +689,7 @@ def test_reading_and_saving_bring_nothing_to_the_device(disk: bool, make_pair: M
     pair.train(2)
     pair.session.state_dict()["0.weight"]  # so that no update is pending
     before = pair.session.stats().moved
-    values = {name: value.clone() for name, value in pair.session.state_dict().items()}
+    held = values(pair.session)
     pair.session.save_checkpoint(tmp_path / "saved")
     after = pair.session.stats().moved
     assert (after["H>D"], after["D>H"]) == (before["H>D"], before["D>H"])
@@ -698,4 +699,4 @@ def test_reading_and_saving_bring_nothing_to_the_device(disk: bool, make_pair: M
     pair.session.load_checkpoint(tmp_path / "saved")
     after = pair.session.stats().moved
     assert after["H>D"] == before["H>D"]
-    expect_bits(values, dict(pair.session.state_dict()))
+    expect_bits(held, dict(pair.session.state_dict()))

@@ -13,7 +13,7 @@ from torch import nn
 import patrickstar
 from patrickstar import ConfigError, LossScale, StateError
 from tests.parity.compare import compare_mappings, same_bits
-from tests.session.builders import TIGHT, adamw, batch, managed, mlp, options
+from tests.session.builders import TIGHT, adamw, batch, managed, mlp, options, values
 from tests.session.masters import Twin
 
 SCALE = LossScale(initial=2.0**10, window=2, hysteresis=1)
@@ -157,7 +157,7 @@ def test_a_skipped_step_is_told_with_the_first_tensor(caplog: pytest.LogCaptureF
 def test_a_gradient_of_ones_own_that_overflows_skips_too() -> None:
     model = mlp()
     with manage(model) as session:
-        before = {name: value.clone() for name, value in session.state_dict().items()}
+        before = values(session)
         session.scaler.scale(model(batch()).float().square().mean()).backward()
         model[4].weight.grad = torch.full((32, 32), float("inf"), dtype=torch.float16)
         session.scaler.step(session.optimizer)

@@ -34,6 +34,7 @@ from tests.session.builders import (
     mlp,
     options,
     train_step,
+    values,
 )
 from tests.session.masters import managed_step
 
@@ -150,7 +151,7 @@ def test_an_evaluation_in_inference_mode_finds_the_model_updated(
                 if looks:
                     with torch.inference_mode():
                         model(batch())
-            found.append({name: value.clone() for name, value in session.state_dict().items()})
+            found.append(values(session))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 

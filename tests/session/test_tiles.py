@@ -20,7 +20,7 @@ from patrickstar.session.forecast import forecast
 from patrickstar.step.gradients import Gradients
 from tests.parity.compare import same_bits
 from tests.parity.tiles import tiled_products
-from tests.session.builders import expect_bits
+from tests.session.builders import expect_bits, values
 
 ROWS = 7
 VOCABULARY, WIDTH = 50, 24
@@ -295,7 +295,7 @@ def test_checkpoints_and_exports_know_nothing_of_tiles(tmp_path: Path):
         session.optimizer.zero_grad()
         session.save_checkpoint(tmp_path / "checkpoint")
         session.export(tmp_path / "export")
-        expected = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+        expected = values(session)
         moments = session.optimizer.state_dict()["state"]
     whole = built(1)
     with managed(whole, rows=10_000) as session:

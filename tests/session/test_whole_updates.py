@@ -44,9 +44,11 @@ from tests.session.builders import (
     store_of,
     train,
     train_step,
+    values,
 )
 from tests.session.test_disk_tier import arm
 from tests.session.test_exceptions import Breaks, Fragile, trip_in_backward
+from tests.session.test_pending_steps import LOOKS as LOOKS_BETWEEN
 
 APART = UpdateChoice(apart=True)
 ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
@@ -469,7 +471,7 @@ def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
                 call()
             assert not_yet not in str(refusal.value)
         if look:
-            found.append({name: value.clone() for name, value in pair.session.state_dict().items()})
+            found.append(values(pair.session))
         pair.session.load_checkpoint(tmp_path / str(choice))
         pair.train_same(3, first=2)
         assert not open_gradients(pair)
@@ -512,27 +514,22 @@ def test_a_second_backward_before_the_step_is_refused(keep: bool, whole: MakePai
     pair.train_same(2, first=3)
 
 
-@pytest.mark.parametrize("between", ["state dict", "checkpoint", "evaluation", "close", "nothing"])
+@pytest.mark.sampled
+@pytest.mark.parametrize("look", ["nothing", "close", *LOOKS_BETWEEN])
 def test_whoever_looks_between_backward_and_step_finds_the_model_updated(
-    between: str, whole: MakePair, tmp_path: Any
+    look: str, whole: MakePair, tmp_path: Any
 ) -> None:
     pair = whole()
     pair.train(2)
     pair.each(backward, 2)
     pair.plain_optimizer.step()
-    match between:
-        case "state dict":
-            expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
-        case "checkpoint":
-            pair.session.save_checkpoint(tmp_path / "saved")
-        case "evaluation":
-            with torch.no_grad():
-                assert torch.equal(pair.plain(batch(5)), pair.model(batch(5)))
-        case "close":
-            pair.session.close()
-            for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
-                assert torch.equal(want, got)
-            return
+    if look == "close":
+        pair.session.close()
+        expect_bits(values(pair.plain), values(pair.model))
+        return
+    if look != "nothing":
+        LOOKS_BETWEEN[look](pair, tmp_path)
+        expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
     pair.optimizer.step()
     pair.optimizer.zero_grad()
     pair.plain_optimizer.zero_grad()
@@ -577,7 +574,7 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
     assert not store_of(pair.session).state.updates
     with pytest.raises(StateError, match=r"10\.weight.*load_checkpoint"):
         pair.model(batch())
-    found = {name: value.clone() for name, value in pair.session.state_dict().items()}
+    found = values(pair.session)
     pair.session.load_checkpoint(tmp_path / "saved")
     expect_bits(before, everything(pair.session))
     pair.train_same(1, first=2)
