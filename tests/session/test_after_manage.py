@@ -120,7 +120,7 @@ def assigning(value: torch.Tensor) -> Callable[[nn.Module], None]:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "a parametrization": (
         lambda model: nn.utils.parametrizations.weight_norm(model[2]),
-        "register_parametrization|data",
+        "Parameter",
     ),
     "bf16": (lambda model: model.to(torch.bfloat16), r"manage\(\)"),
     "fp64": (lambda model: model.double(), r"manage\(\)"),

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.session.builders import SLOT, Layers, MakePair, batch, finish, loss_of, tiny_gpt2, train_step
+from tests.session.builders import SLOT, Layers, MakePair, backward, batch, finish, loss_of, tiny_gpt2, train_step
+
+
+def skip_the_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    loss = backward(model, number=9)
+    optimizer.zero_grad()
+    return loss
 
 
 def a_layer_twice(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -36,7 +42,13 @@ def under_autocast(model: nn.Module, optimizer: Any) -> torch.Tensor:
     return finish(loss, optimizer)
 
 
-DEPARTURES: list[Callable[[nn.Module, Any], Any]] = [a_layer_twice, backward_for_the_input, recomputed, under_autocast]
+DEPARTURES: list[Callable[[nn.Module, Any], Any]] = [
+    skip_the_step,
+    a_layer_twice,
+    backward_for_the_input,
+    recomputed,
+    under_autocast,
+]
 
 
 @pytest.mark.parametrize("departure", DEPARTURES, ids=lambda departure: departure.__name__)

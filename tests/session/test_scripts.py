@@ -75,6 +75,7 @@ LINES = (
     "forward backward step evaluate zero evaluate forward backward evaluate step evaluate",
     "forward backward forward drop step zero forward drop forward backward step",
     "forward forward evaluate backward evaluate backward read step",
+    "train(2) forward backward zero train(2)",
     # outside of the trace, and the next ordinary step goes by its plan again
     *(
         f"train(2) planned(2) {departs} since train(2) planned(2)"
@@ -85,7 +86,6 @@ LINES = (
             "forward drop forward drop",
             "forward(rows=7) backward step zero",
             "forward drop step zero",
-            "forward backward zero",
             "forward backward forward backward forward backward step zero",
             "forward(layers=3) backward step zero",
             "step",
