@@ -112,6 +112,28 @@ def test_the_smallest_budget_named_runs_and_nine_tenths_of_it_are_refused_before
     expect_bits(before, values(model))
 
 
+def expect_smallest(build: Callable[[], nn.Module], tier: str, **given: Any) -> tuple[int, int, BudgetError]:
+    """What a forecast names runs, and a byte less does not; gives it, the peak in it, and the refusal."""
+
+    def run(nbytes: int) -> int:
+        model = build()
+        with managed(model, **given, **{f"{tier}_memory": nbytes}) as session:
+            for number in range(3):
+                step_with_loss(model, session.optimizer, number)
+            return session.stats().peak[tier]  # type: ignore[no-any-return]
+
+    def foreseen(nbytes: int) -> Any:
+        return forecast(build(), {"x": batch()}, options=options(), **given, **{f"{tier}_memory": nbytes})
+
+    smallest = foreseen(4096).minimum[tier]
+    assert (foreseen(smallest).fits, foreseen(smallest - 1).fits) == (True, False)
+    peak = run(smallest)
+    assert peak <= smallest
+    with pytest.raises(BudgetError) as refusal:
+        run(smallest - 1)
+    return smallest, peak, refusal.value
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -119,21 +141,8 @@ def test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_
     precision: str, step: str
 ) -> None:
     """Moments come with the first update: the second step takes more than the first."""
-    given: dict[str, Any] = {"device": "cpu", "precision": precision, "step": step, "options": options()}
-    smallest = forecast(WithLoss(), {"x": batch()}, host_memory=4096, **given).minimum["host"]
-    for nbytes in (smallest, smallest - 1):
-        assert forecast(WithLoss(), {"x": batch()}, host_memory=nbytes, **given).fits is (nbytes == smallest)
-    model = WithLoss()
-    with patrickstar.manage(model, adamw(model), host_memory=smallest, **given) as session:
-        for number in range(3):
-            step_with_loss(model, session.optimizer, number)
-        assert session.stats().peak["host"] == smallest
-    model = WithLoss()
-    with pytest.raises(BudgetError) as refusal:
-        with patrickstar.manage(model, adamw(model), host_memory=smallest - 1, **given) as session:
-            for number in range(3):
-                step_with_loss(model, session.optimizer, number)
-    assert refusal.value.smallest_bytes == smallest
+    smallest, peak, refusal = expect_smallest(WithLoss, "host", device="cpu", precision=precision, step=step)
+    assert peak == refusal.smallest_bytes == smallest
 
 
 def test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given(

@@ -46,6 +46,7 @@ from tests.session.builders import (
     values,
 )
 from tests.session.script import Script
+from tests.session.test_budgets import expect_smallest
 
 COMPUTES = TIGHT + SLOT
 ON_HOST = 5 * SLOT
@@ -574,20 +575,8 @@ def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: s
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_the_smallest_budget_that_a_forecast_names_runs_and_a_byte_less_does_not(kind: str) -> None:
-    build, _ = KEPT[kind]
-    for machine, tier in (({"device": "cpu"}, "host"), ({"device": "emulated"}, "device")):
-        arguments = {"step": "in_backward", "options": options(), **machine}
-        smallest = forecast(build(), {"x": batch()}, **arguments, **{f"{tier}_memory": 4096}).minimum[tier]
-        model = build()
-        with manage(model, **machine, **{f"{tier}_memory": smallest}) as session:
-            for number in range(3):
-                step(model, session, number)
-            assert session.stats().peak[tier] <= smallest
-        model = build()
-        with pytest.raises(BudgetError):
-            with manage(model, **machine, **{f"{tier}_memory": smallest - 1}) as session:
-                for number in range(3):
-                    step(model, session, number)
+    for device, tier in (("cpu", "host"), ("emulated", "device")):
+        expect_smallest(KEPT[kind][0], tier, device=device, step="in_backward")
 
 
 # model data that no tier could hold alone

@@ -76,24 +76,14 @@ def test_close_ends_what_is_under_way(make_pair: MakePair, on_disk: dict[str, An
     assert not any(lane.pending for lane in lanes)
 
 
-class Interrupted:
-    """A lane with threads, of whose waits one is interrupted by the user before the work has ended."""
+class Interrupted(ThreadLane):
+    """A lane of whose waits one is interrupted by the user before the work has ended."""
 
     waits = 0
     at: frozenset[int] = frozenset()
 
-    def __init__(self) -> None:
-        self.lane = ThreadLane("test", works=2)
-
     def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
-        ticket = self.lane.issue(lambda: (time.sleep(1e-3), work())[0], after, nbytes=nbytes)
-        return InterruptedTicket(ticket)
-
-    def drain(self) -> None:
-        self.lane.drain()
-
-    def close(self) -> None:
-        self.lane.close()
+        return InterruptedTicket(super().issue(lambda: (time.sleep(1e-3), work())[0], after, nbytes=nbytes))
 
 
 class InterruptedTicket:
@@ -105,18 +95,18 @@ class InterruptedTicket:
     def done(self) -> bool:
         return self.ticket.done
 
-    def wait_until_settled(self) -> None:
-        self.wait()
-
-    def wait_on_device(self) -> None:
-        self.wait()
-
     def wait(self) -> None:
         if threading.current_thread() is threading.main_thread():
             Interrupted.waits += 1
             if Interrupted.waits in Interrupted.at:
                 raise KeyboardInterrupt
         self.ticket.wait()
+
+    wait_until_settled = wait_on_device = wait
+
+
+def interruptible(src: Tier, dst: Tier) -> Lane:
+    return Interrupted("test", works=2)
 
 
 @pytest.fixture
@@ -139,7 +129,7 @@ def test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_ag
     tmp_path: Path,
 ) -> None:
     pair = make_pair(
-        make_lane=lambda src, dst: Interrupted(),
+        make_lane=interruptible,
         with_options={"prefetch": prefetch},
         **MACHINES[machine](tmp_path / "disk"),
     )
@@ -157,7 +147,7 @@ def test_after_an_interruption_steps_are_planned_again(
     interrupted: type[Interrupted], make_pair: MakePair, on_disk: dict[str, Any]
 ) -> None:
     """torch calls no hook of a module when a forward is interrupted: nobody says that it has ended."""
-    pair = make_pair(make_lane=lambda src, dst: Interrupted(), **on_disk)
+    pair = make_pair(make_lane=interruptible, **on_disk)
     pair.train(2)
     interrupted.waits, interrupted.at = 0, frozenset({9})
     with pytest.raises(KeyboardInterrupt):
