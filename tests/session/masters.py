@@ -134,16 +134,20 @@ def managed_step(session: Any, model: nn.Module, *, first: int = 0) -> None:
     session.optimizer.zero_grad()
 
 
+def in_kind(kind: str, *, scale: float = SCALE, **given: Any) -> dict[str, Any]:
+    """Arguments of `manage` for a kind such as "fp32" or "bf16-fp32", and for these options. A loss scale stays, so that no step is skipped."""
+    kept, _, compute = kind.partition("-")
+    stays = patrickstar.LossScale(initial=scale, dynamic=False)
+    return {"precision": kept, "options": options(**{"compute": compute or kept, "loss_scale": stays, **given})}
+
+
 def manage(
     model: nn.Module, kind: str = "bf16", *, optimizer: Any = None, given: dict[str, Any] | None = None, **keywords: Any
 ) -> patrickstar.Session:
     """`keywords`: of `manage`; without a budget, the tight one of the emulated device."""
-    kept, _, compute = kind.partition("-")
-    scale = patrickstar.LossScale(initial=SCALE, dynamic=False)
     return patrickstar.manage(
         model,
         optimizer or adamw(model),
-        precision=kept,
-        options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
+        **in_kind(kind, **(given or {})),
         **(keywords if keywords.keys() - {"step"} else {"device": "emulated", "device_memory": TIGHT, **keywords}),
     )

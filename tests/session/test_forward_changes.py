@@ -36,10 +36,10 @@ from tests.session.builders import (
     mlp,
     values,
 )
-from tests.session.masters import KINDS, manage
+from tests.session.masters import KINDS, in_kind, manage
 from tests.session.script import Script
 from tests.session.test_disk_tier import arm
-from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, in_kind, watched
+from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, watched
 
 WORDS = 96
 """Rows of the table, which is a run of two chunks."""
@@ -217,7 +217,7 @@ class WithLoss(Changing):
 def test_what_the_forward_changes_is_foreseen_and_planned(change: str, kind: str) -> None:
     """A trial run finds every change, and every byte that it takes; the plan keeps all nine rules."""
     model = WithLoss(change)
-    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, chunk_size=CHUNK))
+    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, scale=2.0, chunk_size=CHUNK))
     with session, watched(session) as stretches:
         for number in range(2):
             loss = model(batch(number))
@@ -243,7 +243,7 @@ def writes_weights(moment: Moment) -> bool:
 
 
 def trace_of_forward(model: nn.Module, kind: str) -> Trace:
-    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, chunk_size=CHUNK))
+    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, scale=2.0, chunk_size=CHUNK))
     with session:
         model(batch()).float().square().mean().backward()
         return session.trace

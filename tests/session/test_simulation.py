@@ -27,10 +27,10 @@ from tests.session.builders import (
     WithLoss,
     adamw,
     batch,
-    options,
     step_with_loss,
     store_of,
 )
+from tests.session.masters import in_kind
 
 
 @dataclass
@@ -149,17 +149,6 @@ def expect_executed_as_simulated(
         assert found == [], show(found, stretch.plan, stretch.trace)
 
 
-def in_kind(kind: str, **given: Any) -> dict[str, Any]:
-    """The arguments of `manage` for a kind such as "fp32", "bf16" or "bf16-fp32" (kept in bf16, computed in fp32), and for these options.
-
-    A loss scale stays and is small, so that no step is skipped.
-    """
-    kept, _, wide = kind.partition("-")
-    if kept != "fp32":
-        given |= {"compute": wide or kept, "loss_scale": patrickstar.LossScale(initial=2.0, dynamic=False)}
-    return {"precision": kept, "options": options(**given)}
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("tiers", MACHINES)
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
@@ -219,7 +208,9 @@ def test_plan_and_trace_are_those_of_the_last_training_step(make_pair: MakePair)
 def test_accumulation_clipping_and_evaluation_are_planned_too(kind: str, tiers: str, tmp_path: Path) -> None:
     model = WithLoss()
     machine = MACHINES[tiers](tmp_path / "disk")
-    session: Any = patrickstar.manage(model, adamw(model), **machine, **in_kind(kind, chunk_size=CHUNK, accumulate=2))
+    session: Any = patrickstar.manage(
+        model, adamw(model), **machine, **in_kind(kind, scale=2.0, chunk_size=CHUNK, accumulate=2)
+    )
     with session, watched(session) as stretches:
         for number in range(2):
             for micro in range(2):
@@ -330,7 +321,7 @@ def manage(case: Case, nbytes: int, kind: str) -> tuple[Any, patrickstar.Session
     model = case.build()
     plain = getattr(torch.optim, case.algorithm)(case.groups(model), lr=1e-3)
     machine: dict[str, Any] = {"device": "emulated", "device_memory": nbytes}
-    return model, patrickstar.manage(model, plain, **machine, **in_kind(kind, chunk_size=case.chunk_numel))
+    return model, patrickstar.manage(model, plain, **machine, **in_kind(kind, scale=2.0, chunk_size=case.chunk_numel))
 
 
 def run(case: Case, model: Any, session: patrickstar.Session, steps: int) -> None:
