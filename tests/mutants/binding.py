@@ -64,7 +64,7 @@ BINDING: tuple[Mutant, ...] = (
     ),
     Fault("what-a-fused-step-writes-is-not-noticed", "parameters.functions:effects_of").by(
         without("name.startswith(...) and name.endswith(...)"),
-        f"{REPORTS}::test_a_second_optimizer_over_what_the_managed_one_lacks[AdamW, fused-fp32]",
+        f"{REPORTS}::test_a_second_optimizer_over_what_the_managed_one_lacks[AdamW, fused-fp32-200KiB]",
     ),
     Fault("data-that-is-assigned-is-let-go", "parameters.attributes:Attributes._set_data").by(
         drop("__torch_function__"), f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over"

@@ -9,7 +9,6 @@ __all__ = ["HOMES"]
 
 TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
-MIXED = "tests/session/test_mixed_homes.py"
 
 HOMES: tuple[Mutant, ...] = (
     Fault("homes-are-reserved-for-gradients-that-nobody-keeps", "core.planes:GradientUse.rest").by(
@@ -74,11 +73,11 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Fault("a-host-through-which-no-unit-passes-has-no-smallest-budget", "session.smallest:_smallest_host").by(
         replace("host_bytes += refusal.smallest_bytes - refusal.available_bytes", "host_bytes = best"),
-        f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
+        f"{TESTS}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),
     Fault("a-forecast-raises-where-no-unit-passes-through-the-host", "session.smallest:smallest_budgets").by(
         replace("BudgetError", "ZeroDivisionError"),
-        f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
+        f"{TESTS}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),
     Fault("a-refusal-names-a-budget-that-nobody-has-tried", "session.forecast:_advised").by(
         replace("tried.refused is None", "tried is not None"),

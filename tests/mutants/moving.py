@@ -80,7 +80,7 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Fault("a-profile-does-not-show-what-moves", "memory.store:ChunkStore._carry_out_one").by(
         never("is_profiled"),
-        "tests/session/test_profile.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",
+        "tests/session/test_stats.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",
     ),
     # The fifth transfer over the link, and no other.
     Fault("one-write-back-to-the-host-is-skipped", "memory.store:ChunkStore._task").by(
@@ -109,7 +109,7 @@ MOVING: tuple[Mutant, ...] = (
     ),
     Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._land").by(
         replace("with InterruptionsPutOff(): ...", "self._note([issue])"),
-        f"{DISK_TIER}::test_a_forward_or_backward_whose_transfer_failed_can_be_done_again[pwritev-ENOSPC]",
+        "tests/session/test_flights.py::test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again",
     ),
     Fault("the-budget-is-off-by-one-slot-where-there-is-no-plan", "plan.pilot:Pilot._room_for").by(
         assign("capacity_slots", "_ + 1", nth=1),

@@ -65,14 +65,14 @@ OUTSIDE: tuple[Mutant, ...] = (
     ),
     Fault("every-piece-is-updated-from-the-first-of-its-gradient", "step.update:Updates._pieces").by(
         assign("span", "slice(0, piece.stop - piece.start)"),
-        "tests/session/test_unbounded.py::test_tensors_longer_than_a_chunk",
+        "tests/session/test_gradients.py::test_tensors_longer_than_a_chunk",
     ),
     Fault("moments-outlive-a-checkpoint-that-has-none", "session.saving:Saving.load").by(
         drop("clear_averages"), "tests/session/test_checkpoints.py::test_a_checkpoint_before_the_first_step"
     ),
     Fault("groups-of-other-parameters-take-a-checkpoint", "session.saving:Saving._check_groups").by(
         never("saved"),
-        "tests/session/test_checkpoints.py::test_groups_of_the_same_number_and_other_parameters_are_refused",
+        "tests/session/test_checkpoints.py::test_a_checkpoint_of_another_model_or_other_groups_is_refused_before_anything_has_changed[other groups]",
     ),
     Fault("larger-shapes-go-by-the-plan-of-smaller-ones", "tracing.signature:Signature.dominates").by(
         replace("ours >= theirs", "ours <= theirs"),

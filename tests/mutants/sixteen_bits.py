@@ -25,7 +25,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
     ),
     Fault("a-change-in-a-copy-rounds-its-neighbours-masters", "step.copies:Copies._take_changes").by(
         replace("torch.where(changed, value, kept[block])", "value"),
-        f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-some_elements]",
+        f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-by_index]",
     ),
     Fault("fp16-weights-compute-with-bits-that-fp16-does-not-have", "step.copies:Copies._convert").by(
         always("dtype"),

@@ -117,7 +117,7 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Fault("flags-have-no-room-beside-a-norm", "session.start:with_pass_bytes").by(
         without("flags", nth=2),
-        "tests/session/test_pass_bytes.py::test_looks_for_overflows_count_in_backwards_and_in_norms",
+        "tests/session/test_resources.py::test_looks_for_overflows_count_in_backwards_and_in_norms",
     ),
     Fault("what-was-found-first-has-no-name", "step.overflow:Overflow.flags").by(
         returns("_[::-1]"), "tests/cuda/test_overflow.py::test_names_come_in_the_order_of_what_was_found"

@@ -71,7 +71,7 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Fault("a-change-by-hand-takes-the-rest-of-every-element", "step.masters_by_hand:MastersByHand._carry").by(
         replace("lacks.masked_fill_(...)", "lacks.zero_()"),
-        "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-some_elements]",
+        "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-by_index]",
     ),
     Fault("gradients-of-several-backwards-add-up-in-16-bits", "core.formats:bf16_formats").by(
         replace("PlaneFormat(...)", "PlaneFormat('bfloat16', 2)", nth=3),

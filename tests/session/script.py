@@ -18,7 +18,8 @@
     lr*=.5, freeze(3), thaw(3), forget              all of the optimizer's state is forgotten
     keep, back, save, load, resume                  weights kept and loaded again; a checkpoint; it is loaded by another session, of another model
     evaluate, infer, copy, read                     a loss without a graph; a deep copy; everything that is held is compared
-    since, planned(2)                               since it was last asked, as many steps were planned and none was not
+    since, planned(2), planned(4,1)                 since it was last asked, as many steps were planned and none was not, or as many
+    4[forward zero backward step]                   four times
 
 What a word gives must have the same bits on both sides; at the end, so must everything that is held.
 """
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,11 +236,22 @@ class Script:
         self.said: list[str] = []
         self.counted = (0, 0)
 
-    def run(self, line: str) -> None:
-        """Does every word of a line."""
-        for word in re.sub(
-            r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line
-        ).split():
+    @property
+    def session(self) -> Any:
+        return self.managed.session
+
+    @property
+    def model(self) -> Any:
+        """The managed one."""
+        return self.managed.model
+
+    def run(self, line: str, **keywords: Any) -> None:
+        """Does every word of a line; its forwards are given these keywords."""
+        self.plain.keywords = self.managed.keywords = keywords
+        line = re.sub(r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line)
+        while repeated := re.search(r"(\d+)\[([^][]*)\]", line):
+            line = line.replace(repeated[0], f"{repeated[2]} " * int(repeated[1]))
+        for word in line.split():
             self.say(word)
 
     def say(self, word: str) -> None:
@@ -249,7 +261,7 @@ class Script:
             return self.compare()
         said = Word.of(word)
         if said.verb in ("since", "planned"):
-            return self.count(int(said.args) if said.args else None)
+            return self.count([int(number) for number in said.args.split(",") if number])
         act = _VERBS[said.verb]
         with _disable_current_modes():  # what the twin makes is no matter of the session's
             want = act(self.plain, said)
@@ -258,12 +270,27 @@ class Script:
         assert same, f"{' '.join(self.said)}: gives {got}, plain PyTorch {want}"
         return None
 
-    def count(self, planned: int | None) -> None:
-        """So many steps were planned since this was last called, and all of them."""
+    def weights(self, change: Callable[[nn.Module], Any]) -> None:
+        """Both models' weights are changed by hand."""
+        for side in (self.plain, self.managed):
+            side.with_weights(lambda: change(side.model))
+        self.said.append(getattr(change, "__name__", "weights"))
+
+    def gradients(self, act: Callable[[nn.Module], Any], *, changes: bool) -> None:
+        """Both models' gradients are read or changed by hand, with the same result."""
+        numbers = range(len(self.plain.parameters)) if changes else ()
+        want, got = (
+            side.with_gradients(lambda: act(side.model), changes=numbers) for side in (self.plain, self.managed)
+        )
+        self.said.append(getattr(act, "__name__", "gradients"))
+        assert not isinstance(want, Tensor) or same_bits(want, got), f"{' '.join(self.said)}: gives {got}, not {want}"
+
+    def count(self, wanted: Sequence[int]) -> None:
+        """So many steps were planned since this was last called, and as many were not: none, if nothing is said."""
         stats, before = self.managed.session.stats(), self.counted
         self.counted = stats.planned_steps, stats.reactive_steps
         found = tuple(now - then for now, then in zip(self.counted, before, strict=True))
-        assert planned is None or found == (planned, 0), (
+        assert not wanted or found == (*wanted, 0)[:2], (
             f"{' '.join(self.said)}: planned, reactive {found}: {stats.reason}"
         )
 

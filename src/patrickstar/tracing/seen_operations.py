@@ -64,7 +64,7 @@ def _install() -> list[torch.library.Library]:
     libraries = {"_": everything, "aten": torch.library.Library("aten", "IMPL")}
     for alias in _ALIASES:
         libraries["aten"].impl(alias, torch.library.fallthrough_kernel, _KEY)
-    if int(torch._C._dispatch_key_parse(_KEY)) > int(torch._C.DispatchKey.Python):
+    if _priority(_KEY) > _priority("Python"):
         # Until torch 2.12 the key is above that of modes, where torch finds kernels of one operation, but none of all.
         for name in torch._C._dispatch_get_all_op_names():
             space, _, short = name.partition("::")
@@ -73,6 +73,10 @@ def _install() -> list[torch.library.Library]:
                     libraries[space] = torch.library.Library(space, "IMPL")
                 libraries[space].impl(short, partial(_show_named, name), _KEY)
     return list(libraries.values())
+
+
+def _priority(key: str) -> int:
+    return torch._C._dispatch_key_parse(key).value
 
 
 @cache
