@@ -73,7 +73,7 @@ def test_a_step_without_memory_names_the_moment_and_who_has_what(
         monkeypatch.setattr(Hungry, "wants", where)
         monkeypatch.setattr(Hungry, "spared", 2)
         with pytest.raises(
-            BudgetError, match=r"no memory for 64\.00 MiB more after moment \d+ .*, although device_memory"
+            BudgetError, match=r"no memory for 64\.00 MiB more after op \d+ .*, although device_memory"
         ) as raised:
             pair.model(batch(5)).square().mean().backward()
         error = raised.value

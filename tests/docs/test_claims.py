@@ -68,8 +68,8 @@ def test_devices_are_those_that_are_taken_and_the_default_is_what_is_found(monke
 def test_shares_that_budgets_are_without_arguments() -> None:
     shares = {"device_memory": DEVICE_SHARE, "host_memory": HOST_SHARE, "disk_memory": DISK_SHARE}
     for name, share in shares.items():
-        assert f"{share * 100:.0f} % of what is" in line_of(GUIDE, f"| `{name}`")
-        assert f"{share * 100:.0f} % of what is" in documented()[name]
+        assert f"{share * 100:.0f} % of the" in line_of(GUIDE, f"| `{name}`")
+        assert f"{share * 100:.0f} % of the" in documented()[name]
 
 
 # the route of a step

@@ -131,7 +131,7 @@ class ToyOwner:
 
     def drop_gradient(self, name: str) -> None:
         self.gradients.pop(name, None)
-        self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was let go")
+        self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was released")
 
     def settle(self) -> None:
         pass

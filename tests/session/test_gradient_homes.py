@@ -345,7 +345,7 @@ def test_what_cannot_be_traced_is_refused_before_anything_has_changed(precision:
 def test_a_forward_that_is_never_traced_has_room_for_every_gradient(machine: Machine) -> None:
     plain, model = Plain(Branches), Branches()
     with manage(model, **machine(chunks(LAYERS, 16) - 1)) as session:
-        with pytest.raises(BudgetError, match=r"cannot be traced.*a trial run could change"):
+        with pytest.raises(BudgetError, match=r"cannot be traced.*a fake-tensor trace could change"):
             model(batch(), depends=False, box=Box())
     with manage(model, **machine(chunks(LAYERS, 16))) as session:
         train(plain, model, session, range(3), depends=False, box=Box())
@@ -616,7 +616,7 @@ def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: s
         assert {link: after.moved[link] - before.moved[link] for link in after.moved} == foreseen.moved
     less = forecast(build(), {"x": batch()}, **{**arguments, **machine(needed - 1)})
     assert less.fits == (not kept)  # a weight may rest where it computes instead
-    assert less.fits or "short of what rests there" in less.refusal
+    assert less.fits or "short for the model states kept there" in less.refusal
 
 
 @pytest.mark.parametrize("kind", KEPT)

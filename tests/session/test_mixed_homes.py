@@ -95,7 +95,7 @@ def test_as_little_as_can_be_rests_where_it_computes(make_pair: MakePair) -> Non
 
 
 def test_what_no_tiers_hold_together_is_refused_by_the_tier_below(make_pair: MakePair) -> None:
-    with pytest.raises(BudgetError, match=r"host memory is .* short of what rests there") as refusal:
+    with pytest.raises(BudgetError, match=r"host memory is .* short for the model states kept there") as refusal:
         make_pair(device="emulated", device_memory=TIGHT, host_memory=16 * SLOT)
     assert refusal.value.smallest_bytes == 24 * SLOT
     assert isinstance(mlp()[0].weight, torch.nn.Parameter)

@@ -76,7 +76,7 @@ class Ledger:
 
     def nonmodel(self, tier: Tier, nbytes: int) -> None:
         """Enters that from now on everything on the tier that is no chunk comes to `nbytes`."""
-        assert nbytes >= 0, f"{nbytes} non-model bytes on the {tier.label}"
+        assert nbytes >= 0, f"{nbytes} bytes of activations and workspaces on the {tier.label}"
         self._nonmodel[tier] = nbytes
         self._note(tier)
 

@@ -178,8 +178,8 @@ class DiskPool:
         budget = self._budget_bytes
         if self.nbytes > budget:
             raise BudgetError(
-                f"disk memory is {format_bytes(self.nbytes - budget)} short: {format_bytes(self.nbytes)} of model data "
-                f"rest in {self.directory}; budget {format_bytes(budget)}\n"
+                f"disk memory is {format_bytes(self.nbytes - budget)} short: {format_bytes(self.nbytes)} of model states "
+                f"are offloaded to {self.directory}; budget {format_bytes(budget)}\n"
                 f"  fits with: disk_memory >= {format_bytes(self.nbytes)}  |  more host_memory",
                 tier="disk",
                 needed_bytes=self.nbytes,
@@ -190,7 +190,7 @@ class DiskPool:
         wanted = self.nbytes - sum(self._nbytes.values())
         if wanted > free:
             raise DeviceError(
-                f"disk={self.directory}: {format_bytes(wanted)} of model data rest there, {format_bytes(free)} are "
+                f"disk={self.directory}: {format_bytes(wanted)} of model states are offloaded to it, {format_bytes(free)} are "
                 f"free; free {format_bytes(wanted - free)}, or name a directory on another disk"
             )
 
@@ -237,7 +237,7 @@ class DiskPool:
     def _announce(self) -> None:
         if kept_in_memory(self.directory):
             logger.warning(
-                "disk=%s is held in memory itself (tmpfs): what rests there frees none; name a directory on a disk",
+                "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk",
                 self.directory,
             )
 

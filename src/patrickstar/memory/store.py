@@ -200,7 +200,7 @@ class ChunkStore:
                 self._do(action, during)
         except (torch.AcceleratorError, DeviceFailureError) as error:
             self.land_all()
-            raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
+            raise located(error, f"{action}, in op {during}" if during else str(action)) from error
         except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
             self.land_all()
             raise
@@ -244,9 +244,7 @@ class ChunkStore:
             if issue.src is None:
                 raise
             (_, ref, tier), during = issue.work, self._under_way[issue.work].during
-            this = (
-                f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during or 'this moment'}"
-            )
+            this = f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during or 'this op'}"
             if isinstance(error, DeviceFailureError):
                 raise located(error, this) from error
             raise DeviceError(f"{error}\n  this was {this}") from error

@@ -21,7 +21,7 @@ from patrickstar.torch_private import Plain
 __all__ = ["GradientAccess", "GradientOwner"]
 
 
-_SPENT = 'it was used and let go (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
+_SPENT = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
 
 
 class GradientOwner(Protocol):

@@ -192,14 +192,14 @@ class Pilot:
             return True
         stretch.let_go_at = stretch.position
         stretch.depart(
-            f"{ref} was let go of before moment {stretch.position} of the {stretch.kind}, which its plan did not have"
+            f"{ref} was released before op {stretch.position} of the {stretch.kind}, which its plan does not expect"
         )
         return False
 
     def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
         """Actions by which slots take no more than these bytes, as far as what is held allows; makes the stretch reactive."""
         stretch, state = self.stretch, self._state
-        stretch.depart(f"the {stretch.kind} took more memory at moment {stretch.position} than was foreseen")
+        stretch.depart(f"the {stretch.kind} took more memory at op {stretch.position} than its trace has")
         here = state.taken[state.compute]
         pinned = sum(state.slots[ref] for ref in here if ref in held or state.home[ref] is state.compute)
         return self._make_room((), held, max(slot_bytes // state.slot_bytes, pinned))
@@ -209,7 +209,7 @@ class Pilot:
         room = max(0, slots * self._state.slot_bytes - nbytes)
         withheld = self.stretch.reserve_bytes + self._spare_bytes
         self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
-        self.stretch.depart(f"{format_bytes(nbytes)} more are held than the plan foresaw")
+        self.stretch.depart(f"{format_bytes(nbytes)} more are allocated than the plan has")
 
     def actions(
         self,
@@ -255,23 +255,23 @@ class Pilot:
         stretch = self.stretch
         number, moments = stretch.position, course.trace.moments
         if number == len(moments):
-            stretch.depart(f"the {stretch.kind} has more than the {number} moments of its trace")
+            stretch.depart(f"the {stretch.kind} has more than the {number} ops of its trace")
             return None
         if stretch.lets_go and number >= stretch.lets_go_at:
             stretch.depart(
-                f"{min(stretch.lets_go)} was not let go of before moment {number} of the {stretch.kind}, as the last time"
+                f"{min(stretch.lets_go)} was not released before op {number} of the {stretch.kind}, as it was the last time"
             )
             return None
         moment = moments[number]
         if moment.phase is not phase or moment.touches != tuple(touches):
             came = " ".join(map(str, touches))
-            stretch.depart(f"at moment {number} of the {stretch.kind} came {phase} {came} where the trace has {moment}")
+            stretch.depart(f"op {number} of the {stretch.kind} is {phase} {came}, the trace has {moment}")
             return None
         actions: Sequence[Action] = () if stretch.opened_at == number else course.plan.moments[number]
         dropped = self._drops_held(actions, held) if actions else None
         if dropped is not None:
             stretch.depart(
-                f"at moment {number} of the {stretch.kind} {dropped} is still in use, which its trace did not have"
+                f"{dropped} is still in use at op {number} of the {stretch.kind}, which its trace does not have"
             )
             return None
         budget = course.plan.machine.budget[self._state.compute]
@@ -338,7 +338,7 @@ class Pilot:
                 f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
                 f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once{fixed}; "
                 f"budget {format_bytes(budget)}\n"
-                "  let go of views of parameters and of gradients that are still held (session.state_dict() reads one tensor at a time, "
+                "  release views of parameters and of gradients that still pin slots (session.state_dict() reads one tensor at a time, "
                 "session.export(dir) writes them as save_pretrained does), or give a larger budget",
                 tier=self._state.compute.label,
                 moment=f"{stretch.position} {phase} {label}",

@@ -148,7 +148,7 @@ class Events:
         self._escaped.add(key)
 
     def _kept(self) -> Assembling:
-        assert self._assembling is not None, "weights alone have neither gradients nor moments"
+        assert self._assembling is not None, "weights alone have neither gradients nor optimizer states"
         return self._assembling
 
     def settle(self) -> None:

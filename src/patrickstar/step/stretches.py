@@ -214,7 +214,9 @@ class Stretches:
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> KnownForward:
         if not can_be_traced((args, kwargs)):
-            unknown = KnownForward(reason=_UNTRACEABLE.format("its inputs hold objects that a trial run could change"))
+            unknown = KnownForward(
+                reason=_UNTRACEABLE.format("its inputs hold objects that a fake-tensor trace could change")
+            )
             self._reserve(unknown)
             return unknown
         key = signature(model, args, kwargs)
@@ -226,7 +228,7 @@ class Stretches:
                 foreseen = self._tracer.foresee(model, named, args, kwargs)
             except CannotTrace as problem:
                 known.reason = _UNTRACEABLE.format(problem)
-                _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
+                _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
             else:
                 known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
                 known.by_chance = foreseen.by_chance
@@ -281,7 +283,7 @@ class Stretches:
         if stretch.trace is not None:
             self._planner.began(stretch.kind, stretch.trace)
         if stretch.reason:
-            self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
+            self._freed_blocks.return_at_once(f"the {stretch.kind} runs unplanned")
         self._level.begin()
         self._executor.pilot.begin(stretch)
 
@@ -348,7 +350,7 @@ class Stretches:
             elif stretch.reason:
                 self._blame(stretch, stretch.reason + (known.explain(stretch) if known is not None else ""))
             elif not stretch.complete:
-                self._blame(stretch, f"the {stretch.kind} ended after {stretch.position} moments of its trace")
+                self._blame(stretch, f"the {stretch.kind} ended after {stretch.position} ops of its trace")
         self._ended = stretch
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
         self._late_planes.close()
@@ -388,7 +390,7 @@ class Stretches:
             return recorded
         if is_first:
             needed, has, moment = format_bytes(need.nbytes), format_bytes(budget), need.moment
-            _log.warning("a step has run that no forecast showed, in %s at %s; its budget is %s", needed, moment, has)
+            _log.warning("a step took more than any trace showed: %s at op %s; its budget is %s", needed, moment, has)
         return within(recorded, budget, start=state)
 
     def leave_room(self, nbytes: int) -> int:

@@ -20,7 +20,9 @@ class Key:
     harmless: tuple[object, ...] = (False,)
 
 
-_OFFLOAD: Final = Key(k.word("none", "cpu", "nvme"), '`"nvme"`: what does not fit rests on the disk. Default `"none"`.')
+_OFFLOAD: Final = Key(
+    k.word("none", "cpu", "nvme"), '`"nvme"`: what does not fit is offloaded to the disk. Default `"none"`.'
+)
 _DISK: Final = Key(k.TEXT_OR_NULL, "Directory of the disk (`disk` of `manage`), of which there is one.")
 
 _HONOURED: Final = MappingProxyType(
