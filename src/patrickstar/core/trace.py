@@ -166,7 +166,7 @@ class Trace:
         """
         head, *lines = text.strip().splitlines() or [""]
         if head != f"trace of {len(lines)} moments":
-            raise ValueError(f"{head!r} is followed by {len(lines)} moments: not a whole trace")
+            raise ValueError(f"{head!r} is followed by {len(lines)} lines: not a whole trace")
         return cls(tuple(map(Moment.parse, lines)))
 
     def digest(self) -> str:

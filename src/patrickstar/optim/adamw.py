@@ -123,7 +123,8 @@ class AdamW(_DefinedUpdate, torch.optim.AdamW):
     effect; `amsgrad`, `maximize`, `capturable` and `differentiable` must stay False.
 
     A bf16 parameter has a master in fp32 of which it is the upper half: the lower one is the state's `rest`, int16. Optimizer states are fp32
-    (10 bytes per parameter). Its steps are those of an fp32 parameter with the same gradients. Values written into the parameter by hand leave `rest` as it was.
+    (10 bytes per parameter). Its steps are those of an fp32 parameter with the same gradients. Values written into the parameter by hand
+    leave `rest` as it was.
 
     Args:
         states: "exact", fp32 optimizer states.

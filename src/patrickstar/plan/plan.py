@@ -87,7 +87,7 @@ class Plan:
                 index = int(head.removeprefix("frees "))
                 frees += [(index, PlaneRef.parse(ref)) for ref in rest.split(", ")]
             elif int(head) >= len(moments):
-                raise ValueError(f"moment {head} in a plan of {len(moments)} moments")
+                raise ValueError(f"line {head} in a plan of {len(moments)} lines")
             else:
                 moments[int(head)] = tuple(map(parse_action, rest.split(", ")))
         return cls(

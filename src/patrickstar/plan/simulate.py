@@ -46,8 +46,8 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
     """
     if plan.layout != layout.digest() or len(plan.moments) != len(trace) or plan.start.compute is not machine.compute:
         raise StateError(
-            f"the plan is for layout {plan.layout}, {len(plan.moments)} moments and the {plan.start.compute.label}, "
-            f"not for layout {layout.digest()}, {len(trace)} moments and the {machine.compute.label}: plan again"
+            f"the plan is for layout {plan.layout}, {len(plan.moments)} ops and the {plan.start.compute.label}, "
+            f"not for layout {layout.digest()}, {len(trace)} ops and the {machine.compute.label}: plan again"
         )
     state = Residency.of(plan.start)
     compute, slot_bytes = state.compute, state.slot_bytes
