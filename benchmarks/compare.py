@@ -15,12 +15,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -91,7 +94,7 @@ def cannot_run(name: str, arguments: argparse.Namespace) -> str:
         return ""
     if not installed("deepspeed"):
         return "deepspeed is not installed"
-    tried = measured(name, "tiny", 1 << 60, arguments)
+    tried = measured(name, "tiny", 1 << 60, argparse.Namespace(**vars(arguments) | {"within": 3600}))
     return "" if tried["trained"] else tried["why"]
 
 
@@ -112,7 +115,8 @@ def measured(name: str, model: str, cap: int, arguments: argparse.Namespace) -> 
                     why = f"not done within {arguments.within:.0f} s"
                 time.sleep(0.005)
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it may have started
             process.wait()
         said.seek(0)
         lines = said.read().splitlines()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 __all__ = ["MARK", "SIZES"]
 
@@ -43,8 +44,6 @@ def main() -> None:
 
 def gpt2(job: Job) -> Any:
     """The model, ready to train, with activations recomputed."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
-
     layers, width, heads = SIZES[job["model"]]
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
     model: Any = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=VOCABULARY, **off))

@@ -83,7 +83,7 @@ class Display:
             sizes = [format_bytes(peak.get(tier, 0)) for peak in (peaks, summary["peak"])]
             table.add_row(f"{tier} peak", *sizes, _of(budgets, tier))
         expected = format_bytes(peaks.get("host", 0)) if tiers and "device" not in tiers else ""
-        table.add_row("process growth", expected, format_bytes(summary["rss_peak_growth"]), _of(budgets, "host"))
+        table.add_row("peak RSS increase", expected, format_bytes(summary["rss_peak_growth"]), _of(budgets, "host"))
         for link in sorted(summary["moved_per_step"].keys() | moved.keys()):
             nbytes = [by_link.get(link, 0) for by_link in (moved, summary["moved_per_step"])]
             if any(nbytes):

@@ -36,7 +36,7 @@ _UNKNOWN_YET: Final = MappingProxyType(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
 def plan(**given: Any) -> int:
-    """Say whether a model fits, its peaks by tier, and the bytes that a step moves."""
+    """Say whether a model fits, its peaks by tier, and the bytes transferred per step."""
     from patrickstar.step.budgets import find_resources
 
     arguments = memory_of(given)
