@@ -188,7 +188,7 @@ def _checked(**flags: bool) -> dict[str, Any]:
 
 def _check_states(states: str) -> None:
     if states == "compact":
-        raise ConfigError('states="compact" arrives in a later version; "exact" is what there is')
+        raise ConfigError('states="compact" arrives in a later version; there is only "exact"')
     if states not in STATES:
         raise ConfigError(f"states={states!r} is not known: {', '.join(STATES)}" + nearest(str(states), STATES))
 

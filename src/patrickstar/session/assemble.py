@@ -459,6 +459,6 @@ def _escaped(binding: Binding, events: Events, masters_by_hand: MastersByHand, *
 
 def _warn_of_unclosed(session: str) -> None:
     _log.warning(
-        "%s was never closed: what it held is gone. Use `with patrickstar.manage(...) as session:`, or call session.close()",
+        "%s was never closed: its states are gone. Use `with patrickstar.manage(...) as session:`, or call session.close()",
         session,
     )
