@@ -63,9 +63,8 @@ class Stats:
         data = f"{total}, {self.bytes_per_parameter:.2f} bytes per parameter{f': {planes}' if planes else ''}"
         other = f", {self.reactive_steps} not ({self.reason})" if self.reactive_steps else ""
         steps = f"{self.steps}, {self.planned_steps} as planned{other}"
-        return "\n".join(
-            [*lines, _line("model states", data), _line("steps", steps), _line("last step", seconds or "-")]
-        )
+        last = _line("last step", seconds or "-")
+        return "\n".join([*lines, _line("model states", data), _line("steps", steps), last])
 
 
 def _row(name: str, cells: Sequence[str]) -> str:

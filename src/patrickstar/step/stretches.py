@@ -215,7 +215,7 @@ class Stretches:
     ) -> KnownForward:
         if not can_be_traced((args, kwargs)):
             unknown = KnownForward(
-                reason=_UNTRACEABLE.format("its inputs hold objects that a fake-tensor trace could change")
+                reason=_UNTRACEABLE.format("a fake-tensor trace could change objects among its inputs")
             )
             self._reserve(unknown)
             return unknown

@@ -21,7 +21,7 @@ class Key:
 
 
 _OFFLOAD: Final = Key(
-    k.word("none", "cpu", "nvme"), '`"nvme"`: what does not fit is offloaded to the disk. Default `"none"`.'
+    k.word("none", "cpu", "nvme"), '`"nvme"`: to the disk, as far as it does not fit. Default `"none"`.'
 )
 _DISK: Final = Key(k.TEXT_OR_NULL, "Directory of the disk (`disk` of `manage`), of which there is one.")
 
