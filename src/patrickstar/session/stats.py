@@ -49,10 +49,8 @@ class Stats:
     def __str__(self) -> str:
         """A table of peaks and transfers by tier, and lines about model states, steps and seconds."""
         tiers = ("device", "host", "disk")
-        links = {
-            "fetched": ("H>D", "K>H", ""),
-            "offloaded": ("D>H", "H>K", ""),
-        }  # to a tier from below, from it to below
+        # To a tier from below, from it to below.
+        links = {"fetched": ("H>D", "K>H", ""), "offloaded": ("D>H", "H>K", "")}
         rows: dict[str, list[int | None]] = {"peak": [self.peak[tier] for tier in tiers]}
         rows |= {name: [self.moved.get(link) for link in found] for name, found in links.items()}
         planes = ", ".join(f"{plane} {format_bytes(nbytes)}" for plane, nbytes in self.model_data.items())
@@ -63,8 +61,8 @@ class Stats:
         data = f"{total}, {self.bytes_per_parameter:.2f} bytes per parameter{f': {planes}' if planes else ''}"
         other = f", {self.reactive_steps} not ({self.reason})" if self.reactive_steps else ""
         steps = f"{self.steps}, {self.planned_steps} as planned{other}"
-        last = _line("last step", seconds or "-")
-        return "\n".join([*lines, _line("model states", data), _line("steps", steps), last])
+        lines += [_line("model states", data), _line("steps", steps), _line("last step", seconds or "-")]
+        return "\n".join(lines)
 
 
 def _row(name: str, cells: Sequence[str]) -> str:

@@ -214,9 +214,7 @@ class Stretches:
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> KnownForward:
         if not can_be_traced((args, kwargs)):
-            unknown = KnownForward(
-                reason=_UNTRACEABLE.format("a fake-tensor trace could change objects among its inputs")
-            )
+            unknown = KnownForward(reason=_UNTRACEABLE.format("a fake-tensor trace could change its inputs"))
             self._reserve(unknown)
             return unknown
         key = signature(model, args, kwargs)

@@ -20,9 +20,7 @@ class Key:
     harmless: tuple[object, ...] = (False,)
 
 
-_OFFLOAD: Final = Key(
-    k.word("none", "cpu", "nvme"), '`"nvme"`: to the disk, as far as it does not fit. Default `"none"`.'
-)
+_OFFLOAD: Final = Key(k.word("none", "cpu", "nvme"), '`"nvme"`: offloads to the disk as needed. Default `"none"`.')
 _DISK: Final = Key(k.TEXT_OR_NULL, "Directory of the disk (`disk` of `manage`), of which there is one.")
 
 _HONOURED: Final = MappingProxyType(
