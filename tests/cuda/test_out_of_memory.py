@@ -36,7 +36,7 @@ def test_a_step_without_memory_names_the_moment_and_who_has_what(
         for name, value in {"nbytes": HUNGER, "when": where, "spared": 2}.items():
             monkeypatch.setattr(Hungry, name, value)
         with pytest.raises(
-            BudgetError, match=r"no memory for 64\.00 MiB more after moment \d+ .*, although device_memory"
+            BudgetError, match=r"no memory for 64\.00 MiB more after op \d+ .*, although device_memory"
         ) as raised:
             pair.model(batch(5)).square().mean().backward()
         error = raised.value

@@ -113,7 +113,7 @@ def test_large_activations_stay_within_the_smallest_budget_from_the_first_step_o
             torch.accelerator.reset_peak_memory_stats()  # so that what a moment holds for an instant shows
             pair.train(1, first=number, loss_of=loss_of_many)
             assert 0.8 * enough < pair.session.stats().peak["device"] <= enough
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
         assert pair.session.stats().planned_steps == 3
         pair.expect_same()
 
@@ -237,7 +237,7 @@ def test_copies_of_inputs_in_the_type_that_computes_are_foreseen(
         assert torch.accelerator.memory_allocated() - before < copy_bytes
         loss.backward()
         assert copy_bytes < pair.session.stats().peak["device"] <= 8 * MIB
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
     with (
         twins(Wide, device_memory=copy_bytes, precision="bf16") as pair,
         pytest.raises(BudgetError, match="forward layer.weight"),
@@ -304,9 +304,9 @@ def test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next(
     monkeypatch.setattr(Hungry, "nbytes", 1 << 20)
     with twins(hungry_mlp, device_memory=TIGHT) as pair, caplog.at_level(logging.WARNING, logger="patrickstar"):
         pair.train(1, loss_of=loss_after_restart)
-        (said,) = (record.message for record in caplog.records if "than was foreseen" in record.message)
+        (said,) = (record.message for record in caplog.records if "than its plan left them" in record.message)
         assert "chunks and they took more than the device_memory of 192.00 KiB" in said
-        with pytest.raises(BudgetError, match="were not foreseen: such a step has taken them") as raised:
+        with pytest.raises(BudgetError, match="are in no trace: an earlier step took them") as raised:
             pair.model(batch(1))
         refusal = raised.value
         assert refusal.tier == "device"
@@ -370,7 +370,7 @@ def test_steps_stay_within_the_budget_that_a_refusal_names_whatever_kernels_take
             # The first step has shown what kernels take, and nothing is left beside that.
             assert room == (memory if number else memory - memory * SHARE // 100)
         assert TAKEN < pair.session.stats().peak["device"] <= memory
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
         pair.expect_same()
 
 
@@ -404,7 +404,7 @@ def test_kernels_that_take_more_than_the_share_are_said_and_refused_where_they_d
     with twins(hungry_mlp, device_memory=memory) as pair, caplog.at_level(logging.WARNING, logger="patrickstar"):
         pair.train(1, loss_of=loss_after_restart)
         assert "chunks and they took more than the device_memory" in caplog.text
-        with pytest.raises(BudgetError, match="were not foreseen: such a step has taken them"):
+        with pytest.raises(BudgetError, match="are in no trace: an earlier step took them"):
             pair.model(batch(1))
         pair.expect_same()
 
@@ -441,7 +441,7 @@ def test_a_session_does_not_count_its_neighbours_activations(
             del held, loss
             small.session.optimizer.zero_grad()
             small.train(1, first=3)
-            said = [record.message for record in caplog.records if "than was foreseen" in record.message]
+            said = [record.message for record in caplog.records if "than its plan left them" in record.message]
             assert not said
         assert small.session.stats().peak["device"] <= TIGHT
         small.expect_same()
@@ -456,7 +456,7 @@ def test_a_session_does_not_count_what_its_user_keeps(
         for number in range(3):
             pair.train(1, first=number)
             kept.append(torch.empty(8 << 20, dtype=torch.uint8, device="cuda"))
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
         assert pair.session.stats().peak["device"] <= TIGHT
         pair.expect_same()
 

@@ -214,7 +214,7 @@ def test_more_than_was_foreseen_is_said_and_planned_with(
         pair.session.optimizer.zero_grad()
         pair.train(3, first=1)
         said = [
-            record.message for record in caplog.records if "more at some moment than was foreseen" in record.message
+            record.message for record in caplog.records if "more at some op than its plan left them" in record.message
         ]
         assert len(said) == 1
         assert pair.session.stats().planned_steps == 3

@@ -61,15 +61,15 @@ def test_devices_are_those_that_are_taken_and_the_default_is_what_is_found(monke
         found.append(resolve_device(None).partition(":")[0])
     assert re.findall("cuda|cpu|emulated", default.lower()) == found
     assert '`device` is CUDA where there is one, else `"cpu"`' in GUIDE
-    for text in (line_of(GLOSSARY, "| compute tier"), (ROOT / "docs" / "how-it-works.md").read_text()):
+    for text in (line_of(GLOSSARY, "| compute device"), (ROOT / "docs" / "how-it-works.md").read_text()):
         assert all(f'`device="{name}"`' in text for name in DEVICES)
 
 
 def test_shares_that_budgets_are_without_arguments() -> None:
     shares = {"device_memory": DEVICE_SHARE, "host_memory": HOST_SHARE, "disk_memory": DISK_SHARE}
     for name, share in shares.items():
-        assert f"{share * 100:.0f} % of what is" in line_of(GUIDE, f"| `{name}`")
-        assert f"{share * 100:.0f} % of what is" in documented()[name]
+        assert f"{share * 100:.0f} % of the" in line_of(GUIDE, f"| `{name}`")
+        assert f"{share * 100:.0f} % of the" in documented()[name]
 
 
 # the route of a step

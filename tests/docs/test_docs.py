@@ -54,7 +54,7 @@ device ... host ... disk
 peak ... 0 B ... MiB ... MiB
 fetched ... 0 B ... MiB ... -
 offloaded ... 0 B ... MiB ... -
-model data ... MiB, ... bytes per parameter: weight ... MiB, exp_avg ... MiB, exp_avg_sq ... MiB
+model states ... MiB, ... bytes per parameter: weight ... MiB, exp_avg ... MiB, exp_avg_sq ... MiB
 steps ... 3, 3 as planned
 last step ... forward ... s, backward ... s, step ... s"""
 

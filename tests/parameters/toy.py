@@ -120,7 +120,7 @@ class ToyOwner(Owner):
 
     def drop_gradient(self, name: str) -> None:
         self.gradients.pop(name, None)
-        self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was let go")
+        self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was released")
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
         self.gradients[key.name].view(-1).copy_(self.binding.leases.take_copy(key, self.make_copy))

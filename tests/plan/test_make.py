@@ -211,7 +211,7 @@ def test_plans_chain_over_steps_with_gradients_released_between() -> None:
 def test_homes_that_do_not_fit_below_are_refused() -> None:
     layout, trace = layout_of(1, 1), trace_of("c0.weight")
     machine = Machine(Tier.HOST, {Tier.HOST: PLENTY, Tier.DISK: 3 * SLOT_BYTES})
-    with pytest.raises(BudgetError, match="disk memory is 64 B short of what rests there") as refused:
+    with pytest.raises(BudgetError, match="disk memory is 64 B short for the model states kept there") as refused:
         make_plan(trace, layout=layout, machine=machine, start=resting(layout))
     assert (refused.value.tier, refused.value.needed_bytes) == ("disk", 4 * SLOT_BYTES)
 

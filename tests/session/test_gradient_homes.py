@@ -316,7 +316,7 @@ def test_what_cannot_be_traced_is_refused_before_anything_has_changed(
 
 def test_a_forward_that_is_never_traced_has_room_for_every_gradient(make: Make, machine: Machine) -> None:
     script = make(Branches, **machine(chunks(LAYERS, 16) - 1))
-    with pytest.raises(BudgetError, match=r"cannot be traced.*a trial run could change"):
+    with pytest.raises(BudgetError, match=r"cannot be traced.*a fake-tensor trace could change"):
         script.model(batch(), depends=False, box=Box())
     script = make(Branches, **machine(chunks(LAYERS, 16)))
     script.run("train(3) read", depends=False, box=Box())
@@ -570,7 +570,7 @@ def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: s
         assert {link: after.moved[link] - before.moved[link] for link in after.moved} == foreseen.moved
     less = forecast(build(), {"x": batch()}, **{**arguments, **machine(needed - 1)})
     assert less.fits == (not kept)  # a weight may rest where it computes instead
-    assert less.fits or "short of what rests there" in less.refusal
+    assert less.fits or "short for the model states kept there" in less.refusal
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -645,7 +645,7 @@ def test_as_little_as_can_be_rests_where_it_computes(make_pair: MakePair) -> Non
 
 
 def test_what_no_tiers_hold_together_is_refused_by_the_tier_below(make_pair: MakePair) -> None:
-    with pytest.raises(BudgetError, match=r"host memory is .* short of what rests there") as refusal:
+    with pytest.raises(BudgetError, match=r"host memory is .* short for the model states kept there") as refusal:
         make_pair(device="emulated", device_memory=TIGHT, host_memory=16 * SLOT)
     assert refusal.value.smallest_bytes == 24 * SLOT
     assert isinstance(mlp()[0].weight, torch.nn.Parameter)

@@ -260,7 +260,7 @@ def test_a_gradient_that_is_assigned_after_the_update_is_refused_with_in_backwar
     pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
     pair.model(torch.ones(4, WIDTH)).square().mean().backward()
     weight = next(pair.model.parameters())
-    with pytest.raises(StateError, match="was used and let go"):
+    with pytest.raises(StateError, match="was used and released"):
         weight.grad = torch.ones(weight.shape)
 
 

@@ -240,9 +240,9 @@ def test_a_state_that_was_let_go_is_refused_by_name(make_pair: MakePair, let_go:
     let_go(pair.optimizer, weight)
     train_step(pair.model, pair.optimizer, 1)
     for stale in (average, count):
-        with pytest.raises(StateError, match=r"0\.weight.*let go.*clone"):
+        with pytest.raises(StateError, match=r"0\.weight.*released.*clone"):
             stale.mul_(2)
-        with pytest.raises(StateError, match=r"0\.weight.*let go"):
+        with pytest.raises(StateError, match=r"0\.weight.*released"):
             pair.optimizer.state[weight]["exp_avg"] = stale
 
 

@@ -28,7 +28,7 @@ def test_statistics_print_as_a_table_with_units() -> None:
         ["peak", "3.00 MiB", "2.50 KiB", "0 B"],
         ["fetched", "1.00 MiB", "0 B", "-"],
         ["offloaded", "512 B", "3.00 KiB", "-"],
-        ["model data", "3.00 MiB, 12.50 bytes per parameter: weight 2.00 MiB, grad 1.00 MiB"],
+        ["model states", "3.00 MiB, 12.50 bytes per parameter: weight 2.00 MiB, grad 1.00 MiB"],
         ["steps", "3, 2 as planned, 1 not (another shape)"],
         ["last step", "forward 0.250 s, backward 1.500 s"],
     ]
@@ -37,7 +37,7 @@ def test_statistics_print_as_a_table_with_units() -> None:
 def test_a_session_that_has_done_nothing_prints_them_too() -> None:
     model = mlp()
     with patrickstar.manage(model, adamw(model), precision="fp32") as session:
-        assert "steps       0, 0 as planned" in str(session.stats())
+        assert "steps         0, 0 as planned" in str(session.stats())
         model(batch()).sum().backward()
         assert str(session.stats()).endswith(" s")
 

@@ -50,6 +50,6 @@ class Ledger:
 
     def nonmodel(self, tier: Tier, nbytes: int) -> None:
         """Enters that from now on everything on the tier that is no chunk comes to `nbytes`."""
-        assert nbytes >= 0, f"{nbytes} non-model bytes on the {tier.label}"
+        assert nbytes >= 0, f"{nbytes} bytes of activations and workspaces on the {tier.label}"
         self._nonmodel[tier] = nbytes
         self._peak[tier] = max(self._peak[tier], self._chunks[tier] + nbytes)

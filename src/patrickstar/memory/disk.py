@@ -103,7 +103,7 @@ class DiskPool:
             self.take(ref)
         if kept_in_memory(directory):
             logger.warning(
-                "disk=%s is held in memory itself (tmpfs): what rests there frees none; name a directory on a disk",
+                "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk",
                 directory,
             )
 
@@ -170,8 +170,8 @@ class DiskPool:
         budget = self._budget_bytes
         if self.nbytes > budget:
             raise BudgetError(
-                f"disk memory is {format_bytes(self.nbytes - budget)} short: {format_bytes(self.nbytes)} of model data "
-                f"rest in {self.directory}; budget {format_bytes(budget)}\n"
+                f"disk memory is {format_bytes(self.nbytes - budget)} short: {format_bytes(self.nbytes)} of model states "
+                f"are offloaded to {self.directory}; budget {format_bytes(budget)}\n"
                 f"  fits with: disk_memory >= {format_bytes(self.nbytes)}  |  more host_memory",
                 tier="disk",
                 needed_bytes=self.nbytes,
@@ -182,7 +182,7 @@ class DiskPool:
         wanted = self.nbytes - sum(self._nbytes.values())
         if wanted > free:
             raise DeviceError(
-                f"disk={self.directory}: {format_bytes(wanted)} of model data rest there, {format_bytes(free)} are "
+                f"disk={self.directory}: {format_bytes(wanted)} of model states are offloaded to it, {format_bytes(free)} are "
                 f"free; free {format_bytes(wanted - free)}, or name a directory on another disk"
             )
 

@@ -192,7 +192,7 @@ class ChunkStore:
         except BaseException as error:
             self.land_all()  # also after an interruption by the user, of which the next may come while this one is settled
             if isinstance(error, torch.AcceleratorError | DeviceFailureError):
-                raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
+                raise located(error, f"{action}, in op {during}" if during else str(action)) from error
             raise
         if self.keep_log:
             self.log.append(action)
@@ -228,7 +228,7 @@ class ChunkStore:
         except Exception as error:
             if issue.src is None:
                 raise
-            (_, ref, tier), during = issue.work, self._under_way[issue.work].during or "this moment"
+            (_, ref, tier), during = issue.work, self._under_way[issue.work].during or "this op"
             this = f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during}"
             if isinstance(error, DeviceFailureError):
                 raise located(error, this) from error

@@ -178,7 +178,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self._original.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the format of torch's class; the moments are read from the chunks."""
+        """The state in the format of torch's class; the optimizer states are read from the chunks."""
         self._require_attached("state_dict()")
         for pre_hook in list(self._optimizer_state_dict_pre_hooks.values()):
             pre_hook(self)

@@ -275,6 +275,6 @@ def _expect_there(source: AssembledValue) -> None:
     if source.gone:
         what = title(source.key)
         raise StateError(
-            f"{what} was used after {source.gone}: it lies in chunks, and shows what is there when it is used. Read it anew, or take a "
+            f"{what} was used after {source.gone}: it lies in chunks, and has the values of the time of its use. Read it anew, or take a "
             f"copy while it is there, {what}.clone()"
         )

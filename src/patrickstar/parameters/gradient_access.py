@@ -20,7 +20,7 @@ from patrickstar.torch_private import Plain
 __all__ = ["GradientAccess"]
 
 
-_SPENT = 'it was used and let go (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
+_SPENT = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
 
 
 class GradientAccess:

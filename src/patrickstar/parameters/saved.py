@@ -157,7 +157,7 @@ class SavedTensors:
         if not are_saved_tensors_hooks_allowed():
             raise StateError(
                 "a use of a managed parameter where hooks of saved tensors are forbidden (torch.autograd.graph.disable_saved_tensors_hooks, which "
-                "transforms of torch.func are, too): what is saved of it could not be found again. Use it outside of that context"
+                "transforms of torch.func are, too): its saved tensor could not be found again. Use it outside of that context"
             )
         underneath = top_saved_tensors_hooks()
         is_recomputed = underneath is not None and is_checkpoints(underneath)

@@ -162,10 +162,10 @@ def refuse_moment(
     fits = [_budget(tier.label, smallest_bytes)]
     if chunks + fixed_bytes < budget_bytes:
         fits.append(
-            f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or recompute"
+            f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or activation checkpointing"
         )
     return BudgetError(
-        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at moment {moment}\n"
+        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at op {moment}\n"
         f"  needed {total} = chunk slots {in_chunks} ({slots} of {format_budget(slot_bytes)}) + activations {in_tensors}"
         f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,
@@ -212,7 +212,7 @@ def refuse_homes(
     total, *terms, in_fixed = size.sum_of(sizes)
     fits = [_budget(tier.label, smallest_bytes), *filter(None, [instead])]
     return BudgetError(
-        f"{tier.label} memory is {size.short(sum(sizes), budget_bytes)} short of what rests there{f': {why}' if why else ''}\n"
+        f"{tier.label} memory is {size.short(sum(sizes), budget_bytes)} short for the model states kept there{f': {why}' if why else ''}\n"
         f"  needed {total} = {' + '.join(f'{name} {term}' for name, term in zip(parts, terms, strict=True))}"
         f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,

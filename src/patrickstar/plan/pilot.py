@@ -86,7 +86,7 @@ class Pilot:
     def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
         """Actions by which slots take no more than these bytes, as far as what is held allows; makes the stretch reactive."""
         stretch, state = self.stretch, self._state
-        stretch.depart(f"the {stretch.kind} took more memory at moment {stretch.position} than was foreseen")
+        stretch.depart(f"the {stretch.kind} took more memory at op {stretch.position} than its trace has")
         here = state.taken[state.compute]
         pinned = sum(state.slots[ref] for ref in here if ref in held or state.home[ref] is state.compute)
         return self._make_room((), held, max(slot_bytes // state.slot_bytes, pinned))
@@ -96,7 +96,7 @@ class Pilot:
         room = max(0, slots * self._state.slot_bytes - nbytes)
         withheld = self.stretch.reserve_bytes + self._spare_bytes
         self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
-        self.stretch.depart(f"{format_bytes(nbytes)} more are held than the plan foresaw")
+        self.stretch.depart(f"{format_bytes(nbytes)} more are allocated than the plan has")
 
     def planned(self, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef]) -> Sequence[Action] | None:
         """Actions that the plan has before such a moment, which is the next one; None where there is no plan, or it is followed no longer."""
@@ -165,7 +165,7 @@ class Pilot:
                 f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
                 f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once{fixed}; "
                 f"budget {format_bytes(budget)}\n"
-                "  let go of views of parameters and of gradients that are still held (session.state_dict() reads one tensor at a time, "
+                "  release views of parameters and of gradients that still pin slots (session.state_dict() reads one tensor at a time, "
                 "session.export(dir) writes them as save_pretrained does), or give a larger budget",
                 tier=self._state.compute.label,
                 moment=f"{stretch.position} {phase} {label}",

@@ -48,7 +48,7 @@ def place(
     if sum(sizes.values()) + nonmodel_bytes <= budget[compute]:
         return dict.fromkeys(sizes, compute)
     if compute is Tier.HOST and not disk_bytes:
-        raise _refuse_homes_there(machine, {"model data": sum(sizes.values()), "activations": nonmodel_bytes})
+        raise _refuse_homes_there(machine, {"model states": sum(sizes.values()), "activations": nonmodel_bytes})
     return _all_below(machine, sizes, disk_bytes=disk_bytes)
 
 
@@ -86,7 +86,7 @@ def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[Plan
 def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int], *, disk_bytes: int) -> dict[PlaneRef, Tier]:
     """Homes below the tier that computes. BudgetError: there is no room for all of that."""
     if machine.compute is Tier.HOST:
-        _refuse_full_disk({"model data": sum(sizes.values())}, disk_bytes)
+        _refuse_full_disk({"model states": sum(sizes.values())}, disk_bytes)
         return dict.fromkeys(sizes, Tier.DISK)
     host_bytes = machine.budget[Tier.HOST]
     spilled = _spill(sizes, host_bytes=host_bytes, disk=disk_bytes > 0)
@@ -94,7 +94,7 @@ def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int], *, disk_bytes: i
         # Transfers of several units at once need room on the host, if the disk has room for what gives that.
         more = _spill(sizes, host_bytes=host_bytes, disk=True, staging=host_bytes // _STAGING_SHARE)
         spilled = more if sum(sizes[ref] for ref in more) <= disk_bytes else spilled
-    _refuse_full_disk({"model data": sum(sizes[ref] for ref in spilled)}, disk_bytes)
+    _refuse_full_disk({"model states": sum(sizes[ref] for ref in spilled)}, disk_bytes)
     return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in sizes}
 
 
@@ -125,7 +125,7 @@ def place_gradients(
         there = {
             ref: state.unit_bytes(ref) for ref in home if ref.plane == GRAD and (ref in kept or not state.is_free(ref))
         }
-        parts = {"model data": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
+        parts = {"model states": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
         if sum(parts.values()) > machine.budget[compute]:
             raise _refuse_homes_there(machine, parts, why=why)
         return dict.fromkeys(new, compute), slots
@@ -156,7 +156,7 @@ def _place_below(machine: Machine, new: Mapping[PlaneRef, int], *, state: Reside
                 staging=nbytes,
                 why=why,
             )
-        parts = {"model data": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
+        parts = {"model states": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
         _refuse_full_disk(parts, disk_bytes, why=why)
         return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in new}
 
@@ -192,7 +192,7 @@ def refuse_unless_homes_fit(
         budget_bytes = machine.budget.get(tier, 0)
         if nbytes > budget_bytes:
             raise refuse_homes(
-                tier=tier, parts={"model data": nbytes}, budget_bytes=budget_bytes, smallest_bytes=nbytes
+                tier=tier, parts={"model states": nbytes}, budget_bytes=budget_bytes, smallest_bytes=nbytes
             )
 
 
@@ -226,7 +226,7 @@ def place_more(
         return found
     needed = sum(slots[ref] for ref in {**home, **found}) * slot_bytes
     if needed > machine.budget[compute]:
-        raise _refuse_homes_there(machine, {"model data": needed})
+        raise _refuse_homes_there(machine, {"model states": needed})
     return found
 
 
@@ -260,7 +260,7 @@ def _spill(
     if not disk:
         raise refuse_homes(
             tier=Tier.HOST,
-            parts={"model data": held, "gradients": sum(sizes.values())} if held else {"model data": rest},
+            parts={"model states": held, "gradients": sum(sizes.values())} if held else {"model states": rest},
             budget_bytes=host_bytes,
             smallest_bytes=rest,
             instead=_DISK_BELOW,
@@ -273,7 +273,7 @@ def _spill(
         spilled.add(ref)
         if rest + staging <= host_bytes:
             return spilled
-    parts = {"model data": held} if held else {}
+    parts = {"model states": held} if held else {}
     raise refuse_homes(
         tier=Tier.HOST,
         parts={**parts, "staging of one unit": staging},

@@ -200,24 +200,22 @@ class Stretch:
             return None
         moments = draft.trace.moments
         if number == len(moments):
-            self.depart(f"the {self.kind} has more than the {number} moments of its trace")
+            self.depart(f"the {self.kind} has more than the {number} ops of its trace")
             return None
         if self.lets_go and number >= draft.lets_go_at:
             self.depart(
-                f"{min(self.lets_go)} was not let go of before moment {number} of the {self.kind}, as the last time"
+                f"{min(self.lets_go)} was not released before op {number} of the {self.kind}, as it was the last time"
             )
             return None
         moment = moments[number]
         if moment.phase is not phase or moment.touches != tuple(touches):
             came = " ".join(map(str, touches))
-            self.depart(f"at moment {number} of the {self.kind} came {phase} {came} where the trace has {moment}")
+            self.depart(f"op {number} of the {self.kind} is {phase} {came}, the trace has {moment}")
             return None
         actions: Sequence[Action] = () if self._opened_at == number else plan.moments[number]
         dropped = _dropped(actions, held, plan.machine.compute) if actions else None
         if dropped is not None:
-            self.depart(
-                f"at moment {number} of the {self.kind} {dropped} is still in use, which its trace did not have"
-            )
+            self.depart(f"{dropped} is still in use at op {number} of the {self.kind}, which its trace does not have")
             return None
         self.room_bytes = plan.machine.budget[plan.machine.compute] - moment.nonmodel_bytes
         self.position += 1
@@ -240,9 +238,7 @@ class Stretch:
             self.lets_go.discard(ref)
             return True
         self.let_go_at = self.position
-        self.depart(
-            f"{ref} was let go of before moment {self.position} of the {self.kind}, which its plan did not have"
-        )
+        self.depart(f"{ref} was released before op {self.position} of the {self.kind}, which its plan does not expect")
         return False
 
     # what else becomes of it

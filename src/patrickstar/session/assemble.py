@@ -130,6 +130,6 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
 
 def _warn_of_unclosed(session: str) -> None:
     _log.warning(
-        "%s was never closed: what it held is gone. Use `with patrickstar.manage(...) as session:`, or call session.close()",
+        "%s was never closed: its states are gone. Use `with patrickstar.manage(...) as session:`, or call session.close()",
         session,
     )

@@ -95,7 +95,7 @@ class Closing:
             stretch.reserve(gradient.nbytes)
             if not self._fits(self._weight_bytes() + stretch.reserve_bytes - reserved):
                 _log.warning(
-                    "the gradients do not fit the host budget as whole tensors beside the weights: they are let go"
+                    "the gradients do not fit the host budget as whole tensors together with the weights: they are dropped"
                 )
                 self._gradients.clear()
                 stretch.reserve(reserved - stretch.reserve_bytes)

@@ -75,7 +75,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
             return
         if set(values) != set(FIELDS):
             raise StateError(
-                f"optimizer.state[{name}] was assigned {sorted(values)}: what is kept of a parameter is {', '.join(FIELDS)}"
+                f"optimizer.state[{name}] was assigned {sorted(values)}: the states of a parameter are {', '.join(FIELDS)}"
             )
         wanted = {plane: self.check(name, plane, values[plane]) for plane in FIELDS}
         if wanted[STEP] is not None:
@@ -189,7 +189,7 @@ class ParameterState(MutableMapping[str, Any]):
     def __setitem__(self, plane: str, value: Any) -> None:
         if plane not in FIELDS:
             raise StateError(
-                f"optimizer.state[{self._name}][{plane!r}] was assigned: what is kept of a parameter is {', '.join(FIELDS)}"
+                f"optimizer.state[{self._name}][{plane!r}] was assigned: the states of a parameter are {', '.join(FIELDS)}"
             )
         if not self._of.has(self._name):
             raise StateError(

@@ -88,7 +88,7 @@ class DeviceLevel:
             over = f". In this one, chunks and they took more than the device_memory of {format_bytes(budget_bytes)}"
             _log.log(
                 logging.INFO if self._has_told else logging.WARNING,
-                "activations and workspaces took %s of the device in the %s, %s more at some moment than was foreseen: plans are made anew, with "
+                "activations and workspaces took %s of the device in the %s, %s more at some op than its plan left them: plans are made anew, with "
                 "more room for them%s",
                 format_bytes(most),
                 stretch.kind,
@@ -112,7 +112,7 @@ class DeviceLevel:
 def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
     """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
     return BudgetError(
-        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} were not foreseen: such a step has taken them, and this one has not begun",
+        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} are in no trace: an earlier step took them; this one has not begun",
         tier=refusal.tier,
         moment=refusal.moment,
         needed_bytes=refusal.needed_bytes,

@@ -121,7 +121,7 @@ class Executor:
                 store.trim()
             store.hold_beside(now)
             self._nonmodel_before = now
-            with noticed_at(f"moment {phase} {label}"):
+            with noticed_at(f"op {phase} {label}"):
                 store.compute(touches)
             for touch in touches:
                 if touch.writes:
@@ -267,10 +267,10 @@ class Executor:
         with self.lock:
             if self.pending is not None and self.pending.reads(ref):
                 if self.pending.is_woven:
-                    self.pilot.stretch.depart(f"{ref} was let go of while its update was pending")
+                    self.pilot.stretch.depart(f"{ref} was released while its update was pending")
                 self.pending.frees.add(ref)
                 return
-            self._land(ref, "was let go of")
+            self._land(ref, "was released")
             if self.pilot.stretch.let_go(ref):
                 self.store.forget(ref)
             else:
@@ -430,7 +430,7 @@ class Executor:
         smallest = held + held // 4
         self.unmeter()  # this step is over
         raise BudgetError(
-            f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at moment {stretch.position} of the {stretch.kind}: "
+            f"{self._compute.label} memory of {format_bytes(budget)} is exceeded at op {stretch.position} of the {stretch.kind}: "
             f"{format_bytes(held)} = chunk slots {format_bytes(slot_bytes)} + activations {format_bytes(live)}\n"
             f"  give {self._compute.label}_memory >= {format_bytes(smallest)}, or a smaller batch",
             tier=self._compute.label,
@@ -443,7 +443,7 @@ class Executor:
     def _make_way(self, slot_bytes: int) -> None:
         """Makes chunks that nothing uses leave, in the middle of a moment, until slots in use take no more than these bytes, if that can be."""
         with self.lock:
-            self._carry_out(self.pilot.clearing(slot_bytes, self.store.leases.held()), "the middle of a moment")
+            self._carry_out(self.pilot.clearing(slot_bytes, self.store.leases.held()), "the middle of an op")
             self.store.trim()
 
     def unmeter(self) -> None:

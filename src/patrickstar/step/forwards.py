@@ -59,7 +59,7 @@ class KnownForwards:
     ) -> KnownForward:
         """Knowledge of a forward that is about to begin. BudgetError: it does not fit, or its gradients do not."""
         if not can_be_traced((args, kwargs)):
-            unknown = KnownForward(reason=_UNTRACEABLE.format("its inputs hold objects that a trial run could change"))
+            unknown = KnownForward(reason=_UNTRACEABLE.format("a fake-tensor trace could change its inputs"))
             self._reserve(unknown)
             return unknown
         key = signature(model, args, kwargs)
@@ -84,7 +84,7 @@ class KnownForwards:
             foreseen = self._tracer.foresee(model, named, *inputs)
         except CannotTrace as problem:
             known.reason = _UNTRACEABLE.format(problem)
-            _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
+            _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
             return
         known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
         known.by_chance = foreseen.by_chance
@@ -129,5 +129,5 @@ class KnownForwards:
             return recorded
         if is_first:
             needed, has, moment = format_bytes(need.nbytes), format_bytes(budget), need.moment
-            _log.warning("a step has run that no forecast showed, in %s at %s; its budget is %s", needed, moment, has)
+            _log.warning("a step took more than any trace showed: %s at op %s; its budget is %s", needed, moment, has)
         return within(recorded, budget, start=state)

@@ -240,7 +240,7 @@ class Gradients:
         self.factors.pop(name, None)
         self.overflow.forget(name)
         self._views.dropped(
-            AssembledKey(name, GRAD), "it was let go (zero_grad(), p.grad = None, a checkpoint that was loaded)"
+            AssembledKey(name, GRAD), "it was released (zero_grad(), p.grad = None, a checkpoint that was loaded)"
         )
 
 

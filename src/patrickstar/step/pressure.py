@@ -56,7 +56,7 @@ class Pressure:
         if excess and not self._said:
             self._said = True
             _log.warning(
-                "the process holds %s more than host_memory allows and the plan foresaw: chunks are moved out to make room. Tensors that "
+                "the process holds %s more than host_memory allows and the plan has: chunks are evicted to make room. Tensors that "
                 "the program keeps (outputs of a step, copies of weights) count as well",
                 format_bytes(excess),
             )

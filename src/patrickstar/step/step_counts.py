@@ -39,7 +39,7 @@ class StepCounts:
         if stretch.reason:
             reason = stretch.reason + explanation
         elif not stretch.complete:
-            reason = f"the {stretch.kind} ended after {stretch.position} moments of its trace"
+            reason = f"the {stretch.kind} ended after {stretch.position} ops of its trace"
         else:
             return
         if stretch.kind is not StretchKind.UPDATE:

@@ -217,7 +217,7 @@ class Stretches:
         if stretch.trace is not None:
             self._planner.began(stretch.kind, stretch.trace)
         if stretch.reason:
-            self._freed_blocks.return_at_once(f"the {stretch.kind} is decided moment by moment")
+            self._freed_blocks.return_at_once(f"the {stretch.kind} runs unplanned")
         self.level.begin()
         self._executor.pilot.begin(stretch)
 

@@ -169,7 +169,7 @@ class Weights:
                 for target in self.average_pieces(name, plane, writes=True):
                     target.zero_()
         for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
-            self._binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was let go")
+            self._binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was released")
 
     def write_average(self, name: str, plane: str, value: Tensor) -> None:
         """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""

@@ -75,7 +75,7 @@ class WholeUpdates:
             return False
         if self._is_watched() or self._binding.changes.is_shown(bound.name):
             # Somebody would see values of before the update until that is over.
-            self.end(f"{bound.name} is held in the backward")
+            self.end(f"{bound.name} is still in use in the backward")
             return False
         touches = (Touch(PlaneRef(part.chunk, GRAD), True),)
         (unit,) = self._executor.use(Phase.BACKWARD, bound.name, touches)

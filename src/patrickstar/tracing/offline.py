@@ -296,7 +296,7 @@ class OfflineTracer:
                 raise CannotTrace(str(problem)) from problem
             except DataDependentOutputException as error:
                 raise CannotTrace(
-                    f"it asks for a value (item(), tolist(), if tensor:) that depends on weights or on more data than a trial run knows: {error}"
+                    f"it asks for a value (item(), tolist(), if tensor:) that depends on weights or on data that a fake-tensor trace lacks: {error}"
                 ) from error
             except Exception as error:
                 reason = str(error).strip().split("\n")[0]

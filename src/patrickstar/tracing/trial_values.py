@@ -111,7 +111,7 @@ class KnownValues(TorchDispatchMode):
             if self._reads > _MOST_READS:
                 raise Endless(
                     f"it asks for more than {_MOST_READS} of the numbers that it draws: a forward that draws until one is right does not end "
-                    "in a trial run, where all draws are alike"
+                    "in a fake-tensor trace, where all draws are alike"
                 )
         with Undispatched():
             return content.of(tensor).item()

@@ -64,7 +64,7 @@ _HONOURED: Final = MappingProxyType(
         "bf16.enabled": Key(k.FLAG, '16-bit weights with a split fp32 master (`precision="bf16"`), no loss scale.'),
         "bfloat16.enabled": Key(k.FLAG, "DeepSpeed's old name of `bf16.enabled`."),
         "zero_optimization.offload_param.device zero_optimization.offload_optimizer.device": Key(
-            k.word("none", "cpu", "nvme"), '`"nvme"`: what does not fit rests on the disk. Default `"none"`.'
+            k.word("none", "cpu", "nvme"), '`"nvme"`: offloads to the disk as needed. Default `"none"`.'
         ),
         "zero_optimization.offload_param.nvme_path zero_optimization.offload_optimizer.nvme_path client.nvme_base_dir": Key(
             k.TEXT_OR_NULL, "Directory of the disk (`disk` of `manage`), of which there is one."
