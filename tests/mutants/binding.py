@@ -49,7 +49,7 @@ BINDING: tuple[Mutant, ...] = (
         replace("seer.counts", "True"), f"{REPORTS}::test_a_mode_around_a_forward_alone_is_left_after_it"
     ),
     Fault("aliases-have-python-objects", "tracing.seen_operations:_install").by(
-        drop("aten.impl"),
+        drop("impl", nth=1),
         f"{REPORTS}::test_torch_chooses_the_same_formulas_in_a_measured_step[a new tensor of its own class]",
     ),
     Fault("autocast-is-given-fp32-for-16-bits", "tracing.cast_inputs:_stays").by(
