@@ -50,7 +50,7 @@ BINDING: tuple[Mutant, ...] = (
     ),
     Fault("aliases-have-python-objects", "tracing.seen_operations:_install").by(
         drop("impl", nth=1),
-        f"{REPORTS}::test_torch_chooses_the_same_formulas_in_a_measured_step[a new tensor of its own class]",
+        f"{REPORTS}::test_torch_chooses_the_same_formulas_in_a_measured_step",
     ),
     Fault("autocast-is-given-fp32-for-16-bits", "tracing.cast_inputs:_stays").by(
         assign("widens", "False"), f"{REPORTS}::test_inputs_of_16_bits_under_autocast_are_taken_as_they_are"
