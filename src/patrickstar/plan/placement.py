@@ -31,25 +31,22 @@ def place(
     *,
     planes: Iterable[str],
     formats: Formats,
-    disk: bool = True,
     nonmodel_bytes: int = 0,
 ) -> dict[PlaneRef, Tier]:
     """The home of every unit of `planes`.
 
     Args:
-        disk: whether the disk tier may be used; it is not where the machine has none.
         nonmodel_bytes: the most non-model bytes of any moment, as far as is known.
     Raises:
         BudgetError: homes do not fit the host or the disk.
     """
     sizes = _sizes(layout, planes, formats)
     compute, budget = machine.compute, machine.budget
-    disk_bytes = budget.get(Tier.DISK, 0) if disk else 0
     if sum(sizes.values()) + nonmodel_bytes <= budget[compute]:
         return dict.fromkeys(sizes, compute)
-    if compute is Tier.HOST and not disk_bytes:
+    if compute is Tier.HOST and not budget.get(Tier.DISK):
         raise _refuse_homes_there(machine, {"model states": sum(sizes.values()), "activations": nonmodel_bytes})
-    return _all_below(machine, sizes, disk_bytes=disk_bytes)
+    return _all_below(machine, sizes)
 
 
 def place_on_all_tiers(
@@ -62,8 +59,7 @@ def place_on_all_tiers(
     """
     sizes = _sizes(layout, planes, formats)
     compute, budget = machine.compute, machine.budget
-    disk_bytes = budget.get(Tier.DISK, 0)
-    below = disk_bytes
+    below = disk_bytes = budget.get(Tier.DISK, 0)
     if compute is Tier.DEVICE:
         below += budget[Tier.HOST] - (max(sizes.values(), default=0) if disk_bytes else 0)
     excess = sum(sizes.values()) - below
@@ -74,7 +70,7 @@ def place_on_all_tiers(
             break
         here[ref] = compute
         excess -= sizes[ref]
-    return {**here, **_all_below(machine, {r: n for r, n in sizes.items() if r not in here}, disk_bytes=disk_bytes)}
+    return {**here, **_all_below(machine, {r: n for r, n in sizes.items() if r not in here})}
 
 
 def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[PlaneRef, int]:
@@ -83,8 +79,9 @@ def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[Plan
     return {ref: slots_of(ref, layout, formats) * slot_bytes for ref in formats.units(layout, planes)}
 
 
-def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int], *, disk_bytes: int) -> dict[PlaneRef, Tier]:
+def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int]) -> dict[PlaneRef, Tier]:
     """Homes below the tier that computes. BudgetError: there is no room for all of that."""
+    disk_bytes = machine.budget.get(Tier.DISK, 0)
     if machine.compute is Tier.HOST:
         _refuse_full_disk({"model states": sum(sizes.values())}, disk_bytes)
         return dict.fromkeys(sizes, Tier.DISK)
