@@ -125,8 +125,10 @@ def test_the_whole_model_is_pickled_as_an_ordinary_one(make_pair: MakePair) -> N
     pair.train_same(1, first=1)
 
 
-@pytest.mark.parametrize("of", ["plain", "model", "session"])
-@pytest.mark.parametrize("into", ["model", "session"])
+@pytest.mark.parametrize(
+    ("of", "into"),
+    [("plain", "model"), ("plain", "session"), ("model", "model"), ("session", "model"), ("session", "session")],
+)
 def test_a_state_dict_of_another_model_is_loaded(make_pair: MakePair, of: str, into: str) -> None:
     pair, other = make_pair(normed), make_pair(normed, **ROOMY)
     pair.train(1)
