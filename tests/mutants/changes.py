@@ -53,6 +53,10 @@ CHANGES: tuple[Mutant, ...] = (
         never("aliases"),
         f"{LINE}[hold(2) forward backward step held(2)*=.5 zero train held(2) free train-fp32-emulated]",
     ),
+    Fault("torch-sees-a-hook-where-it-computes-in-one-go", "hooks:_without_hooks").by(
+        replace("all(...)", "False"),
+        f"{TESTS}::test_an_encoder_is_computed_in_one_go_where_plain_pytorch_does_that[True-False-True]",
+    ),
     Fault("a-change-whose-master-was-not-reached-stays", "step.masters_by_hand:MastersByHand.carry").by(
         replace("before is not None", "before is None"),
         f"{TESTS}::test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change",

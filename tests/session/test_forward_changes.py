@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -458,6 +459,44 @@ def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
     with manage(model, "bf16", **ROOMY), torch.no_grad():
         with pytest.raises(StateError, match=r"Encoder\(\) changed 0\.linear1\.weight in place"):
             model(batch(rows=6)[None].bfloat16())
+
+
+class Around(nn.Module):
+    """A module, and a layer after it."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        return self.last(self.first(x, **keywords))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("root", [False, True])
+def test_an_encoder_is_computed_in_one_go_where_plain_pytorch_does_that(
+    root: bool, masked: bool, autocast: bool, make_pair: MakePair
+) -> None:
+    """Which has other bits under autocast, and where tokens are masked."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
+        return layer.eval() if root else Around(layer).eval()
+
+    def evaluate(model: nn.Module, _: Any, number: int) -> Tensor:
+        mask = torch.tensor([[False] * 5 + [True]]) if masked else None
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(batch(number, rows=6)[None], src_key_padding_mask=mask)  # type: ignore[no-any-return]
+
+    pair = make_pair(build, precision="fp32", device="cpu")
+    pair.train(2, by=evaluate)
+    copied = copy.deepcopy(pair.model)
+    pair.session.close()
+    kinds = {type(module) for model in (copied, pair.model) for module in model.modules()}
+    assert kinds == {type(module) for module in pair.plain.modules()}
+    pair.same(evaluate, 4)
 
 
 # failures
