@@ -51,10 +51,6 @@ class SlotMap:
         """Slots that hold pages: those in use, and the warm ones."""
         return self._in_use + len(self._warm)
 
-    def is_in_use(self, slot: int) -> bool:
-        """Tells whether a slot is taken."""
-        return self._state[slot] == _USED
-
     def can_take(self, n: int = 1) -> bool:
         """Tells whether there are `n` adjacent free slots."""
         return self._in_use + self._n_apart < self.virtual_slots if n == 1 else self._best_run(n) >= 0

@@ -67,19 +67,9 @@ class Arena:
         return self._slots.committed
 
     @property
-    def committed_bytes(self) -> int:
-        """The most this arena has resident."""
-        return self._slots.committed * self.slot_bytes
-
-    @property
     def address_range(self) -> tuple[int, int]:
         """First address of the arena, and the first one past it."""
         return self._space.address_range
-
-    def slot_at(self, address: int) -> int:
-        """The slot that an address lies in, or -1 where it is not of this arena."""
-        slot = (address - self._space.address_range[0]) // self.slot_bytes
-        return slot if 0 <= slot < self.virtual_slots else -1
 
     def expect_open(self) -> None:
         """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""

@@ -44,29 +44,6 @@ def render(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, follow
     return "\n".join(lines)
 
 
-def render_moment(plan: Plan, trace: Trace, index: int, *, following: Trace | None = None) -> list[str]:
-    """Actions before one moment, a phrase per unit: `drop c3.weight (clean; next use at moment 93)`."""
-    void = plan.freed_after().get(index - 1, []) if index else plan.start.void()
-    uses = Uses(trace, following)
-    return list(_told(plan.moments[index], plan=plan, moment=trace.moments[index], uses=uses, now=index, void=void))
-
-
-def render_diff(plan: Plan, other: Plan, trace: Trace) -> str:
-    """Differences of `other` from `plan`, moment by moment, under each moment's name; or a line that there are none."""
-    lines: list[str] = []
-    for line in plan.diff(other):
-        sign, what, rest = line.split(" ", 2)
-        if what == "moment":
-            number, actions = rest.split(": ", 1)
-            name = trace.name(int(number)) if int(number) < len(trace) else number
-            if sign == "-":
-                lines.append(f"moment {name}")
-            lines.append(f"  {sign} {actions}")
-        else:
-            lines.append(line)
-    return "\n".join(lines) or "the plans are equal"
-
-
 def _head(plan: Plan, machine: Machine, simulation: Simulation) -> Iterator[str]:
     budgets = ", ".join(f"{tier.label} budget {format_bytes(nbytes)}" for tier, nbytes in machine.budget.items())
     yield (
