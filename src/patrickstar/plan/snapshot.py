@@ -102,11 +102,6 @@ class Snapshot:
         """Slots of the compute tier in use."""
         return sum(self.slots[ref] for ref in self.taken[self.compute])
 
-    def void(self) -> list[PlaneRef]:
-        """The units whose slots on the compute tier hold nothing that anybody wants."""
-        here = sorted(self.taken[self.compute])
-        return [ref for ref in here if self.condition(ref) in (Condition.VOID, Condition.STALE)]
-
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str], list[PlaneRef]] = defaultdict(list)
         for ref in sorted(self.home):
