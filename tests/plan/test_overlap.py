@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.core.machine import Tier
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy
 from patrickstar.plan.eviction import POLICIES
@@ -16,8 +16,11 @@ from patrickstar.plan.make import make_plan
 from patrickstar.plan.overlap import overlap
 from patrickstar.plan.overlap_disk import overlap_disk
 from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
+from patrickstar.plan.snapshot import Snapshot
 from tests.plan.builders import (
+    PLENTY,
     SLOT_BYTES,
     Instance,
     device_over_host,
@@ -129,6 +132,39 @@ def test_what_is_written_on_the_host_comes_after_that() -> None:
     assert [", ".join(map(str, actions)) for actions in plan.moments] == [
         "c0.weight H>D, c1.weight H>D, c0.weight D?", "c0.weight D!", "c0.weight H>D, c1.weight D?", "c0.weight D?",
     ]  # fmt: skip
+
+
+def on_a_device(start: str, *moments: str, device: int, host: int) -> list[str]:
+    """As `overlapped`, on a device over a host over a disk with so many slots; `start`: the lines of a snapshot."""
+    state = Residency.of(Snapshot.parse(f"on D, slots of {SLOT_BYTES} bytes\n{start}"))
+    layout, trace = layout_of(*[1] * 3), trace_of(*moments)
+    budget = {Tier.DEVICE: device * SLOT_BYTES, Tier.HOST: host * SLOT_BYTES, Tier.DISK: PLENTY}
+    machine = Machine(Tier.DEVICE, budget)
+    plan = overlap(make_plan(trace, layout=layout, machine=machine, start=state), trace, moments_ahead=None)
+    found = check(plan, trace, layout, machine)
+    assert found == [], show(found, plan, trace)
+    return [", ".join(map(str, actions)) for actions in plan.moments]
+
+
+def test_what_was_on_its_way_as_the_plan_began_is_not_dropped_before_it_has_landed() -> None:
+    start = "  weight K free 0\n  weight K away,clean:H>D 1\n  weight K dirty,stale 2"
+    assert on_a_device(start, "", "", "c0.weight", device=1, host=1) == [
+        "c2.weight H!, c1.weight D?, c1.weight H!, c2.weight D>H, c2.weight H?, c2.weight D!",
+        "c1.weight D!",
+        "c0.weight 0>D",
+    ]
+
+
+def test_what_comes_before_something_else_leaves_has_no_room_beside_what_is_fetched_early() -> None:
+    start = "  weight H free 0\n  weight D free 1\n  grad H free 0 1"
+    moments = ("c0.weight c1.grad", "c0.grad@H*", "", "c1.grad@H* c1.weight", "c0.grad c0.weight")
+    assert on_a_device(start, *moments, device=3, host=9) == [
+        "c0.weight 0>D, c1.grad 0>D",
+        "c0.grad 0>H, c1.grad D>H",
+        "",
+        "c1.weight 0>D, c1.grad H?, c1.grad D!",
+        "c0.grad H>D, c0.grad D?",
+    ]
 
 
 def by_place(plan: Plan) -> dict[object, list[Action]]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from patrickstar.core.planes import STEP
 from patrickstar.plan.actions import Issue
 from patrickstar.testing.faults import FaultyIO
+from patrickstar.tracing.seen_operations import show_to, shown_to
 from tests.session.builders import MACHINES, Pair, store_of
 from tests.session.script import Script
 from tests.session.test_exceptions import Trips
@@ -32,12 +32,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No session leaves a dispatch mode on torch's stack when it is closed; if one does, the next test has none of it."""
+    """No session sees operations when it is closed; if one does, the next test has none of it."""
     yield
-    left = len(_get_current_dispatch_mode_stack())
-    for _ in range(left):
-        _pop_mode()
-    assert not left, f"{left} dispatch modes were left on the stack"
+    left = shown_to()
+    if left:
+        show_to(())
+    assert not left, f"operations are still shown to {left}"
 
 
 @pytest.fixture

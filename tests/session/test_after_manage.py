@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
@@ -284,7 +284,7 @@ def test_a_session_that_is_dropped_with_its_model_leaves_nothing(
     store = train_a_little()
     gc.collect()
     assert store() is None
-    assert not _get_current_dispatch_mode_stack()
+    assert not shown_to()
     assert "was never closed" in caplog.text
 
 

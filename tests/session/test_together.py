@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
@@ -60,14 +60,14 @@ def test_one_backward_runs_through_two_sessions(make_pair: MakePair, tmp_path: A
 
 
 def test_two_sessions_leave_nothing_behind(make_pair: MakePair) -> None:
-    """Each counts live bytes by a dispatch mode of its own: none may stay on torch's stack."""
+    """Each sees all operations, to count live bytes: none may go on with that."""
     pairs = [make_pair(lambda seed=seed: mlp(seed), **ROOMY) for seed in (0, 1)]
     for number in range(3):
         step_both([pair.model for pair in pairs], [pair.optimizer for pair in pairs], number)
-        assert len(_get_current_dispatch_mode_stack()) <= 2
+        assert len(shown_to()) <= 2
     for pair in pairs:
         pair.session.close()
-    assert not _get_current_dispatch_mode_stack()
+    assert not shown_to()
 
 
 def test_closing_one_session_leaves_the_other(make_pair: MakePair) -> None:

@@ -51,7 +51,7 @@ class Options:
     """Whether the loss is computed without whole logits. Arrives in a later version."""
 
     poison: bool = False
-    """Whether freed slots are filled with NaN, so that a stale view shows. For tests."""
+    """Whether freed slots are filled with NaN, so that a stale view shows, and each new plan is checked. For tests."""
 
     emulated_link: int | str | None = None
     """The speed of the link of `device="emulated"`, in each direction: bytes per second, or text such as `"2GiB/s"`. A transfer then takes as long as

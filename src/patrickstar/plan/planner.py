@@ -20,6 +20,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Touch, Trace
+from patrickstar.plan.check import check
 from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.kept_bytes import with_kept_bytes
 from patrickstar.plan.make import make_plan, must_repeat
@@ -62,7 +63,8 @@ class Planner:
     Attributes:
         policy: of eviction. prefetch: moments by which transfers may be early. choice: where updates are done.
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
-        slots_of_gradient: slots of the gradient of a chunk. made: is told of each new plan, and its trace.
+        slots_of_gradient: slots of the gradient of a chunk. checks: whether each new plan is held against `plan/check.py`.
+        made: is told of each new plan, and its trace.
     """
 
     layout: Layout
@@ -73,6 +75,7 @@ class Planner:
     weaves: bool
     keeps: bool
     slots_of_gradient: Callable[[int], int]
+    checks: bool = False
     made: Callable[[Plan, Trace], object] = lambda *_: None
 
     _memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = field(default_factory=OrderedDict, init=False)
@@ -283,6 +286,8 @@ def make(planner: Planner, draft: Draft) -> Draft:
             # Each forward of a step begins elsewhere.
             repeats=must_repeat(planner.asked_before(asked) // max(ask.forwards, 1), trace=trace, following=after),
         )
+        if planner.checks and (found := check(plan, trace, planner.layout, plan.machine)):
+            raise AssertionError(f"the plan of the {ask.kind} is wrong, a mistake of ours: " + "; ".join(found))
         planner.made(plan, trace)
         return plan
 

@@ -90,6 +90,7 @@ class Setup:
             weaves=self.gradients is GradientUse.CHUNK and not choice.apart,
             keeps=self.budgets.stream_device is not None,
             slots_of_gradient=slots_of_gradient,
+            checks=self.memory.options.poison,
             made=made,
         )
 
