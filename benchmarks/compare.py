@@ -45,16 +45,7 @@ CONTENDERS: Final = {
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     absent = {name: why for name in arguments.only if (why := cannot_run(name, arguments))}
-    cells = []
-    for cap in arguments.caps:
-        for name in arguments.only:
-            why = absent.get(name, "")
-            for model in arguments.models:
-                cell = {"contender": name, "model": model, "cap_bytes": int(cap * GIB)}
-                cell |= {"trained": False, "why": why} if why else measured(name, model, cell["cap_bytes"], arguments)
-                why = why or ("" if cell["trained"] else f"{model} did not train")
-                cells.append(cell)
-                print(line(cell), flush=True)
+    cells: list[dict[str, Any]] = []
     result = {
         "what": "GPT-2 in fp32, activations recomputed, under a cap on the resident memory of the process without shared files",
         "tokens": arguments.tokens,
@@ -65,8 +56,17 @@ def main(words: Sequence[str] | None = None) -> int:
         "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed") if installed(name)},
     }
     out = arguments.out or (HERE / "results" / "compare.json" if arguments.write else None)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=2) + "\n")
+    for cap in arguments.caps:
+        for name in arguments.only:
+            why = absent.get(name, "")
+            for model in arguments.models:
+                cell = {"contender": name, "model": model, "cap_bytes": int(cap * GIB)}
+                cell |= {"trained": False, "why": why} if why else measured(name, model, cell["cap_bytes"], arguments)
+                why = why or ("" if cell["trained"] else f"{model} did not train")
+                cells.append(cell)
+                print(line(cell), flush=True)
+                if out is not None:  # after each: one takes minutes
+                    out.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 
