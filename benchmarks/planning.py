@@ -49,8 +49,8 @@ def main() -> int:
     layout = build_layout(specs, chunk_numel=search_chunk_numel(specs))
     formats = SessionFormats(FP32)
     tracer = OfflineTracer(
-        layout,
-        lambda: Touches(
+        layout=layout,
+        make_touches=lambda: Touches(
             layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats, counts=UseCounts()
         ),
         gradients=GradientUse.CHUNK,
@@ -59,7 +59,7 @@ def main() -> int:
     seconds: dict[str, list[float]] = {"trace": [], "plan": []}
     for _ in range(arguments.rounds):
         began = time.perf_counter()
-        forward = tracer.trace(model, named, (), {"input_ids": tokens, "labels": tokens})
+        forward = tracer.foresee(model, named, (), {"input_ids": tokens, "labels": tokens}).trace
         seconds["trace"].append(time.perf_counter() - began)
         updates = step_trace(layout, named, formats=FP32, in_plane=True)
         home = dict.fromkeys(layout.units(("weight", "grad", "exp_avg", "exp_avg_sq")), Tier.DISK)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from places import fill
 
-from patrickstar.config.engine.table import REASONS, TABLE
+from patrickstar.config.engine.table import IGNORED, TABLE
 from patrickstar.config.settings import SCHEDULES
 from patrickstar.optim.schedules import defaults_of
 
@@ -48,7 +48,7 @@ def refused() -> str:
 
 
 def ignored() -> str:
-    return "\n".join(f"- {reason}: {spans(names.split())}" for reason, names in REASONS.items())
+    return spans(sorted(IGNORED))
 
 
 def spans(names: object) -> str:

@@ -39,7 +39,7 @@ WIDTH = 100  # of the command line's help, whatever terminal this runs in
 HEAD = """\
 # Reference
 
-Generated from docstrings by `docs/make_reference.py`; edit those, not this page. What is not on this page is private and
+Generated from docstrings by `docs/make_reference.py`; edit those, not this page. Everything else is private and
 may change without notice. How to use it all is in the [guide](guide.md).
 """
 

@@ -35,15 +35,47 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
+def what_trains_under_a_cap() -> str:
+    """Contenders by model and cap, each with its peak and its seconds."""
+    found = result("compare")
+    machine, versions, cells = found["machine"], found["versions"], found["cells"]
+    columns = list(dict.fromkeys((cell["cap_bytes"], cell["model"]) for cell in cells))
+    by_place = {(cell["contender"], cell["cap_bytes"], cell["model"]): cell for cell in cells}
+    rows = [
+        f"| {title} | {' | '.join(cap_cell(by_place[(name, *column)]) for column in columns)} |"
+        for name, title in found["contenders"].items()
+    ]
+    heads = [f"{model} in {nbytes / GIB:g} GiB" for nbytes, model in columns]
+    libraries = ", ".join(f"{name} {number}" for name, number in versions.items())
+    before = paragraph(
+        f"GPT-2 in fp32, one sequence of {found['tokens']} tokens, activation checkpointing, under a cap on the whole process (resident memory",
+        "without shared files). A cell has the peak RSS and s/step, as the median and range of some steps of one run; `no`: the process passed",
+        f"the cap, or that of a smaller model did. {machine['cores']} cores ({machine['cpu'].strip()}), a disk; {libraries}. `make bench-compare`",
+        "measures it on your machine, and [this page](docs/others.md) says how.",
+    )
+    return "\n".join([before, "", f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|", *rows])
+
+
+def cap_cell(cell: Mapping[str, Any]) -> str:
+    """A model under a cap: what it took, or why there is nothing to say."""
+    if not cell["trained"]:
+        return (
+            "no" if cell["why"] == "passed the cap" or cell["why"].endswith("did not train") else f"no: {cell['why']}"
+        )
+    seconds = cell["seconds"]
+    spread_of = f"{statistics.median(seconds):.1f} s/step ({min(seconds):.1f} to {max(seconds):.1f})"
+    return f"{gib(cell['peak_bytes'])}, {spread_of}"
+
+
 def what_fits_where() -> str:
     """A step at several budgets, against plain PyTorch."""
     budgets, overhead = result("budgets"), result("overhead")
     rows = [row(entry) for entry in budgets["rows"]]
     machine, disk = budgets["machine"], budgets["disk_bytes_per_second"]
     ratio, ratios = overhead["ratio_of_medians"], overhead["ratios"]
-    sizes = f"GPT-2 of {budgets['parameters'] / 1e6:.0f}M parameters in fp32, {budgets['tokens']} tokens a step"
+    sizes = f"GPT-2 of {budgets['parameters'] / 1e6:.0f}M parameters in fp32, {budgets['tokens']} tokens per step"
     before = paragraph(
-        f"{sizes}, model data (weight, gradient, two moments) {gib(budgets['rows'][0]['model_data_bytes'])}.",
+        f"{sizes}, model states (weight, gradient, two optimizer states) {gib(budgets['rows'][0]['model_data_bytes'])}.",
         f"{machine['cores']} cores, and a disk that reads {disk['read'] / 1e9:.1f} and writes {disk['write'] / 1e9:.1f} GB/s,",
         f"{disk['both'] / 1e9:.1f} GB/s of both together.",
         "All rows are of one run, a step of each in turn; every loss has the same bits.",
@@ -53,7 +85,7 @@ def what_fits_where() -> str:
         f"with `AdamW(fused=True)` ({ratios[0]:.2f} to {ratios[-1]:.2f} over {len(ratios)} rounds).",
         "`python benchmarks/budgets.py` and `python benchmarks/overhead.py` measure both on your machine.",
     )
-    head = "| `host_memory` | the process grew by | moved a step, each way | seconds a step | against plain PyTorch |"
+    head = "| `host_memory` | peak RSS increase | transferred per step, each way | s/step | against plain PyTorch |"
     return "\n".join([before, "", head, "|---|---|---|---|---|", *rows, "", after])
 
 
@@ -67,7 +99,7 @@ def row(entry: Mapping[str, Any]) -> str:
     moved = entry["moved"].get("K>H", 0)
     budget = gib(entry["budget_bytes"]) if entry["budget_bytes"] else "plain PyTorch"
     share = entry["budget_bytes"] / entry["model_data_bytes"]
-    what = f"{budget}, {share:.0%} of the model data" if entry["budget_bytes"] else budget
+    what = f"{budget}, {share:.0%} of the model states" if entry["budget_bytes"] else budget
     if entry["name"] == "minimum":
         what += ", the smallest that fits"
     against = spread(entry["ratios"]) if entry["budget_bytes"] else ""
@@ -91,14 +123,14 @@ def steps() -> str:
     speeds = " and ".join(f"{peak / 1e12:.2f} TFLOP/s in {name}" for name, peak in peaks.items())
     before = paragraph(
         f"{found['model']}: {found['parameters'] / 1e6:.1f}M parameters, {found['batch_size']} sequences of {found['seq_len']} random tokens,",
-        f"{found['model_flops'] / 1e9:.0f} GFLOP a step without recomputing. {machine['cores']} cores, torch {machine['torch']}; products of large",
-        f"matrices reach {speeds}.",
+        f"{found['model_flops'] / 1e9:.0f} GFLOP per step without activation checkpointing.",
+        f"{machine['cores']} cores, torch {machine['torch']}; products of large matrices reach {speeds}.",
         f"The disk reads {disk['read'] / 1e9:.1f} and writes {disk['write'] / 1e9:.1f} GB/s." if disk else "",
         f"All rows are of one run of {rounds} rounds, a step of each in turn.",
     )
     head = (
-        "| variant | seconds a step | against the first | against its base line | TFLOP/s, model | executed | tokens/s | moved a step "
-        "| the process grew by | of the roofline |"
+        "| variant | s/step | against the first | against its base line | TFLOP/s, model | executed | tokens/s | transferred per step "
+        "| peak RSS increase | of the roofline |"
     )
     left_out = [f"- `{variant}` did not run: {why.splitlines()[0]}" for variant, why in found["refused"].items()]
     rows = [variant_row(entry) for entry in found["rows"]]
@@ -123,7 +155,11 @@ def spread(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"what fits where": what_fits_where, "steps": steps}
+TABLES: Mapping[str, Callable[[], str]] = {
+    "what trains under a cap": what_trains_under_a_cap,
+    "what fits where": what_fits_where,
+    "steps": steps,
+}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `make train` runs: a 120M-parameter GPT-2-class decoder on real text, in half of the memory its model data takes.
+"""The program of `make train`: a 120M-parameter GPT-2-class decoder on real text, in half of the memory that its model states take.
 
     .venv/bin/python examples/train_stdlib.py [options of `patrickstar train`, which replace those below]
 

@@ -7,8 +7,7 @@ from random import Random
 from typing import Final
 
 from patrickstar.memory.links import MakeLane, lanes_of
-from patrickstar.memory.stressed_lane import StressedLane
-from patrickstar.memory.thread_lane import ThreadLane
+from patrickstar.memory.thread_lane import StressedLane, ThreadLane
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
 
 __all__ = ["COMBINED", "LANES"]

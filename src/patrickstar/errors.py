@@ -32,10 +32,10 @@ class BudgetError(Error):
 
     Attributes:
         tier: "device", "host" or "disk".
-        moment: where in the step it does not fit, as `"118 backward layers.7.mlp.w1"`; "" where no step is involved.
-        needed_bytes, available_bytes: what the moment must hold at once, and what it may.
-        smallest_bytes: the smallest budget of that tier with which it fits; 0 where it is not known.
-        fixed_bytes: of what is needed, what the process takes beside chunks and tensors.
+        moment: the op of the step that does not fit, as `"118 backward layers.7.mlp.w1"`; "" where no step is involved.
+        needed_bytes, available_bytes: the bytes that the op needs at once, and those that it may have.
+        smallest_bytes: the smallest budget of that tier that fits; 0 where it is not known.
+        fixed_bytes: the part of `needed_bytes` that the process takes in addition to chunks and tensors.
     """
 
     def __init__(

@@ -5,14 +5,19 @@ A model that is copied while it is managed (averages, twins for tracing) takes i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["ModuleEvents", "Watched", "watch_calls", "watch_parameters", "watch_root"]
+
+_NAMES: Final = ("__module__", "__qualname__", "__doc__")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,7 +35,7 @@ class ModuleEvents(Protocol):
 class Watched:
     """Hooks that can be removed."""
 
-    def __init__(self, handles: Iterable[RemovableHandle]) -> None:
+    def __init__(self, handles: Iterable[RemovableHandle | _ClassHandle]) -> None:
         self._handles = list(handles)
 
     def remove(self) -> None:
@@ -71,16 +76,68 @@ def watch_root(model: nn.Module, events: ModuleEvents) -> Watched:
 
 
 def watch_calls(modules: Iterable[nn.Module], events: ModuleEvents) -> Watched:
-    """Tells of the calls of some modules inside a model."""
-    handles: list[RemovableHandle] = []
+    """Tells of the forwards of some modules inside a model. They have no hooks for it, as torch computes other bits of some modules with hooks."""
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    handles: list[_ClassHandle] = []
     for module in modules:
-        handles.append(module.register_forward_pre_hook(_Hook(events.before_forward), with_kwargs=True))
-        handles.append(
-            module.register_forward_hook(
-                _Hook(lambda module, *_: events.after_forward(module)), always_call=True, prepend=True
-            )
-        )
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = _telling(kind, events)
+        module.__class__ = kinds[kind]
+        handles.append(_ClassHandle(module, kind))
     return Watched(handles)
+
+
+@dataclass
+class _ClassHandle:
+    """A module's own class, which `remove` gives back to it."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+
+    def remove(self) -> None:
+        self.module.__class__ = self.kind
+
+
+def _telling(kind: type[nn.Module], events: ModuleEvents) -> type[nn.Module]:
+    """A class that is like another, and tells of its forwards. What is copied, or pickled, is of the other."""
+    listener = weakref.ref(events)  # a class is freed late
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        told = listener()
+        if told is None:
+            return kind.forward(self, *args, **kwargs)
+        try:
+            told.before_forward(self, args, kwargs)
+            with _without_hooks(self):
+                return kind.forward(self, *args, **kwargs)
+        finally:
+            told.after_forward(self)
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = kind.__reduce_ex__(self, protocol)
+        make, made_of, *state = reduced
+        return make, tuple(kind if part is type(self) else part for part in made_of), *state
+
+    metaclass: Any = type(kind)
+    own = {"forward": forward, "__reduce_ex__": reduce, **{name: getattr(kind, name) for name in _NAMES}}
+    telling: type[nn.Module] = metaclass(kind.__name__, (kind,), own)
+    return telling
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """A context in which a module has no hooks of ours, unless the user's go before and after them."""
+    both = (module._forward_pre_hooks, module._forward_hooks)
+    ours = [dict(hooks) if all(isinstance(hook, _Hook) for hook in hooks.values()) else {} for hooks in both]
+    for hooks, own in zip(both, ours, strict=True):
+        for number in own:
+            del hooks[number]
+    try:
+        yield
+    finally:
+        for hooks, own in zip(both, ours, strict=True):
+            hooks.update(own)
 
 
 def watch_parameters(registered: Callable[[nn.Module, str, nn.Parameter], None]) -> Watched:

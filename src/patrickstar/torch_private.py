@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "Plain",
@@ -43,14 +43,12 @@ __all__ = [
     "is_profiled",
     "one_thread_here",
     "overrides_are_on",
-    "push_lowest",
     "refuse_reads",
     "saves_on_cpu",
     "storage_at",
     "top_saved_tensors_hooks",
     "transform_level",
     "unprofiled",
-    "without_dispatch_modes",
     "without_modes",
     "writes_by_schema",
 ]
@@ -136,21 +134,6 @@ def without_modes() -> Iterator[None]:
             _pop_function_mode()
         for mode in reversed(modes):
             _push_function_mode(mode)
-
-
-def without_dispatch_modes(left: Callable[[Any], bool]) -> None:
-    """Takes modes off the stack of those that see operations, wherever in it they are: those of which `left` is true."""
-    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
-    for mode in reversed(modes):
-        if not left(mode):
-            _push_mode(mode)
-
-
-def push_lowest(mode: Any) -> None:
-    """Puts a mode below all others on the stack of those that see operations: the others can be left while it is on."""
-    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
-    for other in (mode, *reversed(modes)):
-        _push_mode(other)
 
 
 call_without_hooks_of_all_modules = FunctionType(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.accelerator.cuda import DRIVER, Accelerator
+from patrickstar.errors import DeviceError
+from patrickstar.memory.driver import DeviceAddresses
+from patrickstar.torch_private import storage_at
+from tests.accelerator.cuda import Accelerator
 
 SCHEDULES = [(0.0, 0), *((0.3, seed) for seed in range(5)), (1.0, 0)]
 FAULTS = ["none", "no wait before the copy out", "no wait after the copy in", "no record_stream"]
@@ -365,121 +367,50 @@ def test_a_copy_of_memory_that_was_registered_in_two_pieces_fails() -> None:
 # the driver's virtual memory
 
 
-def call(name: str, *arguments: object) -> int:
-    return int(getattr(DRIVER, name)(*arguments))
-
-
-def reserve(nbytes: int) -> int:
-    address = ctypes.c_ulonglong()
-    assert (
-        call(
-            "cuMemAddressReserve",
-            ctypes.byref(address),
-            ctypes.c_size_t(nbytes),
-            ctypes.c_size_t(0),
-            ctypes.c_ulonglong(0),
-            ctypes.c_ulonglong(0),
-        )
-        == 0
-    )
-    return address.value
-
-
-def create(nbytes: int) -> tuple[int, int]:
-    handle = ctypes.c_ulonglong()
-    result = call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), None, ctypes.c_ulonglong(0))
-    return result, handle.value
-
-
-def map_at(address: int, nbytes: int, handle: int) -> int:
-    return call(
-        "cuMemMap",
-        ctypes.c_ulonglong(address),
-        ctypes.c_size_t(nbytes),
-        ctypes.c_size_t(0),
-        ctypes.c_ulonglong(handle),
-        ctypes.c_ulonglong(0),
-    )
-
-
-def unmap(address: int, nbytes: int) -> int:
-    return call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes))
-
-
-def release(handle: int) -> int:
-    return call("cuMemRelease", ctypes.c_ulonglong(handle))
-
-
-def free_addresses(address: int, nbytes: int) -> int:
-    return call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes))
-
-
 def floats_at(address: int, count: int) -> Tensor:
-    storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cuda:0"), 4 * count)  # type: ignore[attr-defined]
-    return torch.empty(0, device="cuda").set_(storage, 0, (count,), (1,))
+    return torch.empty(0, device="cuda").set_(storage_at(address, 4 * count, torch.device("cuda:0")), 0, (count,), (1,))
 
 
 @pytest.fixture
-def two_granules() -> Callable[[], int]:
-    """The first of two granules of addresses, which has memory. Call it to give them up."""
-    address = reserve(2 * GRANULE)
-    result, handle = create(GRANULE)
-    assert result == 0
-    assert map_at(address, GRANULE, handle) == 0
-    release(handle)  # its memory goes with the last mapping
-
-    def where() -> int:
-        return address
-
-    return where
+def addresses() -> Iterator[DeviceAddresses]:
+    """Two granules of addresses, of which the first has memory."""
+    made = DeviceAddresses(2 * GRANULE, device=0)
+    made.map(0, GRANULE)
+    yield made
+    torch.accelerator.synchronize()
+    made.close()
 
 
-def test_memory_is_mapped_at_addresses_that_were_reserved(
-    two_granules: Callable[[], int], accelerator: Accelerator
-) -> None:
-    address = two_granules()
+def test_memory_is_mapped_at_addresses_that_were_reserved(addresses: DeviceAddresses, accelerator: Accelerator) -> None:
     before = accelerator.driver_bytes() - GRANULE
-    tensor = floats_at(address, 16)
+    tensor = floats_at(addresses.start, 16)
     assert tensor.isnan().all().item()
     assert tensor.fill_(2).sum().item() == 32
     torch.accelerator.synchronize()
-    assert unmap(address, GRANULE) == 0
+    addresses.unmap(0)
     assert accelerator.driver_bytes() == before
-    assert free_addresses(address, 2 * GRANULE) == 0
 
 
-def test_addresses_without_memory_are_not_used_unseen(
-    two_granules: Callable[[], int], accelerator: Accelerator
-) -> None:
-    address = two_granules()
+def test_addresses_without_memory_are_not_used_unseen(addresses: DeviceAddresses) -> None:
     with pytest.raises(RuntimeError, match="addresses that have no memory"):
-        floats_at(address + GRANULE - 4, 2).zero_()
+        floats_at(addresses.start + GRANULE - 4, 2).zero_()
     with pytest.raises(RuntimeError, match="addresses that have no memory"):
-        floats_at(address + GRANULE, 1).sum()
-    assert unmap(address, GRANULE) == 0
-    assert free_addresses(address, 2 * GRANULE) == 0
+        floats_at(addresses.start + GRANULE, 1).sum()
 
 
-def test_memory_that_is_in_use_is_not_unmapped_unseen(
-    two_granules: Callable[[], int], accelerator: Accelerator
-) -> None:
-    address = two_granules()
+def test_memory_that_is_in_use_is_not_unmapped_unseen(addresses: DeviceAddresses, accelerator: Accelerator) -> None:
     accelerator.configure(1.0)
-    floats_at(address, 16).zero_()
-    assert unmap(address, GRANULE) == 0
+    floats_at(addresses.start, 16).zero_()
+    addresses.unmap(0)
     assert "cuMemUnmap" in accelerator.races()[0]
-    assert free_addresses(address, 2 * GRANULE) == 0
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_memory_at_two_addresses_is_one(waits: bool, accelerator: Accelerator) -> None:
+def test_memory_at_two_addresses_is_one(waits: bool, addresses: DeviceAddresses, accelerator: Accelerator) -> None:
     """Of works by either address, one that writes has to be ordered with the others; each address goes by itself, the memory with the last."""
     accelerator.configure(1.0)
-    before = accelerator.driver_bytes()
-    address = reserve(2 * GRANULE)
-    _, handle = create(GRANULE)
-    assert [map_at(address + at, GRANULE, handle) for at in (0, GRANULE)] == [0, 0]
-    assert release(handle) == 0
+    before, address = accelerator.driver_bytes() - GRANULE, addresses.start
+    addresses.map_also(GRANULE, of=0)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):
         floats_at(address, 16).fill_(3)
@@ -495,13 +426,12 @@ def test_memory_at_two_addresses_is_one(waits: bool, accelerator: Accelerator) -
     assert total.item() == 48 or not waits
     with torch.cuda.stream(second):
         floats_at(address + GRANULE, 16).fill_(4)
-    assert unmap(address, GRANULE) == 0  # what is under way uses the other address
+    addresses.unmap(0)  # what is under way uses the other address
     assert not accelerator.races()
     assert accelerator.driver_bytes() == before + GRANULE
     torch.accelerator.synchronize()
-    assert unmap(address + GRANULE, GRANULE) == 0
+    addresses.unmap(GRANULE)
     assert accelerator.driver_bytes() == before
-    assert free_addresses(address, 2 * GRANULE) == 0
 
 
 def test_the_driver_shares_the_capacity_with_torch(accelerator: Accelerator) -> None:
@@ -509,27 +439,27 @@ def test_the_driver_shares_the_capacity_with_torch(accelerator: Accelerator) -> 
     reserved = torch.cuda.memory_reserved()
     accelerator.configure(capacity=reserved + accelerator.driver_bytes() + 3 * GRANULE)
     tensor = torch.empty(GRANULE // 2, dtype=torch.uint8, device="cuda")
-    first, second, third = create(GRANULE), create(GRANULE), create(GRANULE)
-    assert (first[0], second[0]) == (0, 0)
-    assert third[0] == 2  # out of memory
+    made = DeviceAddresses(3 * GRANULE, device=0)
+    for at in (0, GRANULE):
+        made.map(at, GRANULE)
+    with pytest.raises(DeviceError, match="no memory left"):
+        made.map(2 * GRANULE, GRANULE)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(GRANULE // 2 + 1, dtype=torch.uint8, device="cuda")
-    assert [release(first[1]), release(second[1])] == [0, 0]
+    made.close()
     assert torch.cuda.mem_get_info()[0] == 2 * GRANULE + GRANULE // 2
     del tensor
 
 
-def test_the_driver_refuses_what_makes_no_sense(two_granules: Callable[[], int]) -> None:
-    address = two_granules()
-    result, handle = create(GRANULE)
-    assert result == 0
-    assert create(1000)[0] != 0
-    assert map_at(address, GRANULE, handle) != 0  # there is memory
-    assert map_at(address + 512, GRANULE, handle) != 0
-    assert map_at(address + GRANULE, 2 * GRANULE, handle) != 0
-    assert free_addresses(address, 2 * GRANULE) != 0  # there is memory
-    assert unmap(address + GRANULE, GRANULE) != 0
-    assert release(handle) == 0
-    assert release(handle) != 0
-    assert unmap(address, GRANULE) == 0
-    assert free_addresses(address, 2 * GRANULE) == 0
+@pytest.mark.parametrize(
+    ("at", "nbytes", "why"),
+    [
+        (GRANULE, 1000, "cannot be taken"),
+        (0, GRANULE, "cannot be mapped"),  # there is memory
+        (512, GRANULE, "cannot be mapped"),
+        (GRANULE, 2 * GRANULE, "cannot be mapped"),  # beyond what was reserved
+    ],
+)
+def test_the_driver_refuses_what_makes_no_sense(at: int, nbytes: int, why: str, addresses: DeviceAddresses) -> None:
+    with pytest.raises(DeviceError, match=why):
+        addresses.map(at, nbytes)

@@ -20,47 +20,12 @@ _MUTABLE_CALLS = {
     *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "SimpleNamespace"),
 }
 _NO_NOUN_OR_VERB = frozenset(
-    [
-        *(
-            "as",
-            "at",
-            "before",
-            "after",
-            "by",
-            "for",
-            "from",
-            "how",
-            "in",
-            "inside",
-            "into",
-            "like",
-            "not",
-            "of",
-            "on",
-            "our",
-            "over",
-            "per",
-        ),
-        *(
-            "see",
-            "so",
-            "under",
-            "until",
-            "up",
-            "what",
-            "whatever",
-            "when",
-            "where",
-            "wherever",
-            "whether",
-            "which",
-            "who",
-            "whoever",
-            "whom",
-        ),
-        *("whose", "why", "with", "without"),
-        *("he", "it", "its", "she", "such", "that", "their", "them", "there", "these", "they", "this", "those"),
-    ]
+    {
+        *("as", "at", "before", "after", "by", "for", "from", "how", "in", "inside", "into", "like", "not", "of"),
+        *("on", "our", "over", "per", "see", "so", "under", "until", "up", "what", "whatever", "when", "where"),
+        *("wherever", "whether", "which", "who", "whoever", "whom", "whose", "why", "with", "without", "he", "it"),
+        *("its", "she", "such", "that", "their", "them", "there", "these", "they", "this", "those"),
+    }
 )
 """First words after which a docstring cannot be read alone, and `The same`."""
 _MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)

@@ -10,14 +10,11 @@ import pytest
 import patrickstar
 
 SOURCE, TESTS = Path(patrickstar.__file__).parent, Path(__file__).parents[1]
-LIMITS = {SOURCE: 33_300, TESTS: 53_900, SOURCE / "config" / "engine": 470}
+LIMITS = {SOURCE: 32_850, TESTS: 53_150, SOURCE / "config" / "engine": 450}
 """Lines of Python in all: the issue that makes the house smaller ends at 32,000, 49,000 and 450."""
 LINES_OF_A_FILE = 500
 METHODS_OF_A_CLASS = 20
-LONGER = {"memory/store.py"}
-BROADER = {
-    *("Session", "Arena", "AssembledTensors", "Binding", "ChunkStore", "Events", "Layout", "Stretches", "_Twin"),
-}
+BROADER = {"Session", "ChunkStore", "Events"}
 """What is not yet as short: nothing is added here."""
 
 
@@ -37,5 +34,5 @@ def test_the_house_is_no_larger(folder: Path, most: int) -> None:
 
 def test_no_file_is_longer_and_no_class_broader() -> None:
     files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
-    assert {name for name, path in files.items() if lines(path) > LINES_OF_A_FILE} <= LONGER
+    assert all(lines(path) <= LINES_OF_A_FILE for path in files.values())
     assert {name for path in files.values() for name, n in methods(path) if n > METHODS_OF_A_CLASS} <= BROADER

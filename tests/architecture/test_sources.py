@@ -65,6 +65,30 @@ def test_the_pure_layers_import_the_standard_library_only():
     assert offenders(lambda path: foreign_imports(tree(path)) if path in is_pure else []) == []
 
 
+def test_nobody_changes_a_stretch_but_its_own_methods():
+    def written(path):
+        targets = (node for node in ast.walk(tree(path)) if isinstance(getattr(node, "ctx", None), ast.Store))
+        owners = (ast.unparse(node.value) for node in targets if isinstance(node, ast.Attribute))
+        return [owner for owner in owners if owner.rpartition(".")[2] == "stretch"]
+
+    assert offenders(written) == []
+
+
+def test_no_module_leads_back_to_itself():
+    names = {"patrickstar." + name_of(path)[:-3].replace("/", ".").removesuffix(".__init__"): path for path in paths()}
+    imported = {name: imports_of(tree(path)) & names.keys() for name, path in names.items()}
+    while leaves := {name for name, found in imported.items() if not found & imported.keys()}:
+        for name in leaves:
+            del imported[name]
+    assert sorted(imported) == [], "a circle, or what leads to one"
+
+
+def imports_of(module):
+    """Every module that one imports, wherever in it and for whatever."""
+    found = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
+    return {name for node in found for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names))}
+
+
 def test_no_file_and_no_class_has_the_name_of_another():
     files = [name_of(path) for path in paths() if not path.name.startswith("__")]
     classes = [node.name for path in paths() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]

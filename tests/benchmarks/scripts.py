@@ -22,6 +22,7 @@ BESIDE = (
     "disk",
     "overhead_sides",
     "budgets",
+    "compare_sides",
 )
 
 

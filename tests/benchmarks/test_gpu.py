@@ -19,7 +19,6 @@ from benchmarks.gpu.eight import shares
 from benchmarks.gpu.results import RESULTS, Result
 from benchmarks.gpu.side import Side
 from benchmarks.gpu.sides import Managed, busy
-from benchmarks.worker import Worker, WorkerError
 
 from tests.benchmarks.scripts import script
 from tests.docs.pages import ROOT
@@ -154,16 +153,6 @@ def test_a_budget_that_is_refused_in_the_first_step_is_followed_by_the_next() ->
     assert len(library.refusals) == 1
     assert library.session.stats().steps == 1
     library.close()
-
-
-def silent(pipe: Any) -> None:
-    time.sleep(60)
-
-
-def test_a_process_that_says_nothing_is_ended() -> None:
-    worker = Worker(silent)
-    with pytest.raises(WorkerError, match="said nothing within 0 s"):
-        worker.hear(within_s=0.2)
 
 
 # the page

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from benchmarks.overhead_sides import alike, kept_by_hand, measure, plain_step, ratios_of
+from benchmarks.overhead_sides import alike, measure, plain_step, ratios_of
 from torch import nn
 
 from tests.docs.pages import ROOT
@@ -66,13 +66,6 @@ def test_plain_bf16_updates_fp32_masters_and_computes_with_their_rounded_values(
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
     assert losses[0].dtype is torch.float32
     assert losses[-1] != losses[0]
-
-
-def test_masters_keep_what_bf16_loses():
-    model, whole = Toy(), Toy()
-    masters = kept_by_hand(model)
-    assert all(map(torch.equal, masters, whole.parameters()))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def losing(*losses):

@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 
@@ -55,11 +54,6 @@ def test_a_processor_that_is_slow_in_16_bits_runs_them_widened_and_no_autocast(s
     assert len(variants) == len(set(variants)) == len(step.ALL) - 2
     assert refused.keys() == {"plain precision=bf16"}
     assert "no instructions" in refused["plain precision=bf16"]
-
-
-def test_what_is_asked_for_by_name_runs_on_a_slow_processor_too(step, fast):
-    fast()
-    assert chosen(step, texts=["plain precision=bf16"]) == (["plain precision=bf16"], {})
 
 
 # rounds
@@ -115,25 +109,7 @@ def test_every_round_asks_each_once_and_turns_the_order_around(step, peaks, caps
     assert log[8:] == ["dismissed", "dismissed", "joined", "joined"]
     assert [len(of) for of in rows.values()] == [4, 4]
     assert (found, different, refused) == ({"fp32": 4.0}, "", {})
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 4
-    assert said[0].startswith("round 1 of 4: 1.00, 1.00 s; 0 s so far, ")
-    assert said[3].endswith(" 0 s left at this speed")
-
-
-def test_the_time_that_is_left_is_that_of_the_last_round_for_each_that_comes(step, peaks, capsys, monkeypatch):
-    # Began; then a beginning and an end of each of three rounds.
-    times = iter([0.0, 1.0, 21.0, 22.0, 32.0, 33.0, 40.0])
-    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    measure(step, {"plain": [row("a")] * 3})
-    said = [line.partition("; ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert said == [f"{so_far} s so far, {left} s left at this speed" for so_far, left in ((21, 40), (32, 10), (40, 0))]
-
-
-def test_products_are_measured_in_the_types_that_variants_compute_in(step, peaks):
-    answers = {"managed": [row("a")] * 3, "managed precision=bf16 compute=fp32": [row("b")] * 3}
-    assert measure(step, answers)[1].keys() == {"fp32"}
-    assert measure(step, {"managed precision=bf16": [row("a")] * 3})[1].keys() == {"bf16"}
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_what_does_not_fit_at_its_first_step_is_left_out(step, peaks, capsys):
@@ -205,28 +181,6 @@ def test_the_roofline_is_in_the_type_that_is_computed_in(step):
     rows = {step.Variant.parse(text): [{"seconds": 1.0, "grew": 0, "bound": {}}] * 3 for text in texts}
     flops = step.StepFlops(model=100, executed=120)
     assert {str(v): step.summary(v, rows, flops, machine, 1)["roofline_seconds"] for v in rows} == texts
-
-
-def test_what_has_no_room_beside_the_others_is_not_started(step, monkeypatch):
-    started = []
-
-    class Ready:
-        def __init__(self, target, arguments, variant):
-            started.append(str(variant))
-
-        def hear(self):
-            return None
-
-    monkeypatch.setattr(step, "Worker", Ready)
-    monkeypatch.setattr(step, "available_bytes", lambda: 40 * 1000)
-    monkeypatch.setattr(step, "usable_cores", lambda: 1)
-    variants = variants_of(step, "plain", "managed", "managed step=in_backward", "managed budget=half disk=on")
-    refused = {}
-    # 16 bytes a parameter: two whole ones, and one of half.
-    runs = step.start(variants, refused, Namespace(), 1000)
-    assert started == ["plain", "managed", "managed budget=half disk=on"]
-    assert list(runs) == [variants[0], variants[1], variants[3]]
-    assert refused.keys() == {variants[2]}
 
 
 # from beginning to end

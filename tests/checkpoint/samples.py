@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,13 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.numel() == 0 or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
+def flip(path: Path, at: int = -1) -> None:
+    """Another bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def forge(step: Path, change: Any) -> None:
     """Change the index as somebody would who knows how its checksum is made."""
     path = step / "index.json"
@@ -91,3 +99,41 @@ def adopt(step: Path, file: str, data: bytes) -> None:
     (step / file).write_bytes(data)
     record = {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     forge(step, lambda index: index["files"].update({file: record}))
+
+
+def header(text: bytes, length: int | None = None, data: int = 0) -> bytes:
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
+
+
+def entry(dtype: str, shape: list[int], *offsets: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def headed(tensors: dict[str, Any], data: int) -> bytes:
+    return header(json.dumps(tensors).encode(), data=data)
+
+
+# Files whose headers lie: none is read into memory on its word.
+LIES: dict[str, tuple[bytes, str]] = {
+    "a pickle": (pickle.dumps({"a": [1.0] * 300}), "begins like a pickle"),
+    "a file of torch.save": (b"PK\x03\x04" + bytes(200), "begins like a pickle"),
+    "a length without end": (header(b"{}" * 100, 99_000_000), "invalid header length"),
+    "no header": (b"", "header too small"),
+    "no JSON": (header(b"[]" * 20), "invalid JSON"),
+    "tensors without end": (headed({"a": entry("F32", [2**40], 0, 2**42)}, 64), "not a safetensors file"),
+    "dims that multiply beyond counting": (headed({"a": entry("F32", [2**62, 2**62], 0, 64)}, 64), "overflow"),
+    "empty dims beside huge ones": (
+        headed({"a": entry("F32", [0, 2**62, 2**62], 0, 0)}, 0),
+        "more elements than any memory",
+    ),
+    "tensors that overlap": (headed({"a": entry("U8", [9], 0, 9), "b": entry("U8", [9], 0, 9)}, 9), "invalid offset"),
+    "a hole": (headed({"a": entry("U8", [8], 4, 12)}, 12), "invalid offset"),
+    "more bytes than the shape takes": (headed({"a": entry("F32", [3], 0, 16)}, 16), "not a safetensors file"),
+    "bytes that belong to none": (headed({"a": entry("F32", [3], 0, 12)}, 16), "not a safetensors file"),
+    "an unknown type": (headed({"a": entry("F33", [3], 0, 12)}, 12), "unknown variant"),
+    "a type that is not read": (headed({"a": entry("F8_E8M0", [12], 0, 12)}, 12), "F8_E8M0, which is not read"),
+    "a tensor of another file": (
+        headed({"wte.weight": entry("U8", [4], 0, 4)}, 4),
+        "as well",
+    ),
+}

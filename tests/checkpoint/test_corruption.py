@@ -5,9 +5,7 @@ Before that error nothing is executed, written, or taken memory for; after it th
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import random
 import shutil
 import tracemalloc
@@ -21,7 +19,7 @@ import torch
 
 from patrickstar.checkpoint import open_step
 from patrickstar.errors import CheckpointError
-from tests.checkpoint.samples import adopt, contents, forge, same_bits, sample, write
+from tests.checkpoint.samples import LIES, adopt, forge, write
 
 STEP = "step-00000002"
 
@@ -129,62 +127,13 @@ def stranger(name: str) -> Callable[[Path], object]:
     return add
 
 
-def in_place_of(name: str) -> Callable[[dict[str, Any]], object]:
-    return lambda index: index["files"].update({name: index["files"].pop("moments.safetensors")})
-
-
 FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a path that climbs out": (in_place_of("../outside.safetensors"), "not a plain file name"),
-    "an absolute path": (in_place_of("/etc/passwd"), "not a plain file name"),
-    "the same file by another name": (in_place_of("./moments.safetensors"), "not a plain file name"),
     "a file larger than it is": (
         lambda index: index["files"]["values.pt"].update(nbytes=2**50),
         f"written with {2**50}",
     ),
     "another checksum": (lambda index: index["files"]["values.pt"].update(sha256="0" * 64), "damaged"),
     "another step": (lambda index: index.update(step=3), "step: 3, in a directory named step-00000002"),
-    "an earlier release": (
-        lambda index: index.update(version=1),
-        "version 1 of the format; this library reads 2: load",
-    ),
-}
-
-
-def header(text: bytes, length: int | None = None, data: int = 0) -> bytes:
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
-
-
-def entry(dtype: str, shape: list[int], *offsets: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-def headed(tensors: dict[str, Any], data: int) -> bytes:
-    return header(json.dumps(tensors).encode(), data=data)
-
-
-# Files whose headers lie, under a right checksum in the index: none is read into memory on its word.
-LIES: dict[str, tuple[bytes, str]] = {
-    "a pickle": (pickle.dumps({"a": [1.0] * 300}), "begins like a pickle"),
-    "a file of torch.save": (b"PK\x03\x04" + bytes(200), "begins like a pickle"),
-    "a length without end": (header(b"{}" * 100, 99_000_000), "invalid header length"),
-    "no header": (b"", "header too small"),
-    "no JSON": (header(b"[]" * 20), "invalid JSON"),
-    "tensors without end": (headed({"a": entry("F32", [2**40], 0, 2**42)}, 64), "not a safetensors file"),
-    "dims that multiply beyond counting": (headed({"a": entry("F32", [2**62, 2**62], 0, 64)}, 64), "overflow"),
-    "empty dims beside huge ones": (
-        headed({"a": entry("F32", [0, 2**62, 2**62], 0, 0)}, 0),
-        "more elements than any memory",
-    ),
-    "tensors that overlap": (headed({"a": entry("U8", [9], 0, 9), "b": entry("U8", [9], 0, 9)}, 9), "invalid offset"),
-    "a hole": (headed({"a": entry("U8", [8], 4, 12)}, 12), "invalid offset"),
-    "more bytes than the shape takes": (headed({"a": entry("F32", [3], 0, 16)}, 16), "not a safetensors file"),
-    "bytes that belong to none": (headed({"a": entry("F32", [3], 0, 12)}, 16), "not a safetensors file"),
-    "an unknown type": (headed({"a": entry("F33", [3], 0, 12)}, 12), "unknown variant"),
-    "a type that is not read": (headed({"a": entry("F8_E8M0", [12], 0, 12)}, 12), "F8_E8M0, which is not read"),
-    "a tensor of another file": (
-        headed({"wte.weight": entry("U8", [4], 0, 4)}, 4),
-        "as well",
-    ),
 }
 
 
@@ -215,7 +164,6 @@ DAMAGED_STEPS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGED_STEPS)
 def test_a_damaged_step_is_refused_with_what_is_wrong_and_takes_no_memory(runs, damage):
     act, says = DAMAGED_STEPS[damage]
-    (runs / "outside.safetensors").write_bytes((runs / STEP / "moments.safetensors").read_bytes())
     act(runs / STEP)
     tracemalloc.start()
     text = refusal(runs)
@@ -224,42 +172,3 @@ def test_a_damaged_step_is_refused_with_what_is_wrong_and_takes_no_memory(runs, 
     assert says in text
     assert str(runs / STEP) in text
     assert peak < 2 << 20
-
-
-def test_random_mutations_are_refused_or_change_nothing(runs, clean):
-    """A campaign in small: bytes overwritten, files cut, swapped, renamed, removed, linked."""
-    draw = random.Random(11)
-    unchanged = refused = 0
-    for _ in range(40):
-        shutil.rmtree(runs)
-        shutil.copytree(clean, runs)
-        path = runs / STEP / draw.choice(FILES)
-        match draw.randrange(5):
-            case 0:
-                data = bytearray(path.read_bytes())
-                at = draw.randrange(len(data))
-                data[at : at + draw.randrange(1, 40)] = draw.randbytes(draw.randrange(40))
-                path.write_bytes(data)
-            case 1:
-                os.truncate(path, draw.randrange(path.stat().st_size + 100))
-            case 2:
-                shutil.copyfile(runs / STEP / draw.choice(FILES), path.with_name(draw.choice(FILES)))
-            case 3:
-                path.rename(path.with_name(draw.choice([*FILES, "renamed.safetensors", "..x"])))
-            case 4:
-                path.unlink()
-                path.symlink_to(draw.choice(["/dev/zero", "/etc/passwd", str(clean / STEP / path.name), "missing"]))
-        try:
-            with open_step(runs) as reader:
-                reader.verify()
-                found = contents(reader)
-        except CheckpointError as problem:
-            refused += str(runs / STEP) in str(problem)
-        else:
-            unchanged += same_bits(found, sample(2))
-    assert unchanged + refused == 40
-    assert refused > 25
-
-
-def test_what_is_read_by_others_is_json(clean):
-    assert json.loads((clean / STEP / "index.json").read_text())["step"] == 2

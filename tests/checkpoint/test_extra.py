@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from patrickstar.checkpoint import open_step
 from patrickstar.errors import CheckpointError
@@ -53,41 +51,13 @@ def same(one: Any, other: Any) -> bool:
             return bool(one == other)
 
 
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.complex_numbers()
-    | st.text()
-    | st.binary(min_size=1, max_size=300)
-)
-KEYS = st.text() | st.integers() | st.booleans() | st.tuples(st.text(), st.integers())
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=4)
-        | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
-        | st.sets(st.integers() | st.text(), max_size=3)
-    ),
-    max_leaves=12,
-)
-
-
-@given(value=TREES)
-def test_plain_values_come_back_type_for_type(directory, value):
-    assert same(there_and_back(directory, value), value)
-
-
 @pytest.mark.parametrize(
     "value",
     [
         2**63, -(2**64), 10**400, -0.0, 5e-324, math.inf, struct.unpack("<d", bytes.fromhex("010000000000f4ff"))[0],
         "\ud800 half a pair", "\0", b"x" * 10_000, bytearray(b"y"), {1: "a", "1": "b"}, {True: 1}, Counter({30: 1, 80: 2}),
         OrderedDict([("b", 1), ("a", 2)]), {"b": 1, "a": 2}, set(), [[], (), {}], complex(-0.0, math.nan), torch.Size([2, 0]),
-        torch.bfloat16, torch.device("cuda:3"),
+        torch.bfloat16, torch.device("cuda:3"), {("key", 1): ({"deep": [None, (1.5, {2: "x"})]},), -1: b"\0", None: {1, "a"}},
     ],
     ids=lambda value: f"{type(value).__name__} {str(value)[:20]!a}",
 )  # fmt: skip
@@ -174,40 +144,6 @@ def test_a_scheduler_and_an_optimizer_go_on_from_their_state(directory):
     schedule.load_state_dict(extra["schedule"])
     weight.data.copy_(extra["weight"])
     assert train(weight, optimizer, schedule, count=5) == expected
-
-
-class Loader:
-    """Batches in a random order, which goes on where it was."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-        self.order: list[int] = []
-
-    def __next__(self) -> int:
-        self.order = self.order or torch.randperm(5, generator=self.generator).tolist()
-        return self.order.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state(), "order": tuple(self.order), "workers": {0: {"epoch": None}}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-        self.order = list(state["order"])
-
-
-def test_a_data_loader_goes_on_where_it_was(directory):
-    loader, later = Loader(), Loader()
-    for _ in range(7):
-        next(loader)
-    later.load_state_dict(there_and_back(directory, {"loaders": [loader]})["loaders"][0])
-    assert [next(later) for _ in range(9)] == [next(loader) for _ in range(9)]
-
-
-def test_a_module_is_saved_as_its_state_dict(directory):
-    module = torch.nn.Linear(2, 3)
-    fresh = torch.nn.Linear(2, 3)
-    fresh.load_state_dict(there_and_back(directory, {"ema": module})["ema"])
-    assert torch.equal(fresh.weight, module.weight)
 
 
 class Colour(enum.IntEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from patrickstar.checkpoint.fields import as_int, as_shape, exact_keys, parse_object
+from patrickstar.checkpoint.fields import as_shape, parse_object
 from patrickstar.errors import CheckpointError
 
 
@@ -16,9 +16,6 @@ from patrickstar.errors import CheckpointError
         b"{",
         b'{"a": 1, "a": 2}',
         b'{"a": {"b": 1, "b": 1}}',
-        b'{"a": NaN}',
-        b'{"a": -Infinity}',
-        b'{"a": 1e999}',
         b'{"a": ' + b"9" * 5000 + b"}",
         b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"a": "\xff"}',
@@ -35,23 +32,9 @@ def test_plain_json_is_read():
     assert parse_object(b' {"a": [1, -2.5, null, true, "\\u00e9"]} ', where="x") == {"a": [1, -2.5, None, True, "é"]}
 
 
-@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, 2**63, [1]])
-def test_a_size_is_a_whole_number_that_a_file_can_have(value):
-    with pytest.raises(CheckpointError, match="x: expected a whole number"):
-        as_int(value, "x")
-
-
 @pytest.mark.parametrize(
     "shape", [3, [3, -1], [3, True], [2**40, 2**40], [0, 2**62, 2**62], [1] * 65, [1.5], [[1]], {"0": 1}]
 )
 def test_a_shape_is_one_that_memory_could_hold(shape):
     with pytest.raises(CheckpointError, match=r"^x"):
         as_shape(shape, "x")
-
-
-def test_keys_are_exactly_those_expected():
-    assert exact_keys({"a": 1, "b": 2}, "x", ("b", "a")) == {"a": 1, "b": 2}
-    with pytest.raises(CheckpointError, match="x: key 'b' is missing"):
-        exact_keys({"a": 1}, "x", ("a", "b"))
-    with pytest.raises(CheckpointError, match="x: unknown key 'c'"):
-        exact_keys({"a": 1, "c": 1}, "x", ("a",))

@@ -10,7 +10,7 @@ import pytest
 
 from patrickstar.checkpoint import newest_intact, open_step
 from patrickstar.errors import CheckpointError
-from tests.checkpoint.samples import write
+from tests.checkpoint.samples import flip, write
 
 
 @pytest.fixture
@@ -21,10 +21,7 @@ def runs(tmp_path):
 
 
 def damage(directory, step: int) -> None:
-    path = next((directory / f"step-{step:08d}").glob("moments*"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(next((directory / f"step-{step:08d}").glob("moments*")))
 
 
 def test_latest_decides_and_a_step_can_be_named(runs):

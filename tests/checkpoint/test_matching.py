@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from patrickstar.checkpoint.matching import Match, Wanted, match
-from patrickstar.checkpoint.naming import PlainNaming
+from patrickstar.checkpoint.naming import Naming
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.errors import CheckpointError
 
 
-class Stacking(PlainNaming):
+class Stacking(Naming):
     """A library that keeps the rows of `stack` as `row.0`, `row.1`, and is not surprised by `old`."""
 
     def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
@@ -44,7 +44,7 @@ def wanted(*keys: str, shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch
 
 
 def matched(path: Path, tensors: Mapping[str, Tensor], *tensors_wanted: Wanted, naming: Any = None) -> Match:
-    return match(files_of(path, tensors), tensors_wanted, naming or PlainNaming())
+    return match(files_of(path, tensors), tensors_wanted, naming or Naming())
 
 
 def test_what_either_side_lacks_is_told_and_the_rest_is_taken(tmp_path):

@@ -53,10 +53,7 @@ def test_order_is_kept_and_files_are_numbered_as_others_number_them():
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        (TensorEntry("w", torch.float32, (2,)), "given twice"),
         (TensorEntry("__metadata__", torch.float32, (2,)), "keeps that name"),
-        (TensorEntry("v", torch.float32, (2,), "../w"), "stem"),
-        (TensorEntry("v", torch.float32, (2,), ""), "stem"),
         (TensorEntry("v", torch.complex128, (2,)), "safetensors has no torch.complex128"),
     ],
 )

@@ -13,25 +13,19 @@ from hypothesis import strategies as st
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, two_blocks
+from patrickstar.testing.faults import FaultyIO, Short
 from tests.checkpoint.faults import NotDirect
 
 LANE = ThreadPoolExecutor(1)
 BLOCKS = two_blocks(4096)
 
 
-class Sluggish(FileIO):
+def sluggish() -> FaultyIO:
     """A device that takes a little at a time."""
-
-    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return super().pwritev(fd, buffer[:1000], offset)
+    return FaultyIO(Short("pwritev", 1000, times=10**6))
 
 
-class Deaf(FileIO):
-    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return 0
-
-
-@given(sizes=st.lists(st.integers(0, 9000), max_size=6), kind=st.sampled_from([FileIO, NotDirect, Sluggish]))
+@given(sizes=st.lists(st.integers(0, 9000), max_size=6), kind=st.sampled_from([FileIO, NotDirect, sluggish]))
 def test_a_file_holds_what_was_appended(tmp_path_factory, sizes, kind):
     path = tmp_path_factory.mktemp("written") / "file"
     data = os.urandom(sum(sizes))
@@ -48,7 +42,7 @@ def test_a_file_holds_what_was_appended(tmp_path_factory, sizes, kind):
 
 
 def test_a_device_that_takes_nothing_is_an_error_and_not_a_loop(tmp_path):
-    writer = FileWriter(tmp_path / "file", io=Deaf(), lane=LANE, blocks=BLOCKS)
+    writer = FileWriter(tmp_path / "file", io=FaultyIO(Short("pwritev", 0, times=99)), lane=LANE, blocks=BLOCKS)
     with pytest.raises(DeviceError, match="cannot write 4096 bytes at offset 0: no more bytes"):
         writer.append(memoryview(bytes(9000)))
     writer.abort()

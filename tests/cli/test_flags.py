@@ -1,7 +1,7 @@
 import click
 import pytest
 
-from patrickstar.cli.flags import Device, Invocation, Size, Spelling, VariadicCommand, debug_option
+from patrickstar.cli.flags import DEVICE, Invocation, Size, Spelling, VariadicCommand, debug_option
 
 
 def parse(arguments):
@@ -40,8 +40,8 @@ def test_a_word_that_belongs_to_no_option_is_refused(arguments):
 @pytest.mark.parametrize(
     ("kind", "text", "refused"),
     [
-        *((Device(), word, None) for word in ("cpu", "emulated", "cuda", "cuda:0", "cuda:13")),
-        *((Device(), word, "is none of cpu, emulated, cuda, cuda:N") for word in ("CPU", "cuda:", "cuda:x", "", "mps")),
+        *((DEVICE, word, None) for word in ("cpu", "emulated", "cuda", "cuda:0", "cuda:13")),
+        *((DEVICE, word, "is none of cpu, emulated, cuda, cuda:N") for word in ("CPU", "cuda:", "cuda:x", "", "mps")),
         *((Size(), text, None) for text in ("1048576", "4096B", "512MiB", "1.5GB", "70%")),
         *((Size(), text, "size=") for text in ("", "much", "-1", "101%", "3 apples", "8", "4096")),
         (Spelling("constant", "cosine"), "constnt", r'constnt. is none of .*, cosine; did you mean "constant"'),

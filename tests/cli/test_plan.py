@@ -90,7 +90,7 @@ def test_the_budget_that_a_refusal_names_is_the_smallest_and_fits(runs, capsys, 
 def test_a_name_is_planned_without_its_weights(capsys):
     before = resident_bytes()
     status, out = plan(capsys, "--model", "gpt2", "--device", "emulated", "--device-memory", "1GiB", "--seq-len", 8)
-    assert "gpt2: 124.4M parameters, model data 1.85 GiB (16 bytes a parameter)" in out
+    assert "gpt2: 124.4M parameters, model states 1.85 GiB (16 bytes per parameter)" in out
     assert status == 0
     assert resident_bytes() - before < 300 * MIB  # its weights alone are 475 MiB
 

@@ -63,7 +63,7 @@ def test_a_run_fits_in_the_smallest_budget_and_less_is_refused_with_the_numbers(
     shown = capsys.readouterr()
     assert "validation" not in shown.out
     said = re.fullmatch(
-        rf"patrickstar: BudgetError: {tier} memory is (.+) short at moment \d+ (?:forward|backward|step) \S+\n"
+        rf"patrickstar: BudgetError: {tier} memory is (.+) short at op \d+ (?:forward|backward|step) \S+\n"
         r"  needed (.+) = chunk slots (.+) \(\d+ of .+\) \+ activations (.+);  budget (.+)\n"
         rf"  fits with: {tier}_memory >= (.+)  \|  .+\n",
         shown.err,

@@ -210,7 +210,7 @@ def test_the_precision_is_chosen_here_and_said_in_a_line(runs, capsys, monkeypat
     assert runs.train(steps=1) == 0
     out = capsys.readouterr().out
     assert runs.rows()[0]["config"]["precision"] == want
-    assert out.count("what computes is fast in bf16: weights are bf16, with fp32 masters") == fast
+    assert out.count("the compute device is fast in bf16: weights are bf16, with fp32 masters") == fast
     assert "precision was not given" not in out
     assert runs.train("--precision", "fp32", steps=1, log="said") == 0
     assert "fast in" not in capsys.readouterr().out

@@ -22,7 +22,6 @@ def test_the_defaults_are_what_nobody_needs_to_set():
         "poison": False,
         "emulated_link": None,
         "stress_seed": None,
-        "reduce": "fp32",
         "collective_timeout": 600,
     }
 
@@ -94,12 +93,7 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
 
 @pytest.mark.parametrize(
     "early",
-    [
-        {"chunked_loss": True},
-        {"chunked_loss": False},
-        {"reduce": "16bit"},
-        {"collective_timeout": 60},
-    ],
+    [{"chunked_loss": True}, {"chunked_loss": False}, {"collective_timeout": 60}],
 )
 def test_an_option_of_a_later_version_takes_its_default_only(early):
     with pytest.raises(ConfigError, match="arrives in a later version"):

@@ -38,38 +38,6 @@ def llama(layers, width, hidden, vocabulary=32000, kv_width=None):
     return _specs([*shapes, ("norm.weight", (width,)), ("lm_head.weight", (vocabulary, width))])
 
 
-def bert(layers=12, width=768, vocabulary=30522):
-    rows = {"word": vocabulary, "position": 512, "token_type": 2}
-    shapes = [(f"embeddings.{name}_embeddings.weight", (n, width)) for name, n in rows.items()]
-    shapes += _norm("embeddings.LayerNorm", width)
-    for i in range(layers):
-        for name in ("query", "key", "value"):
-            shapes += _linear(f"layer.{i}.attention.self.{name}", width, width)
-        shapes += _linear(f"layer.{i}.attention.output.dense", width, width)
-        shapes += _norm(f"layer.{i}.attention.output.LayerNorm", width)
-        shapes += _linear(f"layer.{i}.intermediate.dense", 4 * width, width)
-        shapes += _linear(f"layer.{i}.output.dense", width, 4 * width)
-        shapes += _norm(f"layer.{i}.output.LayerNorm", width)
-    return _specs(shapes + _linear("pooler.dense", width, width))
-
-
-def t5(layers=12, width=768, hidden=3072, heads=12, vocabulary=32128):
-    shapes = [("shared.weight", (vocabulary, width))]
-    for stack, blocks in (("encoder", ("self",)), ("decoder", ("self", "cross"))):
-        for i in range(layers):
-            for block in blocks:
-                name = f"{stack}.block.{i}.{block}"
-                shapes += [(f"{name}.{part}.weight", (width, width)) for part in "qkvo"]
-                if i == 0 and block == "self":
-                    shapes.append((f"{name}.relative_attention_bias.weight", (32, heads)))
-                shapes.append((f"{name}.layer_norm.weight", (width,)))
-            shapes.append((f"{stack}.block.{i}.wi.weight", (hidden, width)))
-            shapes.append((f"{stack}.block.{i}.wo.weight", (width, hidden)))
-            shapes.append((f"{stack}.block.{i}.layer_norm.weight", (width,)))
-        shapes.append((f"{stack}.final_layer_norm.weight", (width,)))
-    return _specs(shapes)
-
-
 def vit(layers=12, width=768, patch=16, tokens=197, classes=1000):
     shapes = [("cls_token", (1, 1, width)), ("position_embeddings", (1, tokens, width))]
     shapes += [("patch.weight", (width, 3, patch, patch)), ("patch.bias", (width,))]
@@ -103,10 +71,6 @@ MODELS = {
     "llama-7b": llama(32, 4096, 11008),
     "llama3-8b": llama(32, 4096, 14336, vocabulary=128256, kv_width=1024),
     "llama-70b": llama(80, 8192, 28672, kv_width=1024),
-    "bert-base": bert(),
-    "bert-large": bert(24, 1024),
-    "t5-base": t5(),
-    "t5-small": t5(6, 512, 2048, 8),
     "vit-base": vit(),
     "vit-huge": vit(32, 1280, 14, 257),
     "mixtral-8x7b": mixtral(),

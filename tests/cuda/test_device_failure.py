@@ -14,7 +14,7 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.device_failure import DeviceFailureError, noticed_at
 from patrickstar.memory.stream_lane import StreamLane
 from patrickstar.testing.inside import manage_inside
-from tests.cuda.twins import CHUNK, TIGHT, batch, mlp
+from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, step
 from tests.parity.compare import same_bits
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ def begin(**arguments: Any) -> tuple[torch.nn.Module, Any]:
 
 def train(model: torch.nn.Module, session: Any, steps: int) -> None:
     for number in range(steps):
-        model(batch(number)).square().mean().backward()
-        session.optimizer.step()
-        session.optimizer.zero_grad()
+        step(model, session, batch(number))
 
 
 def of_python() -> set[threading.Thread]:

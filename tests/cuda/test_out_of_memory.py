@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from patrickstar.errors import BudgetError
-from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, twins
+from tests.cuda.twins import TIGHT, Hungry, batch, hungry_mlp, mlp, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -28,59 +27,23 @@ def accelerator(accelerator: Accelerator) -> Accelerator:
     return accelerator
 
 
-class Hungry(torch.autograd.Function):
-    """Wants more memory than there is, forward or backward, where `wants` says so."""
-
-    wants = ""
-    spared = 0  # calls before it is hungry
-
-    @staticmethod
-    def take(device: torch.device) -> None:
-        if Hungry.spared:
-            Hungry.spared -= 1
-        else:
-            torch.empty(HUNGER, dtype=torch.uint8, device=device)
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        if Hungry.wants == "forward" and x.is_cuda:
-            Hungry.take(x.device)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        if Hungry.wants == "backward":
-            Hungry.take(gradient.device)
-        return gradient.clone()
-
-
-class Layer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Hungry.apply(super().forward(x))
-
-
-def hungry_mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[Layer(WIDTH, WIDTH) for _ in range(5)])
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_without_memory_names_the_moment_and_who_has_what(
     where: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with twins(hungry_mlp) as pair:
         pair.train(1)
-        monkeypatch.setattr(Hungry, "wants", where)
-        monkeypatch.setattr(Hungry, "spared", 2)
+        for name, value in {"nbytes": HUNGER, "when": where, "spared": 2}.items():
+            monkeypatch.setattr(Hungry, name, value)
         with pytest.raises(
-            BudgetError, match=r"no memory for 64\.00 MiB more after moment \d+ .*, although device_memory"
+            BudgetError, match=r"no memory for 64\.00 MiB more after op \d+ .*, although device_memory"
         ) as raised:
             pair.model(batch(5)).square().mean().backward()
         error = raised.value
         assert error.tier == "device"
         assert error.needed_bytes - error.available_bytes >= HUNGER - (16 << 20)
         assert where in error.moment
-        monkeypatch.setattr(Hungry, "wants", "")
+        monkeypatch.setattr(Hungry, "nbytes", 0)
         pair.session.optimizer.zero_grad()
         pair.train(2, first=1)
         pair.expect_same()
@@ -89,13 +52,12 @@ def test_a_step_without_memory_names_the_moment_and_who_has_what(
 def test_the_next_step_leaves_the_room_that_was_missing(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.cuda.test_out_of_memory.HUNGER", 17 << 20)
     with twins(hungry_mlp, device_memory=32 << 20) as pair:
         pair.train(1)
-        monkeypatch.setattr(Hungry, "wants", "forward")
+        monkeypatch.setattr(Hungry, "nbytes", 17 << 20)
         with pytest.raises(BudgetError):
             pair.model(batch(5))
-        monkeypatch.setattr(Hungry, "wants", "")
+        monkeypatch.setattr(Hungry, "nbytes", 0)
         pair.train(1, first=1)
         assert min(moment.nonmodel_bytes for moment in pair.session.trace.moments) > 18 << 20
         pair.expect_same()
@@ -116,7 +78,7 @@ def test_of_two_sessions_the_one_whose_step_it_is_raises(
 ) -> None:
     with twins(mlp) as idle, twins(hungry_mlp) as hungry:
         idle.train(1)
-        monkeypatch.setattr(Hungry, "wants", "forward")
+        monkeypatch.setattr(Hungry, "nbytes", HUNGER)
         with pytest.raises(BudgetError):
             hungry.model(batch(0))
         idle.train(1, first=1)

@@ -43,7 +43,7 @@ REFUSALS = (
 )
 # Why a step may be one that no plan has: a gradient of gradients, which no forecast shows, and gradients that have overflowed and are let go of as
 # they leave.
-UNFORESEEN = ("it differentiates a gradient", "was let go of while it was on its way")
+UNFORESEEN = ("it differentiates a gradient", "was released while it was on its way")
 # Of the device: inputs, losses and gradients that a row keeps, and granules of the driver that slots of a few KiB fill by halves.
 BESIDE = 8 << 20
 
@@ -73,7 +73,7 @@ def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule:
     assert not found, "\n".join([f"{row} at {outcome.limits}", *found])
     assert not accelerator.races()
     assert_within(row, outcome, told)
-    assert not [message for message in told if message.startswith("no forecast for this forward")], row
+    assert not [message for message in told if message.startswith("no trace for this forward")], row
     if row.budget != "fits":
         still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
         if expected.skipped:  # moments that one update has written may never be read again

@@ -22,7 +22,7 @@ from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
-from tests.cuda.twins import CHUNK, TIGHT, WIDTH, batch, mlp, twins
+from tests.cuda.twins import CHUNK, TIGHT, WIDTH, Hungry, batch, hungry_mlp, mlp, step, twins
 
 MIB = 1 << 20
 
@@ -61,12 +61,16 @@ def test_a_forecast_knows_the_values_of_inputs_on_the_device(accelerator: Accele
 
 def test_bytes_are_counted_in_whole_grains_as_the_allocator_gives_them() -> None:
     before = torch.accelerator.memory_allocated()
-    with LiveBytes(lambda _: False, on_device=True) as meter:
+    meter = LiveBytes(lambda _: False, on_device=True)
+    meter.switch_on()
+    try:
         kept = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (1, 512, 513, 5 * WIDTH)]
         assert meter.live == 512 * 5 == torch.accelerator.memory_allocated() - before
         kept += [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (MIB, MIB + 1)]
         assert meter.live == 512 * 6 + 3 * MIB == torch.accelerator.memory_allocated() - before
         del kept
+    finally:
+        meter.retire()
     assert torch.accelerator.memory_allocated() == before
 
 
@@ -109,7 +113,7 @@ def test_large_activations_stay_within_the_smallest_budget_from_the_first_step_o
             torch.accelerator.reset_peak_memory_stats()  # so that what a moment holds for an instant shows
             pair.train(1, first=number, loss_of=loss_of_many)
             assert 0.8 * enough < pair.session.stats().peak["device"] <= enough
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
         assert pair.session.stats().planned_steps == 3
         pair.expect_same()
 
@@ -233,7 +237,7 @@ def test_copies_of_inputs_in_the_type_that_computes_are_foreseen(
         assert torch.accelerator.memory_allocated() - before < copy_bytes
         loss.backward()
         assert copy_bytes < pair.session.stats().peak["device"] <= 8 * MIB
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
     with (
         twins(Wide, device_memory=copy_bytes, precision="bf16") as pair,
         pytest.raises(BudgetError, match="forward layer.weight"),
@@ -285,37 +289,11 @@ def test_a_norm_takes_no_more_than_plans_have_for_it(numel: int, accelerator: Ac
     assert took <= planned <= 2 * took + 8_192
 
 
-class Hungry(torch.autograd.Function):
-    """Takes memory in its kernel that no trace shows, and gives it back."""
-
-    nbytes = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        if not isinstance(x, FakeTensor):
-            torch.empty(Hungry.nbytes, dtype=torch.uint8, device=x.device)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clone()
-
-
-class HungryLayer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Hungry.apply(super().forward(x))
-
-
 def loss_after_restart(model: nn.Module, inputs: Tensor) -> Tensor:
     """A loss of a forward whose peak shows, whatever has been before."""
     torch.accelerator.reset_peak_memory_stats()
     loss: Tensor = model(inputs).square().mean()
     return loss
-
-
-def hungry_mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[HungryLayer(WIDTH, WIDTH) for _ in range(5)])
 
 
 def test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next(
@@ -326,9 +304,9 @@ def test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next(
     monkeypatch.setattr(Hungry, "nbytes", 1 << 20)
     with twins(hungry_mlp, device_memory=TIGHT) as pair, caplog.at_level(logging.WARNING, logger="patrickstar"):
         pair.train(1, loss_of=loss_after_restart)
-        (said,) = (record.message for record in caplog.records if "than was foreseen" in record.message)
+        (said,) = (record.message for record in caplog.records if "than its plan left them" in record.message)
         assert "chunks and they took more than the device_memory of 192.00 KiB" in said
-        with pytest.raises(BudgetError, match="were not foreseen: such a step has taken them") as raised:
+        with pytest.raises(BudgetError, match="are in no trace: an earlier step took them") as raised:
             pair.model(batch(1))
         refusal = raised.value
         assert refusal.tier == "device"
@@ -392,7 +370,7 @@ def test_steps_stay_within_the_budget_that_a_refusal_names_whatever_kernels_take
             # The first step has shown what kernels take, and nothing is left beside that.
             assert room == (memory if number else memory - memory * SHARE // 100)
         assert TAKEN < pair.session.stats().peak["device"] <= memory
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
         pair.expect_same()
 
 
@@ -426,7 +404,7 @@ def test_kernels_that_take_more_than_the_share_are_said_and_refused_where_they_d
     with twins(hungry_mlp, device_memory=memory) as pair, caplog.at_level(logging.WARNING, logger="patrickstar"):
         pair.train(1, loss_of=loss_after_restart)
         assert "chunks and they took more than the device_memory" in caplog.text
-        with pytest.raises(BudgetError, match="were not foreseen: such a step has taken them"):
+        with pytest.raises(BudgetError, match="are in no trace: an earlier step took them"):
             pair.model(batch(1))
         pair.expect_same()
 
@@ -463,7 +441,7 @@ def test_a_session_does_not_count_its_neighbours_activations(
             del held, loss
             small.session.optimizer.zero_grad()
             small.train(1, first=3)
-            said = [record.message for record in caplog.records if "than was foreseen" in record.message]
+            said = [record.message for record in caplog.records if "than its plan left them" in record.message]
             assert not said
         assert small.session.stats().peak["device"] <= TIGHT
         small.expect_same()
@@ -478,7 +456,7 @@ def test_a_session_does_not_count_what_its_user_keeps(
         for number in range(3):
             pair.train(1, first=number)
             kept.append(torch.empty(8 << 20, dtype=torch.uint8, device="cuda"))
-        assert not [record for record in caplog.records if "than was foreseen" in record.message]
+        assert not [record for record in caplog.records if "than its plan left them" in record.message]
         assert pair.session.stats().peak["device"] <= TIGHT
         pair.expect_same()
 
@@ -522,9 +500,7 @@ def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerato
         for layer in model:
             layer.register_forward_hook(look_now_and_backward)
         for x in inputs:
-            model(x).square().mean().backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
+            step(model, session, x)
         assert budget // 2 < max(seen) <= budget
         assert max(seen) <= session.stats().peak["device"] + granule
         assert session.stats().peak["device"] <= budget

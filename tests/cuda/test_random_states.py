@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from patrickstar.checkpoint import rng
 from patrickstar.errors import CheckpointError
-from tests.cuda.twins import WIDTH, Twins, batch, twins
+from tests.cuda.twins import WIDTH, Twins, batch, step, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -27,9 +27,7 @@ def dropping() -> nn.Module:
 
 def weights_after(pair: Twins, steps: range) -> dict[str, Tensor]:
     for number in steps:
-        pair.model(batch(number)).square().mean().backward()
-        pair.session.optimizer.step()
-        pair.session.optimizer.zero_grad()
+        step(pair.model, pair.session, batch(number))
     return {name: tensor.clone() for name, tensor in pair.session.state_dict().items()}
 
 

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from patrickstar.errors import DeviceError, StateError
+from patrickstar.errors import DeviceError
 from patrickstar.memory.lanes import CompletedTicket, Ticket
 from patrickstar.memory.stream_lane import StreamLane, StreamTicket
 from patrickstar.memory.thread_lane import ThreadLane
 from tests.cuda.schedules import FEW_SCHEDULES
+from tests.memory.test_lanes import (  # noqa: F401
+    test_a_failure_is_that_of_what_comes_after_it_and_of_nothing_else,
+    test_a_work_begins_when_all_that_it_comes_after_has_ended,
+    test_after_drain_nothing_is_under_way_and_after_close_nothing_is_taken,
+    test_issue_does_not_raise_what_the_work_raises_and_wait_does_each_time,
+    test_somebody_is_called_once_when_a_work_has_ended_well_or_not,
+)
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -113,14 +120,6 @@ def test_a_work_of_the_host_comes_after_one_of_the_device(lane: StreamLane, thre
     assert sums == [8.0]
 
 
-def test_issue_does_not_raise_what_the_work_raises_and_each_wait_does(lane: StreamLane) -> None:
-    ticket = lane.issue(no)
-    for wait in (ticket.wait, ticket.wait_on_device, ticket.wait):
-        with pytest.raises(OSError, match="no"):
-            wait()
-    assert ticket.done
-
-
 @pytest.mark.parametrize("where", ["on the device", "on the host", "before"])
 def test_a_work_that_comes_after_one_that_failed_is_not_done(
     where: str, lane: StreamLane, other: StreamLane, threads: ThreadLane
@@ -133,17 +132,6 @@ def test_a_work_that_comes_after_one_that_failed_is_not_done(
     with pytest.raises(OSError, match="no"):
         ticket.wait()
     assert not done
-
-
-def test_what_settles_tells_so_once(lane: StreamLane, threads: ThreadLane) -> None:
-    go, calls = threading.Event(), list[str]()
-    ticket = lane.issue(lambda: None, [threads.issue(lambda: go.wait(10))])
-    ticket.when_settled(lambda: calls.append("early"))
-    assert calls == []
-    go.set()
-    ticket.wait()
-    ticket.when_settled(lambda: calls.append("late"))
-    assert calls == ["early", "late"]
 
 
 def test_after_drain_nothing_is_under_way(lane: StreamLane, threads: ThreadLane, accelerator: Accelerator) -> None:
@@ -168,13 +156,6 @@ def test_a_work_has_not_ended_before_the_device_has_done_it(accelerator: Acceler
     assert ticket.done
     lane.close()
     tensor.record_stream(lane.stream)
-
-
-def test_a_lane_that_is_closed_does_nothing_any_more(accelerator: Accelerator) -> None:
-    lane = StreamLane("test", CUDA)
-    lane.close()
-    with pytest.raises(StateError, match="closed"):
-        lane.issue(lambda: None).wait()
 
 
 def test_a_failure_of_the_device_shows_at_the_wait(lane: StreamLane, accelerator: Accelerator) -> None:

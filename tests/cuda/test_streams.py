@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import CHUNK, TIGHT, WIDTH, batch, mlp, twins
+from tests.cuda.twins import CHUNK, TIGHT, WIDTH, batch, mlp, step, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -120,10 +119,7 @@ def test_weights_that_two_streams_use_have_the_same_bits_in_all_precisions(
             for number in range(3):
                 with torch.no_grad():
                     pair.model(batch(number))
-                session.scaler.scale(pair.model(batch(number)).float().square().mean()).backward()
-                session.scaler.step(session.optimizer)
-                session.scaler.update()
-                session.optimizer.zero_grad()
+                step(pair.model, session, batch(number))
             return {name: value.cpu() for name, value in session.state_dict().items()}
 
     model = OnTwoStreams
@@ -175,26 +171,6 @@ def test_a_weight_may_be_used_from_another_thread(accelerator: Accelerator) -> N
         pair.expect_same()
 
 
-def test_what_is_read_between_steps_is_what_training_has_left(accelerator: Accelerator, tmp_path: Path) -> None:
-    with twins() as pair:
-        pair.train(2)
-        pair.expect_same()
-        moments = pair.session.optimizer.state_dict()["state"]
-        for number, kept in enumerate(pair.plain_optimizer.state_dict()["state"].values()):
-            assert torch.equal(moments[number]["exp_avg"].cpu(), kept["exp_avg"].cpu())
-        pair.session.save_checkpoint(tmp_path)
-        pair.train(1, first=2)
-        kept = [parameter.detach().clone() for parameter in pair.plain.parameters()]
-        pair.session.load_checkpoint(tmp_path)
-        for inputs in (batch(2),):
-            pair.model(inputs).square().mean().backward()
-            pair.session.optimizer.step()
-            pair.session.optimizer.zero_grad()
-        state = pair.session.state_dict()
-        for (name, _), before in zip(pair.plain.named_parameters(), kept, strict=True):
-            assert torch.equal(state[name].cpu(), before.cpu())
-
-
 def test_gradients_are_read_and_changed_on_the_device(accelerator: Accelerator) -> None:
     with twins() as pair:
         for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.session.optimizer)):
@@ -226,15 +202,6 @@ def test_where_no_more_memory_can_be_pinned_the_bits_are_the_same(
         pair.train(3)
         pair.expect_same()
     assert any("pins no more than" in record.getMessage() for record in caplog.records)
-
-
-def test_two_sessions_share_a_device(accelerator: Accelerator) -> None:
-    with twins() as first, twins() as second:
-        for number in range(3):
-            first.train(1, first=number)
-            second.train(1, first=number)
-        first.expect_same()
-        second.expect_same()
 
 
 def test_pinned_memory_is_of_the_size_that_was_asked_for(accelerator: Accelerator) -> None:

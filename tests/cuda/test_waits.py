@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import patrickstar
@@ -21,7 +20,7 @@ from patrickstar.errors import DeviceError
 from patrickstar.optim.masters import rest_type, split
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import TIGHT, WIDTH, batch, twins
+from tests.cuda.twins import TIGHT, Hungry, batch, hungry_mlp, step, twins
 
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
@@ -58,9 +57,7 @@ def test_a_step_never_waits_for_the_device(
         for number in range(WARM_UP + 3):
             inputs = batch(number)
             waits_by_whom(accelerator)
-            pair.model(inputs).square().mean().backward()
-            pair.session.optimizer.step()
-            pair.session.optimizer.zero_grad()
+            step(pair.model, pair.session, inputs)
             lanes, ours = waits_by_whom(accelerator)
             assert ours == 0 or number < WARM_UP
             # Where the host updates, its lane waits for the gradients.
@@ -168,11 +165,7 @@ def expect_no_more_waits(
         for number in range(WARM_UP + 3):
             inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(number)).cuda()
             waits_by_whom(accelerator)
-            for _ in range(accumulate):
-                session.scaler.scale(pair.model(inputs).float().square().mean()).backward()
-            session.scaler.step(session.optimizer)
-            session.scaler.update()
-            session.optimizer.zero_grad()
+            step(pair.model, session, inputs, parts=accumulate)
             _, ours = waits_by_whom(accelerator)
             assert ours <= most or number < WARM_UP
         assert (session.stats().steps, session.stats().reason) == (WARM_UP + 3, "")
@@ -198,10 +191,7 @@ def test_a_step_that_needs_a_number_waits_for_that_alone(
         for number in range(WARM_UP + 3):
             inputs = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(number)).cuda()
             waits_by_whom(accelerator)
-            session.scaler.scale(pair.model(inputs).float().square().mean()).backward()
-            session.scaler.step(session.optimizer)
-            session.scaler.update()
-            session.optimizer.zero_grad()
+            step(pair.model, session, inputs)
             _, ours = waits_by_whom(accelerator)
             assert ours == 1 or number < WARM_UP
         assert session.stats().steps == WARM_UP + 3, "a step was skipped"
@@ -212,47 +202,22 @@ def most_bytes(accelerator: Accelerator) -> int:
     return accelerator.driver_bytes() + torch.accelerator.memory_stats()["allocated_bytes.all.current"]
 
 
-HUNGER = 1 << 17
-
-
-class Hungry(torch.autograd.Function):
-    """Takes memory in its kernel that no trace shows, and gives it back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, FakeTensor):
-            torch.empty(HUNGER, dtype=torch.uint8, device=x.device)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.clone()
-
-
 def test_more_than_was_foreseen_is_said_and_planned_with(
-    accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+    accelerator: Accelerator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator.configure(0.3, 1)
-
-    class Layer(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Hungry.apply(super().forward(x))
-
-    def hungry_mlp() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*[Layer(WIDTH, WIDTH) for _ in range(5)])
-
+    monkeypatch.setattr(Hungry, "nbytes", 1 << 17)
     with twins(hungry_mlp, device_memory=2 * TIGHT) as pair, caplog.at_level(logging.INFO, logger="patrickstar"):
         torch.accelerator.reset_peak_memory_stats()
         pair.model(batch(0)).square().mean().backward()
         pair.session.optimizer.zero_grad()
         pair.train(3, first=1)
         said = [
-            record.message for record in caplog.records if "more at some moment than was foreseen" in record.message
+            record.message for record in caplog.records if "more at some op than its plan left them" in record.message
         ]
         assert len(said) == 1
         assert pair.session.stats().planned_steps == 3
-        assert min(moment.nonmodel_bytes for moment in pair.session.trace.moments) > HUNGER
+        assert min(moment.nonmodel_bytes for moment in pair.session.trace.moments) > Hungry.nbytes
         pair.expect_same()
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import patrickstar
 from patrickstar.optim.hyper import Hyper
 from patrickstar.testing.inside import manage_inside
 from tests.optim.definition import Definition
 
-__all__ = ["CHUNK", "TIGHT", "WIDTH", "Twins", "batch", "mlp", "twins"]
+__all__ = ["CHUNK", "TIGHT", "WIDTH", "Hungry", "Twins", "batch", "hungry_mlp", "mlp", "square", "step", "twins"]
 
 WIDTH = 64
 CHUNK = WIDTH * WIDTH  # elements: a weight is one chunk
@@ -29,6 +30,43 @@ def mlp() -> nn.Module:
     return nn.Sequential(*[part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
+class Hungry(torch.autograd.Function):
+    """Takes memory in a kernel that no trace shows, and gives it back: forward or backward, once it has been spared so many times."""
+
+    nbytes = 0
+    when = "forward"
+    spared = 0
+
+    @staticmethod
+    def take(when: str, device: torch.device) -> None:
+        if Hungry.nbytes and Hungry.when == when:
+            if not Hungry.spared:
+                torch.empty(Hungry.nbytes, dtype=torch.uint8, device=device)
+            Hungry.spared = max(0, Hungry.spared - 1)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            Hungry.take("forward", x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if not isinstance(gradient, FakeTensor):
+            Hungry.take("backward", gradient.device)
+        return gradient.clone()
+
+
+class HungryLayer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hungry.apply(super().forward(x))
+
+
+def hungry_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[HungryLayer(WIDTH, WIDTH) for _ in range(5)])
+
+
 def batch(number: int = 0) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).cuda()
 
@@ -36,6 +74,15 @@ def batch(number: int = 0) -> Tensor:
 def square(model: nn.Module, inputs: Tensor) -> Tensor:
     loss: Tensor = model(inputs).square().mean()
     return loss
+
+
+def step(model: nn.Module, session: Any, inputs: Tensor, *, parts: int = 1) -> None:
+    """A step of a session in any precision, of so many backwards."""
+    for _ in range(parts):
+        session.scaler.scale(model(inputs).float().square().mean()).backward()
+    session.scaler.step(session.optimizer)
+    session.scaler.update()
+    session.optimizer.zero_grad()
 
 
 @dataclass

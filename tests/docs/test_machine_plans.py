@@ -10,7 +10,7 @@ import pytest
 from patrickstar.cli.main import main
 from tests.docs.pages import ROOT, matches, split
 
-PAGES = ("README.md", "docs/guide.md")
+PAGES = ("docs/gpu.md", "docs/guide.md")
 COMMAND = "patrickstar plan --machine "
 
 

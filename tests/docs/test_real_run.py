@@ -7,21 +7,11 @@ import json
 import pytest
 
 from patrickstar.errors import CheckpointError
+from tests.cli.runs import TINY
 from tests.docs.pages import ROOT
 
-TINY = {
-    "model_type": "gpt2",
-    "vocab_size": 320,
-    "n_positions": 16,
-    "n_embd": 64,
-    "n_layer": 1,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+SIZES = {"vocab_size": 320, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+SETTINGS = {**TINY, **SIZES, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
 
 
 @pytest.fixture
@@ -41,7 +31,7 @@ def course(stage, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} bottles stand on the wall, and {n} bottles stay.\n" for n in range(400)))
     numbers = {"steps": 6, "batch_size": 2, "seq_len": 16, "lr": 1e-3, "seed": 0, "look_every": 3, "save_every": 2}
-    return stage.Course(settings=TINY, data=[str(text)], **numbers)
+    return stage.Course(settings=SETTINGS, data=[str(text)], **numbers)
 
 
 def home_of(tmp_path, name):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +19,8 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
 from patrickstar.memory.pinned_space import PinnedSpace
-from patrickstar.memory.stream_lane import StreamLane, StreamTicket
-from patrickstar.memory.thread_lane import ThreadLane
+from patrickstar.memory.stream_lane import StreamLane
 from patrickstar.torch_private import storage_at
-
-if TYPE_CHECKING:
-    pass
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -151,23 +147,6 @@ def arena(space: Callable[..., Any], slot_bytes: int) -> Arena:
     return Arena(slot_bytes, virtual_slots=16, name="test", make_space=space)
 
 
-def test_slots_of_the_host_are_pinned_one_by_one_and_copied_together() -> None:
-    host, device = arena(PinnedSpace, 3 * 4096), arena(partial(DeviceSpace, device=CUDA), 3 * 4096)
-    there, here = host.take(4), device.take(4)
-    numbers = torch.arange(4 * 3 * 1024, dtype=torch.int32)
-    host.wrapping(there, 4, torch.int32)().copy_(numbers)
-    assert host.wrapping(there, 1, torch.uint8)().is_pinned()
-    assert host.wrapping(there + 3, 1, torch.uint8)().is_pinned()
-    device.copying(here, 4, host, there)()
-    assert torch.equal(device.wrapping(here, 4, torch.int32)().cpu(), numbers)
-    device.wrapping(here, 4, torch.int32)().neg_()
-    host.copying(there, 4, device, here)()
-    torch.accelerator.synchronize()
-    assert torch.equal(host.wrapping(there, 4, torch.int32)(), -numbers)
-    host.close()
-    device.close()
-
-
 @device_only
 @pytest.mark.parametrize("way", ["to the device", "to the host"])
 def test_a_copy_of_pinned_slots_returns_before_it_has_begun(way: str, record_property: Callable[..., None]) -> None:
@@ -201,22 +180,6 @@ def test_waiting_on_the_device_keeps_no_thread_waiting(record_property: Callable
     assert ticket.done
     lane.close()
     assert seconds < HIDDEN_S
-
-
-def test_a_thread_of_the_host_comes_after_the_device_and_before_it() -> None:
-    lane, threads = StreamLane("test", CUDA), ThreadLane("threads", works=2)
-    on_host = torch.empty(1 << 20, pin_memory=True)
-    first, second = torch.ones(1 << 20, device=CUDA), torch.empty(1 << 20, device=CUDA)
-    computed = StreamTicket(torch.accelerator.current_stream())
-    down = lane.issue(lambda: on_host.copy_(first, non_blocking=True), [computed])
-    updated = threads.issue(lambda: on_host.mul_(5), [down])
-    up = lane.issue(lambda: second.copy_(on_host, non_blocking=True), [updated, computed])
-    up.wait_on_device()
-    for tensor in (first, second):
-        tensor.record_stream(lane.stream)
-    assert (second.min().item(), second.max().item()) == (5, 5)
-    lane.close()
-    threads.close()
 
 
 # bits of plain PyTorch, without which no comparison means anything

@@ -211,8 +211,9 @@ def test_a_norm_of_the_device_has_the_bits_of_the_hosts() -> None:
     pieces = [torch.randn(count, generator=torch.Generator().manual_seed(count)) for count in (7, 65_536, 200_001)]
     norms = GlobalNorm(), GlobalNorm(CUDA)
     for piece in pieces:
-        norms[0].add_tensor(piece)
-        norms[1].add_tensor(piece.to(CUDA))
+        for norm, there in zip(norms, (piece, piece.to(CUDA))):
+            norm.add(there)
+            norm.end_tensor()
     assert torch.equal(norms[0].result().cpu(), norms[1].result().cpu())
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
-from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.torch_private import storage_at
 from patrickstar.units import MIB
 
@@ -44,14 +39,6 @@ def addresses(accelerator: Accelerator) -> Iterator[DeviceAddresses]:
     made.close()
 
 
-def pinned(nbytes: int) -> tuple[PinnedSpace, Tensor]:
-    """A space whose bytes are pinned, and a tensor over all of it."""
-    space = PinnedSpace(nbytes, unit_bytes=nbytes, name="test")
-    space.prepare(0, nbytes)
-    assert space.pinned_bytes == nbytes, "the system does not pin that"
-    return space, space.tensor(0, nbytes)
-
-
 # memory of the driver
 
 
@@ -75,29 +62,6 @@ def test_mapped_memory_is_none_of_the_allocators(accelerator: Accelerator) -> No
     assert accelerator.driver_bytes() == before[1] + 32 * MIB
     made.close()
     assert accelerator.driver_bytes() == before[1]
-
-
-def test_memory_comes_and_goes_at_the_same_address(addresses: DeviceAddresses) -> None:
-    for number in range(3):
-        addresses.map(48 * MIB, 2 * MIB)
-        tensor = over(addresses.start + 48 * MIB, 2 * MIB // 4).fill_(float(number))
-        assert float(tensor.sum().cpu()) == number * (2 * MIB // 4)
-        del tensor
-        torch.accelerator.synchronize()
-        addresses.unmap(48 * MIB)
-
-
-def test_the_death_of_a_storage_is_noticed(addresses: DeviceAddresses) -> None:
-    tensor = over(addresses.start, 16)
-    died = list[bool]()
-    weakref.finalize(tensor.untyped_storage(), died.append, True)
-    view = tensor[3:]
-    del tensor
-    gc.collect()
-    assert not died
-    del view
-    gc.collect()
-    assert died
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,59 +97,6 @@ def test_an_embedding_and_a_norm_have_the_same_bits_wherever_their_weights_lie(a
 
 
 # pinned memory
-
-
-def test_registered_memory_is_pinned_to_torch_and_of_exact_size(accelerator: Accelerator) -> None:
-    before = accelerator.pinned_bytes()
-    space, tensor = pinned(5 * MIB)
-    assert accelerator.pinned_bytes() - before == 5 * MIB  # of 1.02 that there may be, 1.00
-    assert tensor.is_pinned()
-    space.close()
-    assert accelerator.pinned_bytes() == before
-
-
-@pytest.mark.skipif(not IS_GPU, reason="the test device has no kernel that takes its time")
-def test_copies_of_registered_memory_do_not_keep_the_host_waiting(accelerator: Accelerator) -> None:
-    space, host = pinned(64 * MIB)
-    device = torch.empty(64 * MIB, dtype=torch.uint8, device=CUDA)
-    device.copy_(host, non_blocking=True)
-    torch.cuda.synchronize()
-    for target, source in ((device, host), (host, device)):
-        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        queued = time.perf_counter() - began
-        torch.cuda.synchronize()
-        done = time.perf_counter() - began
-        assert queued < 0.1 < done, (queued, done)
-    space.close()
-
-
-@pytest.mark.skipif(not IS_GPU, reason="the test device has no kernel that takes its time")
-def test_both_directions_and_computing_go_on_at_once(accelerator: Accelerator) -> None:
-    space, host = pinned(512 * MIB)
-    up, down = torch.cuda.Stream(), torch.cuda.Stream()
-    device = torch.empty(512 * MIB, dtype=torch.uint8, device=CUDA)
-    half = 256 * MIB
-
-    def seconds(*parts: str) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(4):
-            if "up" in parts:
-                with up:
-                    device[:half].copy_(host[:half], non_blocking=True)
-            if "down" in parts:
-                with down:
-                    host[half:].copy_(device[half:], non_blocking=True)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    seconds("up", "down")
-    alone, both = seconds("up") + seconds("down"), seconds("up", "down")
-    print(f"a GiB up and a GiB down: {alone:.3f} s one after the other, {both:.3f} s at once")
-    assert both < 0.8 * alone
-    space.close()
 
 
 # streams, events and threads
@@ -247,17 +158,6 @@ def test_a_context_of_a_stream_is_the_threads_own(accelerator: Accelerator) -> N
         thread.join()
         assert torch.accelerator.current_stream(CUDA).stream_id == stream.stream_id
     assert found != [stream.stream_id]
-
-
-def test_the_allocator_says_what_it_has_given_out(accelerator: Accelerator) -> None:
-    before = torch.accelerator.memory_stats(CUDA)["allocated_bytes.all.current"]
-    tensor = torch.empty(8 * MIB, dtype=torch.uint8, device=CUDA)
-    stats = torch.accelerator.memory_stats(CUDA)
-    assert before + 8 * MIB <= stats["allocated_bytes.all.current"] <= before + cuda_block_bytes(8 * MIB)
-    assert stats["allocated_bytes.all.peak"] >= before + 8 * MIB
-    del tensor
-    free, total = torch.accelerator.get_memory_info(CUDA)
-    assert 0 < free <= total
 
 
 def test_torch_tells_of_memory_that_is_missing(accelerator: Accelerator) -> None:

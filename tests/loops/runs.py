@@ -80,6 +80,31 @@ def manage(model: nn.Module, optimizer: Any, memory: Mapping[str, Any], *, kind:
     return patrickstar.manage(model, optimizer, precision=kept, options=options, **memory)  # type: ignore[arg-type]
 
 
+def optimize(
+    model: nn.Module, memory: Mapping[str, Any] | None, *, weight_decay: float = 0.1
+) -> tuple[Any, patrickstar.Session | None]:
+    """torch's fused optimizer; with `memory` that of a session over it, and the session."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=weight_decay, fused=True)
+    session = None if memory is None else manage(model, optimizer, memory)
+    return (optimizer if session is None else session.optimizer), session
+
+
+def trainer_arguments(output: Path) -> dict[str, Any]:
+    """Three steps of transformers' trainer, clipped and accumulated."""
+    batches = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    return {**batches, **quiet, "output_dir": str(output), "use_cpu": True, "seed": 0}
+
+
+def run_trainer(trainer: Any, optimizer: Any, session: patrickstar.Session | None) -> Run:
+    """Trains, and notes what the trainer has logged."""
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    run = Run([torch.tensor(entry["loss"]) for entry in logs], [torch.tensor(float(e["grad_norm"])) for e in logs])
+    return run.finish(trainer.model, optimizer, session)
+
+
 def llama(*, width: int = 32, layers: int = 4) -> LlamaForCausalLM:
     """A decoder of the transformers library; the same bits at each call."""
     torch.manual_seed(0)

@@ -11,16 +11,13 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from tests.loops.runs import Run, budgets, expect_same, llama, manage, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, sentences
 
 
 def train(memory: Mapping[str, Any] | None, *, clip: str) -> Run:
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     model, run = llama(), Run()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    session = None if memory is None else manage(model, optimizer, memory)
-    if session is not None:
-        optimizer = session.optimizer
+    optimizer, session = optimize(model, memory)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
     loader = DataLoader(sentences(12), batch_size=2)  # type: ignore[arg-type]
     prepared, stepped, batches, schedule = accelerator.prepare(model, optimizer, loader, schedule)

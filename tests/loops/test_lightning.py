@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import patrickstar
-from tests.loops.runs import Run, budgets, expect_same, llama, manage, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, sentences
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -52,10 +52,7 @@ class Decoder(lightning.LightningModule):
         self.run.norms.append(torch.stack(norms).norm())
 
     def configure_optimizers(self) -> Any:
-        optimizer: Any = torch.optim.AdamW(self.network.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-        if self.memory is not None:
-            self.session = manage(self.network, optimizer, self.memory)
-            optimizer = self.session.optimizer
+        optimizer, self.session = optimize(self.network, self.memory)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from tests.loops.runs import Run, budgets, expect_same, llama, manage, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, sentences
 from tests.parity.compare import compare_mappings
 
 pytestmark = pytest.mark.slow
@@ -22,11 +22,7 @@ def train(memory: Mapping[str, Any] | None) -> tuple[Run, dict[str, torch.Tensor
         llama(), LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
     )
     run = Run()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: Any = torch.optim.AdamW(trained, lr=1e-2, fused=True)
-    session = None if memory is None else manage(model, optimizer, memory)
-    if session is not None:
-        optimizer = session.optimizer
+    optimizer, session = optimize(model, memory, weight_decay=0.01)
     torch.manual_seed(1)
     data = sentences(12)
     for step in range(3):

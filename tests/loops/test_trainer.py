@@ -7,40 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import Trainer, TrainingArguments, get_cosine_schedule_with_warmup
 
-from tests.loops.runs import Run, budgets, expect_same, llama, manage, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, run_trainer, sentences, trainer_arguments
 
 pytestmark = pytest.mark.slow
 
 
 def train(memory: Mapping[str, Any] | None, output: Path) -> Run:
-    model, run = llama(), Run()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    session = None if memory is None else manage(model, optimizer, memory)
-    if session is not None:
-        optimizer = session.optimizer
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=0,
-    )
+    model = llama()
+    optimizer, session = optimize(model, memory)
+    arguments = TrainingArguments(**trainer_arguments(output))
     schedule = get_cosine_schedule_with_warmup(optimizer, 1, 3)
     trainer = Trainer(model, arguments, train_dataset=sentences(12), optimizers=(optimizer, schedule))  # type: ignore[arg-type]
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    run.losses = [torch.tensor(entry["loss"]) for entry in logs]
-    run.norms = [torch.tensor(float(entry["grad_norm"])) for entry in logs]
-    return run.finish(model, optimizer, session)
+    return run_trainer(trainer, optimizer, session)
 
 
 @pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])

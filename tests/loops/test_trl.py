@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, get_constant_schedule
 
-from tests.loops.runs import VOCABULARY, Run, budgets, expect_same, llama, manage, sentences
+from tests.loops.runs import (
+    VOCABULARY,
+    Run,
+    budgets,
+    expect_same,
+    llama,
+    optimize,
+    run_trainer,
+    sentences,
+    trainer_arguments,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.campaign, pytest.mark.filterwarnings("default")]
 
@@ -28,27 +37,9 @@ def train(memory: Mapping[str, Any] | None, output: Path) -> Run:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    model, run = llama(width=64, layers=8), Run()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    session = None if memory is None else manage(model, optimizer, memory)
-    if session is not None:
-        optimizer = session.optimizer
-    arguments = SFTConfig(
-        output_dir=str(output),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=False,
-        max_grad_norm=0.5,
-        max_length=8,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        seed=0,
-    )
+    model = llama(width=64, layers=8)
+    optimizer, session = optimize(model, memory)
+    arguments = SFTConfig(gradient_checkpointing=False, max_length=8, bf16=False, **trainer_arguments(output))
     examples = Dataset.from_list([{"input_ids": example["input_ids"].tolist()} for example in sentences(12)])
     trainer = SFTTrainer(
         model,
@@ -57,11 +48,7 @@ def train(memory: Mapping[str, Any] | None, output: Path) -> Run:
         processing_class=tokenizer(),
         optimizers=(optimizer, get_constant_schedule(optimizer)),
     )
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    run.losses = [torch.tensor(entry["loss"]) for entry in logs]
-    run.norms = [torch.tensor(float(entry["grad_norm"])) for entry in logs]
-    return run.finish(model, optimizer, session)
+    return run_trainer(trainer, optimizer, session)
 
 
 TIGHT = "2.5MiB"

@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -202,24 +201,6 @@ def test_a_failed_transfer_names_file_offset_and_bytes_and_spoils_nothing_else(t
     assert read(pool, PlaneRef(3, "exp_avg")) == other
 
 
-def test_a_file_cut_short_by_somebody_else_is_found_out(tmp_path):
-    pool = pool_in(tmp_path)
-    os.truncate(pool.extent(FIRST).path, KIB64)
-    with pytest.raises(DeviceError, match=rf"cannot read {2 * KIB64} bytes at offset {KIB64}: no more bytes"):
-        read(pool, FIRST)
-
-
-def test_a_transfer_is_a_work_that_moves_nothing_until_it_is_done(tmp_path):
-    content, target = noise(UNITS[FIRST]), page_aligned(bytes(UNITS[FIRST]))
-    pool = pool_in(tmp_path)
-    writing, reading = pool.writing(FIRST, page_aligned(content)), pool.reading(FIRST, target)
-    reading()
-    assert not any(target)
-    writing()
-    reading()
-    assert bytes(target) == content
-
-
 def test_what_does_not_fit_its_unit_is_our_own_mistake(tmp_path):
     pool = pool_in(tmp_path)
     with pytest.raises(ValueError, match="the buffer 4096"):
@@ -274,21 +255,15 @@ def test_a_pool_that_cannot_be_made_leaves_nothing(tmp_path, fault, reason):
     assert left_in(tmp_path) == []
 
 
-def test_the_systems_own_refusal_is_passed_on(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (KIB64, hard))
-    try:
-        with pytest.raises(DeviceError, match="File too large"):
-            pool_in(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert left_in(tmp_path) == []
-
-
+@pytest.mark.parametrize("first", [{}, UNITS], ids=["empty at first", "not empty"])
 @pytest.mark.parametrize("make_io", [Buffered, Takes])
-def test_a_file_system_without_direct_transfers_is_announced_once(tmp_path, caplog, make_io):
+def test_a_file_system_without_direct_transfers_is_announced_once(tmp_path, caplog, make_io, first):
     with caplog.at_level(logging.WARNING, logger="patrickstar"):
-        pool = pool_in(tmp_path, make_io())
+        pool = pool_in(tmp_path, make_io(), units=first)
+        assert first or not caplog.messages
+        pool.add(UNITS)
+        for ref in UNITS:
+            pool.take(ref)
     messages = [record.message for record in caplog.records if "direct I/O" in record.message]
     assert len(messages) == 1
     assert str(tmp_path) in messages[0]
@@ -372,18 +347,6 @@ def test_units_that_cannot_come_leave_everything_as_it_was(tmp_path, fault):
         pool.take(ref)
     written(pool, next(iter(LATER)), noise(KIB64))
     assert read(pool, next(iter(LATER))) == noise(KIB64)
-
-
-@pytest.mark.parametrize("make_io", [Buffered, Takes])
-def test_a_pool_that_was_empty_announces_a_file_system_without_direct_transfers(tmp_path, caplog, make_io):
-    with caplog.at_level(logging.WARNING, logger="patrickstar"):
-        pool = pool_in(tmp_path, make_io(), units={})
-        assert not any("direct I/O" in record.message for record in caplog.records)
-        pool.add(LATER)
-    messages = [record.message for record in caplog.records if "direct I/O" in record.message]
-    assert len(messages) == 1
-    assert str(tmp_path) in messages[0]
-    assert not pool.direct
 
 
 # The end of a pool

@@ -53,12 +53,12 @@ ASSEMBLED: tuple[Mutant, ...] = (
     ),
     Fault(
         "a-view-of-a-gradient-that-was-let-go-writes-into-the-next", "parameters.assembled:AssembledTensors.dropped"
-    ).by(drop("disown"), f"{GRADIENTS}::test_a_view_of_a_gradient_that_is_let_go_keeps_its_last_values"),
+    ).by(drop("disown"), f"{GRADIENTS}::test_what_is_done_with_gradients_gives_what_it_gives_in_pytorch[outlived]"),
     Fault("whole-tensors-count-against-no-budget", "parameters.assembled:AssembledTensors.taken_bytes").by(
         returns("0"), f"{GRADIENTS}::test_many_whole_gradients_at_once_are_refused_in_numbers"
     ),
     Fault("autograd-saves-the-stand-in-of-a-gradient", "parameters.assembled:AssembledTensors.lasting").by(
-        returns("tensor"), f"{GRADIENTS}::test_autograd_keeps_what_it_saves_of_a_gradient"
+        returns("tensor"), f"{GRADIENTS}::test_what_is_done_with_gradients_gives_what_it_gives_in_pytorch[saved]"
     ),
     Fault("a-pending-step-is-done-after-state-was-read", "step.events:Events.settle").by(
         drop("settle"), f"{STATE}::test_a_state_kept_over_a_step_shows_what_the_step_made_of_it"

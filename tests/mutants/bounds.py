@@ -25,7 +25,7 @@ BOUNDS: tuple[Mutant, ...] = (
     Fault("chunks-on-a-device-are-no-whole-granules", "core.chunk_size:search_chunk_numel").by(
         assign("grain", "GRAIN", nth=1), "tests/core/test_chunk_size.py::test_chunks_of_a_device_are_whole_granules"
     ),
-    Fault("budgets-of-another-machine-are-those-of-this-one", "session.forecast:_forecast").by(
+    Fault("budgets-of-another-machine-are-those-of-this-one", "session.start:set_up").by(
         without("has="), "tests/session/test_resources.py::test_weights_that_are_nowhere_are_no_memory_to_take_over"
     ),
     Fault("a-refusal-names-a-budget-without-fixed-costs", "plan.fit:expect_room").by(

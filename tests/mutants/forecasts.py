@@ -52,7 +52,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault(
         "a-step-that-differentiates-a-gradient-takes-the-place-of-plain-ones",
         "step.known_forwards:KnownForward._course_of",
-    ).by(always("differentiates"), f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on"),
+    ).by(always("makes_graph"), f"{TWICE}::test_a_gradient_penalty_is_planned_from_its_second_step_on"),
     Fault(
         "a-step-that-differentiates-a-gradient-is-followed-by-another-for-ever",
         "step.known_forwards:KnownForward._course_of",
@@ -75,15 +75,17 @@ FORECASTS: tuple[Mutant, ...] = (
         never("grad_fn"),
         "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
     ),
-    Fault("a-trial-run-calls-hooks", "tracing.side_effects:drop_hooks").by(never("_computes"), f"{HOOKS}[forward-cpu]"),
+    Fault("a-trial-run-calls-hooks", "tracing.side_effects:drop_hooks").by(
+        never("_computes"), f"{HOOKS}[forward-cpu-after manage]"
+    ),
     Fault("a-trial-run-drops-the-hooks-that-compute-weights", "tracing.side_effects:_computes").by(
         without("isinstance(...)"), f"{SHOWS}[old spectral norm-roomy]"
     ),
     Fault("a-trial-run-calls-hooks-of-all-modules", "tracing.side_effects:drop_hooks").by(
-        replace("MethodType(...)", "module._call_impl"), f"{HOOKS}[of every module, forward-cpu]"
+        replace("MethodType(...)", "module._call_impl"), f"{HOOKS}[of every module, forward-cpu-after manage]"
     ),
     Fault("a-trial-run-calls-hooks-of-tensors", "tracing.side_effects:HooklessTensors.__torch_function__").by(
-        drop("return RemovableHandle(OrderedDict())"), f"{HOOKS}[of a tensor-cpu]"
+        drop("return RemovableHandle(OrderedDict())"), f"{HOOKS}[of a tensor-cpu-after manage]"
     ),
     Fault("a-trial-run-calls-the-model-where-a-function-holds-it", "tracing.side_effects:CopiedFunctions.__init__").by(
         drop("_copy"), f"{SHOWS}[state in a closure-roomy]"
@@ -104,13 +106,13 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("where-anomalies-are-detected-nothing-is-foreseen", "tracing.trial_values:KnownValues.__torch_dispatch__").by(
         replace("checks_for_nan()", "False"), f"{SHOWS}[anomalies-roomy]"
     ),
-    Fault("the-first-refusal-forgets-what-comes-with-the-first-update", "step.stretches:Stretches._explore").by(
+    Fault("the-first-refusal-forgets-what-comes-with-the-first-update", "step.forwards:KnownForwards._foresee").by(
         assign("trained", "False"), NAMED
     ),
-    Fault("a-step-that-has-run-is-refused", "step.stretches:Stretches._as_it_ran").by(
+    Fault("a-step-that-has-run-is-refused", "step.forwards:KnownForwards._as_it_ran").by(
         returns("recorded", nth=2), NAMED
     ),
-    Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:MissingOperations.__torch_dispatch__").by(
+    Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:MissingOperations._result").by(
         never("ndim"),
         "tests/session/test_forecasts.py::test_a_loss_is_foreseen_with_the_memory_that_it_keeps[mse_loss]",
     ),

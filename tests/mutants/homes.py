@@ -9,14 +9,13 @@ __all__ = ["HOMES"]
 
 TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
-MIXED = "tests/session/test_mixed_homes.py"
 
 HOMES: tuple[Mutant, ...] = (
     Fault("homes-are-reserved-for-gradients-that-nobody-keeps", "core.planes:GradientUse.rest").by(
         returns("self in {GradientUse.CHUNK, GradientUse.UPDATE}"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-none-bf16]",
     ),
-    Fault("a-gradient-that-must-wait-has-no-home", "step.stretches:Stretches._reserve").by(
+    Fault("a-gradient-that-must-wait-has-no-home", "step.forwards:KnownForwards._reserve").by(
         drop("reserve"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[emulated-three-fp32]",
     ),
@@ -24,14 +23,14 @@ HOMES: tuple[Mutant, ...] = (
         replace("self._take_in(...)", "self.reserve_all('')"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-one-fp32]",
     ),
-    Fault("what-cannot-be-traced-has-no-homes-for-gradients", "step.stretches:Stretches._reserve").by(
+    Fault("what-cannot-be-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards._reserve").by(
         drop("reserve_all"),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[emulated-fp32]",
     ),
-    Fault("what-is-never-traced-has-no-homes-for-gradients", "step.stretches:Stretches._explore").by(
+    Fault("what-is-never-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards.expect").by(
         drop("_reserve", nth=1), f"{TESTS}::test_a_forward_that_is_never_traced_has_room_for_every_gradient[emulated]"
     ),
-    Fault("an-evaluation-has-room-for-gradients", "step.stretches:Stretches._reserve").by(
+    Fault("an-evaluation-has-room-for-gradients", "step.forwards:KnownForwards._reserve").by(
         drop("if not torch.is_grad_enabled(): ..."),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[cpu+disk-fp32]",
     ),
@@ -74,11 +73,11 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Fault("a-host-through-which-no-unit-passes-has-no-smallest-budget", "session.smallest:_smallest_host").by(
         replace("host_bytes += refusal.smallest_bytes - refusal.available_bytes", "host_bytes = best"),
-        f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
+        f"{TESTS}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),
     Fault("a-forecast-raises-where-no-unit-passes-through-the-host", "session.smallest:smallest_budgets").by(
         replace("BudgetError", "ZeroDivisionError"),
-        f"{MIXED}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
+        f"{TESTS}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),
     Fault("a-refusal-names-a-budget-that-nobody-has-tried", "session.forecast:_advised").by(
         replace("tried.refused is None", "tried is not None"),

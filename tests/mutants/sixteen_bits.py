@@ -12,7 +12,7 @@ SIXTEEN = "tests/session/test_sixteen_bits.py"
 SCALING = "tests/session/test_loss_scaling.py"
 
 SIXTEEN_BITS: tuple[Mutant, ...] = (
-    Fault("a-copy-that-is-held-keeps-the-old-weight", "parameters.binding:Binding.changed_by_update").by(
+    Fault("a-copy-that-is-held-keeps-the-old-weight", "parameters.changes:Changes.renew").by(
         replace("bound.name in living", "bound.name in () and living"),
         f"{LINE}[hold(2) forward backward step held(2)*=.5 zero train held(2) free train-fp16-cpu+disk]",
     ),
@@ -25,7 +25,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
     ),
     Fault("a-change-in-a-copy-rounds-its-neighbours-masters", "step.copies:Copies._take_changes").by(
         replace("torch.where(changed, value, kept[block])", "value"),
-        f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-some_elements]",
+        f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-by_index]",
     ),
     Fault("fp16-weights-compute-with-bits-that-fp16-does-not-have", "step.copies:Copies._convert").by(
         always("dtype"),
@@ -45,7 +45,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         replace("rest_type(...)", "torch.int16"),
         "tests/cuda/test_users_code.py::test_a_master_that_is_written_comes_back_whole[fp16]",
     ),
-    Fault("other-units-leave-while-a-copy-is-made", "parameters.binding:Binding.enter").by(
+    Fault("other-units-leave-while-a-copy-is-made", "parameters.weight_access:WeightAccess.enter").by(
         assign("units", "[]"), f"{SIXTEEN}::test_no_unit_leaves_while_copies_of_several_are_made"
     ),
     Fault("an-overflow-is-not-found", "step.gradients:Gradients._put").by(

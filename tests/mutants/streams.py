@@ -96,8 +96,8 @@ STREAMS: tuple[Mutant, ...] = (
         always("_prepared"),
         "tests/cuda/test_spaces.py::test_slots_have_memory_from_their_first_use_until_they_are_trimmed[(0.0, 0)-1048576]",
     ),
-    Fault("all-units-are-copied-as-one", "memory.device_space:DeviceSpace.copy_from").by(
-        replace("for offset in range(...): ...", "self._unit_bytes = nbytes; _"),
+    Fault("all-units-are-copied-as-one", "memory.space:copy_by_unit").by(
+        replace("for offset in range(...): ...", "unit_bytes = nbytes; _"),
         "tests/cuda/test_spaces.py::test_bytes_go_to_the_device_and_back[(0.0, 0)-4096]",
     ),
     Fault("a-flag-on-the-device-is-read-at-once", "step.overflow:OverflowFlag.of").by(
@@ -117,7 +117,7 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Fault("flags-have-no-room-beside-a-norm", "session.start:with_pass_bytes").by(
         without("flags", nth=2),
-        "tests/session/test_pass_bytes.py::test_looks_for_overflows_count_in_backwards_and_in_norms",
+        "tests/session/test_resources.py::test_looks_for_overflows_count_in_backwards_and_in_norms",
     ),
     Fault("what-was-found-first-has-no-name", "step.overflow:Overflow.flags").by(
         returns("_[::-1]"), "tests/cuda/test_overflow.py::test_names_come_in_the_order_of_what_was_found"
@@ -189,7 +189,8 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Fault("copies-of-inputs-are-not-foreseen", "tracing.offline:OfflineTracer._try").by(
         replace(
-            "stack.enter_context(owner.meter)", "inputs, keywords = cast_inputs((inputs, keywords), self._compute); _"
+            "stack.enter_context(MissingOperations(owner.meter))",
+            "inputs, keywords = cast_inputs((inputs, keywords), self._compute); _",
         ),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),

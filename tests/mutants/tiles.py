@@ -8,6 +8,8 @@ from tests.mutants.operators import assign, drop, never, replace, returns, witho
 __all__ = ["TILES"]
 
 TESTS = "tests/session/test_tiles.py"
+LINE = "tests/session/test_scripts.py::test_so_it_does_in_tiles"
+OWN = "grad(2)=1 2[forward backward grad(2)] grad(4)=None step zero train"
 
 TILES: tuple[Mutant, ...] = (
     Fault("a-tile-that-was-used-is-not-out-of-date-when-its-parameter-is-written", "parameters.bound:with_tiles").by(
@@ -19,12 +21,15 @@ TILES: tuple[Mutant, ...] = (
     ).by(never("tiles"), f"{TESTS}::test_a_change_in_place_between_forward_and_backward_is_told[in place-fp32]"),
     Fault("tiles-of-a-parameter-share-a-version", "parameters.bound:_tiles").by(
         replace("torch.empty_like(nan)", "standin"),
-        f"{TESTS}::test_without_a_bound_tiles_have_the_same_bits[in_backward]",
+        f"{LINE}[in_backward-train(3) planned(3)-fp32-unbounded]",
     ),
     Fault(
         "tiles-stay-frozen-when-their-parameter-is-trained-after-all",
         "parameters.attributes:Attributes._set_requires_grad",
-    ).by(drop("parameter.requires_grad"), f"{TESTS}::test_frozen_tiles_have_no_gradient_and_can_be_trained_after_all"),
+    ).by(
+        drop("parameter.requires_grad"),
+        f"{LINE}[deferred-freeze(2) train thaw(2) train(2) resume train copy-fp32-roomy]",
+    ),
     Fault("padding-is-looked-for-in-the-wrong-row-of-its-tile", "parameters.tiles:_lookup").by(
         without("tile.first_row", nth=3), f"{TESTS}::test_the_function_takes_its_padding_as_torch_does[-1]"
     ),
@@ -35,13 +40,14 @@ TILES: tuple[Mutant, ...] = (
         "a-tile-adds-to-the-first-rows-of-a-gradient-of-the-users-own",
         "parameters.gradient_access:GradientAccess._take",
     ).by(
-        replace("bound.of(...)", "own.detach()[:bound.rows]"), f"{TESTS}::test_tiles_add_to_a_gradient_of_the_users_own"
+        replace("bound.of(...)", "own.detach()[:bound.rows]"),
+        f"{LINE}[deferred-{OWN}-fp32-roomy]",
     ),
     Fault(
         "every-tile-counts-as-an-update-of-its-parameter", "step.training_in_backward:InBackwardTraining.gradient"
     ).by(
         assign("steps", "self.steps.get(owner, 0) + 1"),
-        f"{TESTS}::test_without_a_bound_tiles_have_the_same_bits[in_backward]",
+        f"{LINE}[in_backward-train(3) planned(3)-fp32-unbounded]",
     ),
     Fault("what-a-failed-backward-left-of-a-tiles-gradient-is-added-to", "step.training:Training.begin_forward").by(
         drop("drop_incomplete"), f"{TESTS}::test_a_backward_that_fails_between_tiles_leaves_no_half_gradient"

@@ -74,7 +74,7 @@ TRAINING: tuple[Mutant, ...] = (
     ),
     Fault("a-change-by-hand-takes-the-rest-of-every-element", "step.masters_by_hand:MastersByHand._carry").by(
         replace("lacks.masked_fill_(...)", "lacks.zero_()"),
-        "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-some_elements]",
+        "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-by_index]",
     ),
     Fault("gradients-of-several-backwards-add-up-in-16-bits", "core.formats:bf16_formats").by(
         replace("PlaneFormat(...)", "PlaneFormat('bfloat16', 2)", nth=3),
@@ -103,7 +103,7 @@ TRAINING: tuple[Mutant, ...] = (
         "tests/session/test_after_manage.py::test_close_gives_back_ordinary_parameters_with_the_current_weights[step]",
     ),
     Fault("an-update-is-no-change-for-autograd", "step.training_deferred:DeferredTraining.step").by(
-        drop("changing"),
+        drop("outdate"),
         "tests/session/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[two_layers]",
     ),
     Fault("in-backward-updates-at-once-what-is-recomputed", "plan.touches:Touches.comes_whole").by(

@@ -15,7 +15,6 @@ RESIDENCY = "tests/plan/test_residency.py"
 LANES = "tests/session/test_lanes.py"
 HOST = "tests/session/test_host_updates.py"
 RUN = "tests/memory/test_updates_of_a_run.py"
-ON_THEIR_WAY = "tests/session/test_gradients_on_their_way.py"
 
 UPDATES: tuple[Mutant, ...] = (
     Fault("a-chunk-is-updated-again-by-whoever-asks-again", "step.pending_step:PendingStep.begin").by(
@@ -78,8 +77,9 @@ UPDATES: tuple[Mutant, ...] = (
         replace("pending.due(touches)", "[]"),
         f"{PENDING}::test_a_forward_that_goes_another_way_has_what_it_needs_updated",
     ),
-    Fault("copies-that-somebody-holds-are-not-renewed", "session.assemble:_build_session").by(
-        assign("may_weave", "lambda: True"), f"{PENDING}::test_what_somebody_holds_of_a_parameter_changes_no_step"
+    Fault("copies-that-somebody-holds-are-not-renewed", "session.build_step:build_step").by(
+        assign("may_weave", "lambda: True"),
+        f"{LINE}[train hold(2) train(3) held(2) evaluate free train-bf16-fp32-cpu+disk]",
     ),
     Fault("what-is-updated-on-the-host-leaves-whoever-holds-it", "step.executor:Executor.update").by(
         never("tier"), f"{HOST}::test_a_weight_that_somebody_holds_is_updated_where_it_is_held"
@@ -146,7 +146,7 @@ UPDATES: tuple[Mutant, ...] = (
     ),
     Fault("a-gradient-goes-down-before-all-of-it-has-been-added-up", "step.stretches:Stretches._plan").by(
         assign("is_last", "kind is StretchKind.TRAINING and True", nth=1),
-        f"{ON_THEIR_WAY}::test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up",
+        f"{HOST}::test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up",
     ),
     Fault("what-is-held-begins-to-go-down", "plan.overlap:_Overlap._descend").by(
         assign("at", "max(len(moments) - self._ahead, self._written.get(ref, -1) + 1, 0)"),

@@ -59,8 +59,11 @@ def update(planes, **hyper):
 
 def different(got, want):
     """Elements whose bits differ; one NaN is like another."""
-    assert got.dtype == want.dtype == torch.float32
-    differ = got.contiguous().view(torch.int32) != want.contiguous().view(torch.int32)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    if not got.is_floating_point():
+        return int((got != want).sum())
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
+    differ = got.contiguous().view(bits) != want.contiguous().view(bits)
     return int((differ & ~(got.isnan() & want.isnan())).sum())
 
 

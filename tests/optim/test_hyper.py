@@ -30,12 +30,6 @@ def test_what_is_no_number_is_refused_by_name(value):
         Hyper.from_group(group(lr=value))
 
 
-@pytest.mark.parametrize("flag", ["amsgrad", "maximize", "capturable", "differentiable"])
-def test_flags_that_change_the_update_are_refused_by_name(flag):
-    with pytest.raises(ConfigError, match=f"{flag}=True is not supported"):
-        Hyper.from_group(group(**{flag: True}))
-
-
 def test_flags_that_choose_an_implementation_are_taken():
     assert Hyper.from_group(group(fused=True)) == Hyper.from_group(group(foreach=True)) == Hyper.from_group(group())
 

@@ -152,27 +152,20 @@ def test_the_originals_own_step_is_refused_until_detached(kind):
     assert target.calls == [("step", False)]
 
 
-def test_after_an_error_in_the_update_the_original_is_still_closed_and_ours_works():
+@pytest.mark.parametrize("where", ["the update", "a user's hook"])
+def test_after_an_error_the_original_is_still_closed_and_ours_works(where, monkeypatch):
     ours, original, target = managed()
-    honest, target.step_groups = target.step_groups, lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        ours.step()
-    with pytest.raises(StateError):
-        original.step()
-    target.step_groups = honest
-    ours.step()
-    assert target.states["a"].step == 1
-
-
-def test_after_an_error_in_a_users_hook_the_original_is_still_closed():
-    ours, original, target = managed()
-    handle = original.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        ours.step()
-    handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "step_groups", lambda: 1 / 0)
+        handle = original.register_step_pre_hook(lambda *_: 1 / 0 if where == "a user's hook" else None)
+        with pytest.raises(ZeroDivisionError):
+            ours.step()
+        handle.remove()
     with pytest.raises(StateError):
         original.step()
     assert target.calls == []
+    ours.step()
+    assert target.states["a"].step == 1
 
 
 def test_a_closure_runs_once_with_gradients_enabled_and_cannot_step_the_original():
@@ -215,18 +208,6 @@ def test_hooks_of_both_optimizers_and_global_ones_run_once_around_the_update():
     before = [("ours", "ManagedOptimizer", [2], 0), ("global", "AdamW", [2], 0), ("original", "AdamW", [2], 0)]
     after = [("original", "AdamW", [2], 1), ("global", "AdamW", [2], 1), ("ours", "ManagedOptimizer", [2], 1)]
     assert seen == [*before, "closure", *after]
-
-
-def test_hooks_registered_before_management_run_too():
-    seen = []
-
-    def register(original):
-        original.register_step_pre_hook(lambda *_: seen.append("pre"))
-        original.register_step_post_hook(lambda *_: seen.append("post"))
-
-    ours, _, _ = managed(prepare=register)
-    ours.step()
-    assert seen == ["pre", "post"]
 
 
 @pytest.mark.parametrize("on", ["ours", "original"])

@@ -1,3 +1,5 @@
+"""The norm of gradients. What takes `make_norm` is the contract of every norm, which `tests/triton` imports."""
+
 import math
 
 import pytest
@@ -9,25 +11,32 @@ from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm, clip_factor
 from tests.optim.oracle import different, sum_of_squares
 
 
-def norm_of(tensors):
-    norm = GlobalNorm()
+@pytest.fixture(scope="module")
+def make_norm():
+    return GlobalNorm
+
+
+def added(norm, tensors, factors=()):
     for tensor in tensors:
-        norm.add_tensor(tensor)
-    return norm.result()
+        norm.add(tensor, factors)
+        norm.end_tensor()
+    return norm
 
 
-def defined_sum(tensors):
-    """The definition, written out over whole tensors."""
+def norm_of(tensors, norm=None):
+    return added(norm or GlobalNorm(), [tensor.detach().reshape(-1) for tensor in tensors]).result()
+
+
+def defined_sum(tensors, factors=()):
+    """The definition, written out over whole tensors: the sum of squares, which shows differences that the norm in fp32 hides."""
     total = 0.0
     for tensor in tensors:
-        flat = tensor.reshape(-1)
+        flat = tensor.float().reshape(-1)
+        for factor in factors:
+            flat = flat * factor
         for start in range(0, flat.numel(), 65_536):
             total += sum_of_squares(flat[start : start + 65_536])
     return total
-
-
-def defined_norm(tensors):
-    return torch.tensor(math.sqrt(defined_sum(tensors)), dtype=torch.float64).float()
 
 
 def gradients(*shapes, seed=1):
@@ -37,67 +46,106 @@ def gradients(*shapes, seed=1):
     return [tensor * 10.0 ** (torch.rand(tensor.shape, generator=generator) * 6 - 3) for tensor in normal]
 
 
-def sum_of_norm(norm):
-    """The sum of squares before root and rounding: shows differences that fp32 hides."""
-    return norm.sum_of_squares()
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "numel", [1, 15, 16, 17, 33, 2_047, 2_048, 2_049, 50_021, 65_535, 65_536, 65_537, 4 * 65_536 + 1, 5 * 65_536]
+)
+def test_a_tensor_of_any_length_has_the_sum_of_its_blocks(numel, dtype, make_norm):
+    (tensor,) = gradients((numel,), seed=numel)
+    tensor = tensor.to(dtype)
+    assert added(make_norm(), [tensor]).sum_of_squares() == defined_sum([tensor])
 
 
-def test_the_norm_is_the_definition():
-    tensors = gradients((300, 700), (65_536,), (1,), (0,), (2, 65_536), (5, 3))
-    norm = GlobalNorm()
-    for tensor in tensors:
-        norm.add_tensor(tensor)
-    assert sum_of_norm(norm) == defined_sum(tensors)
-    assert different(norm_of(tensors), defined_norm(tensors)) == 0
-    assert norm_of(tensors).dtype is torch.float32
-    assert norm_of(tensors).shape == ()
+def test_the_norm_is_the_root_of_the_sum(make_norm):
+    tensors = gradients((210_000,), (65_536,), (1,), (0,), (131_072,), (15,))
+    norm = added(make_norm(), tensors)
+    assert norm.sum_of_squares() == defined_sum(tensors)
+    want = torch.tensor(math.sqrt(defined_sum(tensors)), dtype=torch.float64).float()
+    assert different(norm.result(), want) == 0
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.parametrize("factors", [(0.5,), (1 / 3, 0.7), (1e30, 1e-38)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_factors_multiply_in_fp32_first(factors, dtype, make_norm):
+    tensors = [tensor.to(dtype) / 3 for tensor in gradients((100,), (BLOCK_NUMEL + 2_000,))]
+    scales = [torch.tensor(factor) for factor in factors]
+    got = added(make_norm(), tensors, scales).sum_of_squares()
+    assert got == defined_sum(tensors, scales) != defined_sum(tensors)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_pieces_of_any_length_have_the_sum_of_whole_tensors(data):
-    tensors = gradients((70_000,), (131_072,), (999,))
-    whole, pieces = GlobalNorm(), GlobalNorm()
+def test_pieces_of_any_length_have_the_sum_of_whole_tensors(data, make_norm):
+    tensors, factors = [tensor.bfloat16() for tensor in gradients((1_000,), (150_001,))], [torch.tensor(0.3)]
+    near_blocks = st.sampled_from([BLOCK_NUMEL - 1, BLOCK_NUMEL, BLOCK_NUMEL + 1, 2 * BLOCK_NUMEL])
+    pieces = make_norm()
     for tensor in tensors:
-        whole.add_tensor(tensor)
-        cuts = data.draw(st.lists(st.integers(0, tensor.numel()), max_size=6).map(sorted))
+        cuts = data.draw(st.lists(near_blocks | st.integers(0, tensor.numel()), max_size=5).map(sorted))
+        cuts = [min(cut, tensor.numel()) for cut in cuts]
         for start, stop in zip([0, *cuts], [*cuts, tensor.numel()], strict=True):
-            pieces.add(tensor[start:stop])
+            pieces.add(tensor[start:stop], factors)
         pieces.end_tensor()
-    assert sum_of_norm(pieces) == sum_of_norm(whole)
-    assert different(pieces.result(), whole.result()) == 0
+    assert pieces.sum_of_squares() == added(GlobalNorm(), tensors, factors).sum_of_squares()
 
 
-def test_blocks_are_counted_from_the_start_of_each_tensor():
+def test_blocks_are_counted_from_the_start_of_each_tensor(make_norm):
     seen_apart, seen_together = [], []
     for seed in range(4):
         first, second = gradients((1000,), (BLOCK_NUMEL + 5000,), seed=seed)
-        apart, together = GlobalNorm(), GlobalNorm()
-        apart.add_tensor(first)
-        apart.add_tensor(second)
+        apart, together = added(make_norm(), [first, second]), make_norm()
         together.add(first)
         together.add(second)
         together.end_tensor()
         blocks = [first, second[:BLOCK_NUMEL], second[BLOCK_NUMEL:]]
-        assert sum_of_norm(apart) == sum(map(sum_of_squares, blocks))
-        seen_apart.append(sum_of_norm(apart))
-        seen_together.append(sum_of_norm(together))
+        assert apart.sum_of_squares() == sum(map(sum_of_squares, blocks))
+        seen_apart.append(apart.sum_of_squares())
+        seen_together.append(together.sum_of_squares())
     assert seen_apart != seen_together, "a forgotten end_tensor() would not be seen"
 
 
 def test_the_order_of_tensors_is_the_order_of_the_sum():
-    seen_forward, seen_backward = [], []
+    seen = []
     for seed in range(8):
         tensors = gradients((10_000,), (20_000,), (3000,), (70_000,), seed=seed)
-        forward, backward = GlobalNorm(), GlobalNorm()
-        for tensor in tensors:
-            forward.add_tensor(tensor)
-        for tensor in reversed(tensors):
-            backward.add_tensor(tensor)
-        assert forward.result().item() == pytest.approx(backward.result().item(), rel=1e-6)
-        seen_forward.append(sum_of_norm(forward))
-        seen_backward.append(sum_of_norm(backward))
-    assert seen_forward != seen_backward
+        seen.append([added(GlobalNorm(), order).sum_of_squares() for order in (tensors, tensors[::-1])])
+    assert any(forward != backward for forward, backward in seen)
+
+
+def test_each_sum_has_its_place(make_norm):
+    # Of tensors of this size every third or fourth has other bits in another order of additions; the larger, the fewer.
+    tensors = gradients(*[(1000,)] * 40)
+    sums = [added(make_norm(), [tensor]).sum_of_squares() for tensor in tensors]
+    assert sums == [sum_of_squares(tensor) for tensor in tensors]
+    assert sums != [float(tensor.double().square().sum()) for tensor in tensors]
+
+
+def test_nothing_beyond_the_end_is_summed(make_norm):
+    whole = torch.full((BLOCK_NUMEL + 100,), torch.nan)
+    for numel in (1, 100, 2_051, BLOCK_NUMEL):
+        assert added(make_norm(), [whole[40 : 40 + numel].fill_(2.0)]).sum_of_squares() == 4.0 * numel
+        whole.fill_(torch.nan)
+
+
+def test_what_one_tensor_has_left_is_none_of_the_next_ones(make_norm):
+    norm = added(make_norm(), [torch.full((5_000,), 3.0), torch.full((1,), 2.0)])
+    assert norm.sum_of_squares() == 45_004.0
+    norm.add(torch.ones(3))
+    with pytest.raises(AssertionError, match="end_tensor"):
+        norm.result()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows_wherever_it_is(value, make_norm):
+    for place in (0, 7, 65_535, 65_536, 70_001):
+        tensor = torch.zeros(70_002)
+        tensor[place] = value
+        assert different(norm_of([tensor], make_norm()), torch.tensor(value)) == 0
+
+
+def test_without_gradients_the_norm_is_zero(make_norm):
+    assert different(make_norm().result(), torch.tensor(0.0)) == 0
+    assert different(norm_of([torch.zeros(3), torch.zeros(0)], make_norm()), torch.tensor(0.0)) == 0
 
 
 def test_a_strided_gradient_counts_in_the_order_of_its_indices():
@@ -111,11 +159,6 @@ def test_squares_beyond_fp32_do_not_overflow():
     assert norm_of([torch.full((4,), 1e30)]) == torch.tensor(2e30)
     assert norm_of([torch.full((4,), 1e-30)]) == torch.tensor(2e-30)
     assert norm_of([torch.full((100,), 3e38)]) == math.inf  # the norm itself is beyond fp32
-
-
-def test_without_gradients_the_norm_is_zero():
-    assert different(GlobalNorm().result(), torch.tensor(0.0)) == 0
-    assert different(norm_of([torch.zeros(3), torch.zeros(0)]), torch.tensor(0.0)) == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -141,47 +184,11 @@ def test_the_clip_factor_is_that_of_torch(max_norm, norm):
     assert factor.shape == ()
 
 
-def test_a_piece_in_the_middle_of_a_tensor_is_no_result():
-    norm = GlobalNorm()
-    norm.add(torch.ones(3))
-    with pytest.raises(AssertionError, match="end_tensor"):
-        norm.result()
-
-
 def test_gradients_are_left_as_they_are_and_no_graph_is_kept():
     gradient = torch.ones(70_000, requires_grad=True)
     norm = norm_of([gradient, gradient * 2])
     assert not norm.requires_grad
     assert bool((gradient == 1).all())
-
-
-@pytest.mark.parametrize("numel", [1, 15, 16, 17, 31, 32, 33, 4095, 65_535, 65_537, 4 * 65_536 + 1, 5 * 65_536])
-def test_a_tensor_of_any_length_has_the_sum_of_its_blocks(numel):
-    (tensor,) = gradients((numel,), seed=numel)
-    norm = GlobalNorm()
-    norm.add_tensor(tensor)
-    assert sum_of_norm(norm) == defined_sum([tensor])
-
-
-def test_each_sum_has_its_place():
-    # Of tensors of this size every third or fourth has other bits in another order of additions; the larger, the fewer.
-    tensors = gradients(*[(1000,)] * 40)
-    sums = []
-    for tensor in tensors:
-        norm = GlobalNorm()
-        norm.add_tensor(tensor)
-        sums.append(sum_of_norm(norm))
-    assert sums == [sum_of_squares(tensor) for tensor in tensors]
-    assert sums != [float(tensor.double().square().sum()) for tensor in tensors]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_shows_wherever_it_is(value):
-    for place in (0, 7, 65_535, 65_536, 70_001):
-        tensor = torch.zeros(70_002)
-        tensor[place] = value
-        assert math.isnan(value) == math.isnan(norm_of([tensor]).item())
-        assert not math.isfinite(norm_of([tensor]).item())
 
 
 def test_no_number_of_threads_changes_the_sum():
@@ -190,9 +197,7 @@ def test_no_number_of_threads_changes_the_sum():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            norm = GlobalNorm()
-            norm.add_tensor(tensor)
-            sums.add(sum_of_norm(norm))
+            sums.add(added(GlobalNorm(), [tensor]).sum_of_squares())
     finally:
         torch.set_num_threads(before)
     assert len(sums) == 1

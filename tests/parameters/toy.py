@@ -16,6 +16,7 @@ from patrickstar.core.trace import Touch
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.owner import Owner
 from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import Plain
 
@@ -24,7 +25,7 @@ class NoSlot(Exception):
     pass
 
 
-class ToyOwner:
+class ToyOwner(Owner):
     """Homes outside, `slots` slots inside. Evicts the longest unused unit, never into the same slot, and poisons what it leaves."""
 
     def __init__(self, model: nn.Module, *, slots: int, chunk_numel: int) -> None:
@@ -56,9 +57,6 @@ class ToyOwner:
         return torch.frombuffer(
             self.memory, dtype=torch.float32, count=self.slot_numel, offset=index * self.slot_numel * 4
         )
-
-    def carry_out_pending(self) -> None:
-        pass
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         self.use(name, [Touch(ref)])
@@ -99,12 +97,6 @@ class ToyOwner:
         with torch.inference_mode(False):
             return self.gradients[key.name].reshape(-1).clone()
 
-    def updated(self) -> None:
-        pass
-
-    def thawed(self, name: str) -> None:
-        pass
-
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         assert isinstance(key, AssembledKey), f"{key} is not copied"
         copy.copy_(self.gradients[key.name].view(-1))
@@ -126,18 +118,9 @@ class ToyOwner:
     def has_gradient(self, name: str) -> bool:
         return name in self.gradients
 
-    def is_spent(self, name: str) -> bool:
-        return False
-
     def drop_gradient(self, name: str) -> None:
         self.gradients.pop(name, None)
-        self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was let go")
-
-    def settle(self) -> None:
-        pass
-
-    def expect_room(self, key: AssembledKey) -> None:
-        pass
+        self.binding.assembled.dropped(AssembledKey(name, "grad"), "it was released")
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
         self.gradients[key.name].view(-1).copy_(self.binding.leases.take_copy(key, self.make_copy))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,63 +62,33 @@ def picture_loss(model: Any) -> Tensor:
     return loss
 
 
-def _built(model: str, config: str, loss: Callable[[Any], Tensor], **settings: Any) -> Built:
-    kind, of_config = getattr(transformers, model), getattr(transformers, config)
-    return partial(_make, kind, of_config, settings), loss
-
-
-def _make(kind: Any, config: Any, settings: dict[str, Any]) -> nn.Module:
-    model: nn.Module = kind(config(**settings))
-    return model
+def _built(name: str, loss: Callable[[Any], Tensor], **settings: Any) -> Built:
+    kind = getattr(transformers, name)
+    return lambda: kind(kind.config_class(**settings)), loss
 
 
 ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
-    "opt": lambda: _built("OPTForCausalLM", "OPTConfig", language_loss, **DECODER, ffn_dim=128, word_embed_proj_dim=64),
-    "neox": lambda: _built("GPTNeoXForCausalLM", "GPTNeoXConfig", language_loss, **DECODER),
-    "bloom": lambda: _built(
-        "BloomForCausalLM", "BloomConfig", language_loss, hidden_size=64, n_layer=2, n_head=4, vocab_size=256
-    ),
-    "mistral": lambda: _built("MistralForCausalLM", "MistralConfig", language_loss, **GROUPED),
-    "qwen2-tied": lambda: _built("Qwen2ForCausalLM", "Qwen2Config", language_loss, **GROUPED, tie_word_embeddings=True),
-    "qwen3": lambda: _built("Qwen3ForCausalLM", "Qwen3Config", language_loss, **GROUPED, head_dim=16),
-    "gemma2": lambda: _built("Gemma2ForCausalLM", "Gemma2Config", language_loss, **GROUPED, head_dim=16),
-    "phi": lambda: _built("PhiForCausalLM", "PhiConfig", language_loss, **DECODER),
-    "phi3": lambda: _built("Phi3ForCausalLM", "Phi3Config", language_loss, **GROUPED, pad_token_id=0),
+    "opt": lambda: _built("OPTForCausalLM", language_loss, **DECODER, ffn_dim=128, word_embed_proj_dim=64),
+    "neox": lambda: _built("GPTNeoXForCausalLM", language_loss, **DECODER),
+    "bloom": lambda: _built("BloomForCausalLM", language_loss, hidden_size=64, n_layer=2, n_head=4, vocab_size=256),
+    "mistral": lambda: _built("MistralForCausalLM", language_loss, **GROUPED),
+    "qwen2-tied": lambda: _built("Qwen2ForCausalLM", language_loss, **GROUPED, tie_word_embeddings=True),
+    "qwen3": lambda: _built("Qwen3ForCausalLM", language_loss, **GROUPED, head_dim=16),
+    "gemma2": lambda: _built("Gemma2ForCausalLM", language_loss, **GROUPED, head_dim=16),
+    "phi": lambda: _built("PhiForCausalLM", language_loss, **DECODER),
+    "phi3": lambda: _built("Phi3ForCausalLM", language_loss, **GROUPED, pad_token_id=0),
     "falcon": lambda: _built(
-        "FalconForCausalLM",
-        "FalconConfig",
-        language_loss,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=256,
+        "FalconForCausalLM", language_loss, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
     ),
     "gptj": lambda: _built(
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        language_loss,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        vocab_size=256,
-        n_positions=64,
-        rotary_dim=8,
+        "GPTJForCausalLM", language_loss, n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=64, rotary_dim=8
     ),
-    "mamba": lambda: _built(
-        "MambaForCausalLM", "MambaConfig", language_loss, hidden_size=64, num_hidden_layers=2, vocab_size=256
-    ),
+    "mamba": lambda: _built("MambaForCausalLM", language_loss, hidden_size=64, num_hidden_layers=2, vocab_size=256),
     "rwkv": lambda: _built(
-        "RwkvForCausalLM",
-        "RwkvConfig",
-        language_loss,
-        hidden_size=64,
-        num_hidden_layers=2,
-        vocab_size=256,
-        context_length=64,
+        "RwkvForCausalLM", language_loss, hidden_size=64, num_hidden_layers=2, vocab_size=256, context_length=64
     ),
     "qwen2-moe": lambda: _built(
         "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
         language_loss,
         **GROUPED,
         num_experts=4,
@@ -129,7 +98,6 @@ ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
     ),
     "deepseek-v3": lambda: _built(
         "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
         language_loss,
         **DECODER,
         num_key_value_heads=4,
@@ -146,64 +114,33 @@ ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
         topk_group=1,
     ),
     "bart": lambda: _built(
-        "BartForConditionalGeneration",
-        "BartConfig",
-        language_loss,
-        **SEQUENCE_TO_SEQUENCE,
-        max_position_embeddings=64,
+        "BartForConditionalGeneration", language_loss, **SEQUENCE_TO_SEQUENCE, max_position_embeddings=64
     ),
-    "roberta": lambda: _built("RobertaModel", "RobertaConfig", encoding_loss, **DECODER),
+    "roberta": lambda: _built("RobertaModel", encoding_loss, **DECODER),
     "distilbert": lambda: _built(
-        "DistilBertModel",
-        "DistilBertConfig",
-        encoding_loss,
-        dim=64,
-        n_layers=2,
-        n_heads=4,
-        hidden_dim=128,
-        vocab_size=256,
+        "DistilBertModel", encoding_loss, dim=64, n_layers=2, n_heads=4, hidden_dim=128, vocab_size=256
     ),
     "deberta": lambda: _built(
         "DebertaV2Model",
-        "DebertaV2Config",
         encoding_loss,
         **DECODER,
         relative_attention=True,
         position_buckets=8,
         pos_att_type=["p2c", "c2p"],
     ),
-    "electra": lambda: _built("ElectraModel", "ElectraConfig", encoding_loss, **DECODER, embedding_size=32),
-    "xlnet": lambda: _built(
-        "XLNetModel", "XLNetConfig", encoding_loss, d_model=64, n_layer=2, n_head=4, d_inner=128, vocab_size=256
-    ),
-    "modernbert": lambda: _built("ModernBertModel", "ModernBertConfig", encoding_loss, **DECODER, pad_token_id=0),
+    "electra": lambda: _built("ElectraModel", encoding_loss, **DECODER, embedding_size=32),
+    "xlnet": lambda: _built("XLNetModel", encoding_loss, d_model=64, n_layer=2, n_head=4, d_inner=128, vocab_size=256),
+    "modernbert": lambda: _built("ModernBertModel", encoding_loss, **DECODER, pad_token_id=0),
     "longformer": lambda: _built(
-        "LongformerModel",
-        "LongformerConfig",
-        encoding_loss,
-        **{**DECODER, "max_position_embeddings": 80},
-        attention_window=8,
+        "LongformerModel", encoding_loss, **{**DECODER, "max_position_embeddings": 80}, attention_window=8
     ),
     "funnel": lambda: _built(
-        "FunnelModel",
-        "FunnelConfig",
-        encoding_loss,
-        vocab_size=256,
-        block_sizes=[1, 1],
-        d_model=64,
-        n_head=4,
-        d_head=16,
-        d_inner=128,
+        "FunnelModel", encoding_loss, vocab_size=256, block_sizes=[1, 1], d_model=64, n_head=4, d_head=16, d_inner=128
     ),
-    "convnext": lambda: _built(
-        "ConvNextModel", "ConvNextConfig", picture_loss, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1]
-    ),
-    "resnet": lambda: _built(
-        "ResNetModel", "ResNetConfig", picture_loss, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]
-    ),
+    "convnext": lambda: _built("ConvNextModel", picture_loss, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1]),
+    "resnet": lambda: _built("ResNetModel", picture_loss, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]),
     "swin": lambda: _built(
         "SwinModel",
-        "SwinConfig",
         picture_loss,
         image_size=32,
         patch_size=4,
@@ -214,7 +151,6 @@ ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
     ),
     "segformer": lambda: _built(
         "SegformerModel",
-        "SegformerConfig",
         picture_loss,
         num_encoder_blocks=2,
         depths=[1, 1],
@@ -227,7 +163,6 @@ ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
     ),
     "wav2vec2": lambda: _built(
         "Wav2Vec2Model",
-        "Wav2Vec2Config",
         lambda model: model(sound(400)).last_hidden_state.square().mean(),
         **VISION,
         conv_dim=[16, 16],
@@ -240,7 +175,6 @@ ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
     ),
     "whisper": lambda: _built(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         lambda model: model(input_features=sound(8, 40), labels=tokens()).loss,
         **SEQUENCE_TO_SEQUENCE,
         num_mel_bins=8,
@@ -255,7 +189,6 @@ ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
     ),
     "clip": lambda: _built(
         "CLIPModel",
-        "CLIPConfig",
         lambda model: model(input_ids=tokens(), pixel_values=images(), return_loss=True).loss,
         text_config=TEXT_TOWER,
         vision_config=VISION | PATCHES,
@@ -263,7 +196,6 @@ ARCHITECTURES: Mapping[str, Callable[[], Built]] = {
     ),
     "vit-mae": lambda: _built(
         "ViTMAEForPreTraining",
-        "ViTMAEConfig",
         lambda model: model(pixel_values=images()).loss,
         **VISION,
         **PATCHES,

@@ -20,12 +20,19 @@ WIDTH = 32
 VOCABULARY = 128
 
 
-def run_block(block: Callable[..., Tensor], *inputs: Tensor, checkpointing: str, training: bool) -> Tensor:
-    """The block's output, recomputed in backward where checkpointing asks for it (in training only, as models do)."""
-    if checkpointing == "none" or not training:
-        return block(*inputs)
-    result: Tensor = checkpoint(block, *inputs, use_reentrant=checkpointing == "reentrant")
-    return result
+class Checkpointed(nn.Module):
+    """A module of blocks that are recomputed in backward where checkpointing asks for it (in training only, as models do)."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+
+    def run(self, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """The block's output."""
+        if self.checkpointing == "none" or not self.training:
+            return block(*inputs)
+        result: Tensor = checkpoint(block, *inputs, use_reentrant=self.checkpointing == "reentrant")
+        return result
 
 
 class Feedforward(nn.Module):
@@ -41,12 +48,11 @@ class Feedforward(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class OneBlock(nn.Module):
+class OneBlock(Checkpointed):
     """One block used four times: its accumulators fire once, or with re-entrant checkpointing four times a backward."""
 
     def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
+        super().__init__(checkpointing)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
         self.feedforward = Feedforward()
@@ -59,7 +65,7 @@ class OneBlock(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)  # [B, T, C]
         for _ in range(4):
-            x = run_block(self.block, x, checkpointing=self.checkpointing, training=self.training)
+            x = self.run(self.block, x)
         return self.head(x)
 
 
@@ -83,14 +89,14 @@ class Residual(nn.Module):
         return self.relu(y)
 
 
-class ConvNet(nn.Module):
+class ConvNet(Checkpointed):
     """A small residual network. Recomputed blocks update their running statistics twice, as in PyTorch."""
 
     def __init__(
         self, checkpointing: str, *, channels: int = 24, memory_format: torch.memory_format | None = None
     ) -> None:
-        super().__init__()
-        self.checkpointing, self.memory_format = checkpointing, memory_format
+        super().__init__(checkpointing)
+        self.memory_format = memory_format
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
         self.blocks = nn.ModuleList(Residual(channels) for _ in range(2))
         self.head = nn.Linear(channels, 5)
@@ -100,7 +106,7 @@ class ConvNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.stem(images)  # [B, C, H, W]
         for block in self.blocks:
-            x = run_block(block, x, checkpointing=self.checkpointing, training=self.training)
+            x = self.run(block, x)
         return self.head(x.mean((2, 3)))
 
 
@@ -134,22 +140,18 @@ class Recurrent(nn.Module):
         return self.head(hidden)
 
 
-class Encoder(nn.Module):
+class Encoder(Checkpointed):
     """`nn.TransformerEncoder`: in evaluation without gradients torch takes its fused path, which has other bits."""
 
     def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
+        super().__init__(checkpointing)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=2 * WIDTH, dropout=0.1, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = run_block(
-            self.encoder, self.embedding(tokens), checkpointing=self.checkpointing, training=self.training
-        )
-        return self.head(hidden)
+        return self.head(self.run(self.encoder, self.embedding(tokens)))
 
 
 class TakesWeight(nn.Module):
@@ -159,12 +161,11 @@ class TakesWeight(nn.Module):
         return torch.tanh(x @ weight)
 
 
-class Held(nn.Module):
+class Held(Checkpointed):
     """Parameters used away from their owner: expanded for children, indexed by expert, views held across children."""
 
     def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
+        super().__init__(checkpointing)
         self.query = nn.Parameter(torch.randn(1, 1, WIDTH))
         self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH**0.5)  # [E, C, C]
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(4))
@@ -176,10 +177,10 @@ class Held(nn.Module):
         query = self.query.expand(x.shape[0], x.shape[1], -1)  # held until the last line
         views = [self.experts[index] for index in range(4)]  # all made before the first is used
         for index, child in enumerate(self.children_):
-            x = run_block(child, x, views[index], checkpointing=self.checkpointing, training=self.training)
+            x = self.run(child, x, views[index])
             x = x * self.scales[index]
             if index < len(self.mixers):
-                x = run_block(self.mixers[index], x, checkpointing=self.checkpointing, training=self.training)
+                x = self.run(self.mixers[index], x)
         return (x + query) @ self.extra["out"] + query
 
 
@@ -220,12 +221,11 @@ class ScaledLinear(torch.autograd.Function):
         return scaled @ weight, flat_dy.t() @ flat_x, (dy * (x @ weight.t())).flatten(0, -2).sum(0)
 
 
-class CustomFunction(nn.Module):
+class CustomFunction(Checkpointed):
     """Weights that only a user's own `autograd.Function` uses."""
 
     def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
+        super().__init__(checkpointing)
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(4))
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(64)) for _ in range(4))
 
@@ -234,21 +234,15 @@ class CustomFunction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for index in range(4):
-            x = run_block(
-                lambda x, index=index: self.layer(x, index),
-                x,
-                checkpointing=self.checkpointing,
-                training=self.training,
-            )
+            x = self.run(self.layer, x, index)
         return x
 
 
-class Tied(nn.Module):
+class Tied(Checkpointed):
     """Ties of three kinds: head and embedding, two modules with one weight, a weight and its transpose."""
 
     def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
+        super().__init__(checkpointing)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.between = Feedforward(WIDTH, 4 * WIDTH)
@@ -264,7 +258,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        x = run_block(self.block, x, checkpointing=self.checkpointing, training=self.training)
+        x = self.run(self.block, x)
         return self.head(x)
 
 
@@ -318,12 +312,11 @@ class Branches(nn.Module):
         return self.head(x)
 
 
-class Adapted(nn.Module):
+class Adapted(Checkpointed):
     """Frozen layers with small trained ones beside them, and one trained layer that no optimizer group holds."""
 
     def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
+        super().__init__(checkpointing)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
         self.opening = nn.Linear(WIDTH, WIDTH)  # re-entrant checkpointing needs an input that requires gradients
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(4))
@@ -338,12 +331,7 @@ class Adapted(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.opening(self.embedding(tokens))
         for index in range(4):
-            x = run_block(
-                lambda x, index=index: self.layer(x, index),
-                x,
-                checkpointing=self.checkpointing,
-                training=self.training,
-            )
+            x = self.run(self.layer, x, index)
         return self.head(torch.tanh(self.loose(x)))
 
 
@@ -359,12 +347,12 @@ class Thawed(nn.Module):
         return self.trained(torch.tanh(self.frozen(x)))
 
 
-class Tower(nn.Module):
+class Tower(Checkpointed):
     """Two blocks of six layers, each layer a chunk of its own: one block spans more chunks than the least slots."""
 
     def __init__(self, checkpointing: str, *, on_cpu: bool = False) -> None:
-        super().__init__()
-        self.checkpointing, self.on_cpu = checkpointing, on_cpu
+        super().__init__(checkpointing)
+        self.on_cpu = on_cpu
         self.towers = nn.ModuleList(nn.ModuleList(nn.Linear(44, 44) for _ in range(6)) for _ in range(2))
 
     def block(self, x: Tensor, index: int) -> Tensor:
@@ -374,12 +362,7 @@ class Tower(nn.Module):
 
     def blocks(self, x: Tensor) -> Tensor:
         for index in range(len(self.towers)):
-            x = run_block(
-                lambda x, index=index: self.block(x, index),
-                x,
-                checkpointing=self.checkpointing,
-                training=self.training,
-            )
+            x = self.run(self.block, x, index)
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -403,16 +386,15 @@ class Penalised(nn.Module):
         return self.head(x)
 
 
-class Autocast(nn.Module):
+class Autocast(Checkpointed):
     """fp32 weights under a user's own autocast, which keeps casts of weights for as long as it lasts."""
 
     def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
+        super().__init__(checkpointing)
         self.mixers = nn.ModuleList(Feedforward(48, 64) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16):
             for mixer in (*self.mixers, self.mixers[0]):
-                x = run_block(mixer, x, checkpointing=self.checkpointing, training=self.training)
+                x = self.run(mixer, x)
         return x.float()

@@ -126,12 +126,22 @@ def ulps_between(one: Tensor, other: Tensor, before: Tensor, rate: float) -> Ten
     return (one.double() - other.double()).abs() / ulp.double()
 
 
+def but_for_the_tail(values: Tensor, like: Tensor) -> Tensor:
+    """The values at all places but the last `numel % 16` in the parameter's memory, where the kernel leaves vectors."""
+    kept = torch.ones_like(like, dtype=torch.bool)
+    kept.as_strided((like.numel(),), (1,))[like.numel() - like.numel() % 16 :] = False
+    return values[kept]
+
+
 @pytest.mark.sampled
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_one_step_of_torchs_optimizer_has_equal_moments_and_nearly_equal_weights(name: str, accumulation: int) -> None:
+def test_one_step_of_torchs_optimizer_has_equal_moments_and_weights_that_are_nearly_equal_or_fused_so_in_tails_alone(
+    name: str, accumulation: int, fused: bool
+) -> None:
     ours = oracle.train(CASES[name], accumulation=accumulation, steps=1)
-    theirs = torch_step(name, accumulation, fused=False)
+    theirs = torch_step(name, accumulation, fused=fused)
     before = dict(CASES[name].build().named_parameters())
     rates = {id(p): group["lr"] for group in theirs.optimizer.param_groups for p in group["params"]}
     places = []
@@ -146,37 +156,12 @@ def test_one_step_of_torchs_optimizer_has_equal_moments_and_nearly_equal_weights
         assert same_bits(ours.gradients[0][parameter_name], p.grad)
         assert same_bits(ours.exp_avg[parameter_name], state["exp_avg"])
         assert same_bits(ours.exp_avg_sq[parameter_name], state["exp_avg_sq"])
+        assert not fused or same_bits(but_for_the_tail(got, p), but_for_the_tail(p.detach(), p))
         places.append(ulps_between(got, p.detach(), before[parameter_name].detach(), rates[id(p)]).flatten())
     off = torch.cat(places)
-    assert off.max() <= 2
+    assert off.max() <= (1 if fused else 2)
     assert (off > 1).double().mean() <= 1e-3  # 2e-4 where the root of MKL is off in less than 1 % of all cases
     assert any(not same_bits(p, ours.weights[parameter_name]) for parameter_name, p in before.items())
-
-
-def but_for_the_tail(values: Tensor, like: Tensor) -> Tensor:
-    """The values at all places but the last `numel % 16` in the parameter's memory, where the kernel leaves vectors."""
-    kept = torch.ones_like(like, dtype=torch.bool)
-    kept.as_strided((like.numel(),), (1,))[like.numel() - like.numel() % 16 :] = False
-    return values[kept]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_one_step_of_torchs_fused_optimizer_has_equal_moments_and_bits_but_in_its_tails_and_there_within_an_ulp(
-    name: str, accumulation: int
-) -> None:
-    ours = oracle.train(CASES[name], accumulation=accumulation, steps=1)
-    theirs = torch_step(name, accumulation, fused=True)
-    before = dict(CASES[name].build().named_parameters())
-    rates = {id(p): group["lr"] for group in theirs.optimizer.param_groups for p in group["params"]}
-    for parameter_name, p in theirs.model.named_parameters():
-        if state := theirs.optimizer.state.get(p):
-            assert same_bits(ours.exp_avg[parameter_name], state["exp_avg"])
-            assert same_bits(ours.exp_avg_sq[parameter_name], state["exp_avg_sq"])
-            weight = ours.weights[parameter_name]
-            assert same_bits(but_for_the_tail(weight, p), but_for_the_tail(p.detach(), p))
-            assert (ulps_between(weight, p.detach(), before[parameter_name].detach(), rates[id(p)]) <= 1).all()
 
 
 def test_the_global_norm_is_the_norm_by_blocks_of_65536() -> None:

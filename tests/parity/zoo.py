@@ -209,13 +209,14 @@ def leaf_vectors() -> Batch:
 # Hugging Face models
 
 
-def hugging_face(name: str, config: str, **options: Any) -> Callable[[str], nn.Module]:
+def hugging_face(name: str, **options: Any) -> Callable[[str], nn.Module]:
     """A maker of `transformers`' model of that class from a configuration; imported when first built."""
 
     def make(checkpointing: str) -> nn.Module:
         import transformers
 
-        model: Any = getattr(transformers, name)(getattr(transformers, config)(use_cache=False, **options))
+        kind = getattr(transformers, name)
+        model: Any = kind(kind.config_class(use_cache=False, **options))
         if checkpointing != "none":
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         return model  # type: ignore[no-any-return]
@@ -225,7 +226,6 @@ def hugging_face(name: str, config: str, **options: Any) -> Callable[[str], nn.M
 
 GPT2 = hugging_face(
     "GPT2LMHeadModel",
-    "GPT2Config",
     vocab_size=VOCABULARY,
     n_positions=TOKENS,
     n_embd=48,
@@ -236,7 +236,6 @@ GPT2 = hugging_face(
 )  # dropout of 0.1 in three places, by default
 LLAMA = hugging_face(
     "LlamaForCausalLM",
-    "LlamaConfig",
     vocab_size=VOCABULARY,
     hidden_size=48,
     intermediate_size=96,
@@ -247,7 +246,6 @@ LLAMA = hugging_face(
 )
 BERT = hugging_face(
     "BertForMaskedLM",
-    "BertConfig",
     vocab_size=VOCABULARY,
     hidden_size=WIDTH,
     intermediate_size=64,
@@ -257,7 +255,6 @@ BERT = hugging_face(
 )
 T5 = hugging_face(
     "T5ForConditionalGeneration",
-    "T5Config",
     vocab_size=VOCABULARY,
     d_model=WIDTH,
     d_kv=8,
@@ -268,7 +265,6 @@ T5 = hugging_face(
 )
 VIT = hugging_face(
     "ViTForImageClassification",
-    "ViTConfig",
     hidden_size=WIDTH,
     intermediate_size=64,
     num_hidden_layers=2,
@@ -279,7 +275,6 @@ VIT = hugging_face(
 )
 MIXTRAL = hugging_face(
     "MixtralForCausalLM",
-    "MixtralConfig",
     vocab_size=VOCABULARY,
     hidden_size=WIDTH,
     intermediate_size=32,
@@ -293,7 +288,6 @@ MIXTRAL = hugging_face(
 )
 ALBERT = hugging_face(
     "AlbertForMaskedLM",
-    "AlbertConfig",
     vocab_size=VOCABULARY,
     embedding_size=24,
     hidden_size=48,

@@ -13,7 +13,9 @@ from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.plan.check import check
 from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 from patrickstar.plan.snapshot import Snapshot
 
@@ -100,6 +102,12 @@ class Instance:
         return {"layout": self.layout, "machine": self.machine, "start": self.start, "frees": self.frees}
 
 
+def expect_legal(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> None:
+    """A plan keeps every invariant."""
+    found = check(plan, trace, layout, machine)
+    assert found == [], f"{found}\n{plan}\n{trace}"
+
+
 @st.composite
 def traces(draw: st.DrawFn, refs: Sequence[PlaneRef], *, most_moments: int = 8, writes: bool = True) -> Trace:
     """Moments that touch up to three units; some of them stay held for a while."""
@@ -127,34 +135,16 @@ def starts(
 ) -> Residency:
     """Every unit at some home and in some condition; with copies on the host on the way to the disk, and `flights`: on their way."""
     words = {
-        (compute, compute): ["free", "here", "void"],
-        (Tier.DEVICE, Tier.HOST): ["free", "away", "clean", "dirty", "void", "stale"],
-        (Tier.HOST, Tier.DISK): ["free", "away", "clean", "dirty", "void"],
-        (Tier.DEVICE, Tier.DISK): [
-            *["free", "away", "clean", "dirty", "void", "stale"],
-            *[
-                "free,stale",
-                "void,stale",
-                "away,clean",
-                "away,dirty",
-                "clean,clean",
-                "clean,dirty",
-                "clean,stale",
-                "dirty,stale",
-            ],
-        ],
+        (compute, compute): "free here void",
+        (Tier.DEVICE, Tier.HOST): "free away clean dirty void stale",
+        (Tier.HOST, Tier.DISK): "free away clean dirty void",
+        (Tier.DEVICE, Tier.DISK): """free away clean dirty void stale
+            free,stale void,stale away,clean away,dirty clean,clean clean,dirty clean,stale dirty,stale""",
     }
     moving = {
-        (Tier.DEVICE, Tier.HOST): ["away:H>D", "dirty:D>H"],
-        (Tier.HOST, Tier.DISK): ["away:K>H", "dirty:H>K"],
-        (Tier.DEVICE, Tier.DISK): [
-            "away:K>H",
-            "away,clean:H>D",
-            "away,dirty:H>D",
-            "dirty:D>H",
-            "away,dirty:H>K",
-            "clean,dirty:H>K",
-        ],
+        (Tier.DEVICE, Tier.HOST): "away:H>D dirty:D>H",
+        (Tier.HOST, Tier.DISK): "away:K>H dirty:H>K",
+        (Tier.DEVICE, Tier.DISK): "away:K>H away,clean:H>D away,dirty:H>D dirty:D>H away,dirty:H>K clean,dirty:H>K",
     }
     below = [Tier.HOST, Tier.DISK] if compute is Tier.DEVICE else [Tier.DISK]
     lines = [f"on {compute.value}, slots of {bytes_of_slot(layout, FP32)} bytes"]
@@ -162,7 +152,7 @@ def starts(
     for ref in refs:
         home = draw(st.sampled_from(homes))
         pair = (compute, home)
-        word = draw(st.sampled_from(words[pair] + (moving.get(pair, []) if flights else [])))
+        word = draw(st.sampled_from([*words[pair].split(), *(moving.get(pair, "").split() if flights else ())]))
         lines.append(f"  {ref.plane} {home.value} {word} {ref.chunk}x{slots_of(ref, layout, FP32)}")
     return Residency.of(Snapshot.parse("\n".join(lines)))
 

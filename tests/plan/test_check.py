@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Drop, Wait, is_copy, parse_action
-from patrickstar.plan.check import check, show
+from patrickstar.plan.check import check
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from tests.plan.builders import (
@@ -119,19 +119,6 @@ def test_a_plan_that_is_spoiled_breaks_a_rule(moments: dict[str, str], broken: s
             assert numbers(found) == broken
         case _:
             assert numbers(found) >= set(broken)
-
-
-def test_a_violation_is_shown_between_its_neighbours() -> None:
-    plan = with_moments(plan_of(), m1="")
-    assert show(
-        ["(1) moment 1 forward p1: c1.weight is used but is not on the host", "(9) the end: lost"], plan, TRACE
-    ) == (
-        "(1) moment 1 forward p1: c1.weight is used but is not on the host\n"
-        "       0 forward p0 0 c0.weight*  <-  c0.weight K>H, c0.weight H?\n"
-        "  >    1 forward p1 0 c1.weight held c0.weight  <-\n"
-        "       2 forward p2 0 c2.weight  <-  c1.weight H!, c2.weight K>H, c2.weight H?\n"
-        "(9) the end: lost"
-    )
 
 
 def test_1_a_held_unit_must_be_there_as_well() -> None:

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
-from patrickstar.errors import ConfigError
 from patrickstar.plan.actions import Drop
-from patrickstar.plan.eviction import NEVER, POLICIES, Ranking, Uses, eviction_order, policy_named
+from patrickstar.plan.eviction import NEVER, POLICIES, Ranking, Uses, eviction_order
 from patrickstar.plan.residency import apply, mark_written
 from tests.plan.builders import Instance, few, instances, state_of, trace_of, unit, units
 
@@ -118,11 +117,6 @@ def test_from_the_host_below_a_device_goes_first_what_saves_nothing_there() -> N
     assert list(ranking(Tier.HOST, ())) == units("c0.weight c1.weight c2.weight c3.weight")
 
 
-def test_an_unknown_policy_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r'eviction="next_use".*did you mean "next-use"'):
-        policy_named("next_use")
-
-
 def test_a_copy_that_is_written_elsewhere_before_its_next_use_is_worth_nothing() -> None:
     uses = Uses(trace_of("c0.weight c1.weight", "c0.weight@H*", "c0.weight", "c1.weight"))
     assert [uses.after(unit("c0.weight"), now) for now in range(-1, 4)] == [0, NEVER, 2, 4, 4]
@@ -136,7 +130,7 @@ def test_a_copy_that_is_written_elsewhere_before_its_next_use_is_worth_nothing()
 
 def test_of_what_will_be_written_elsewhere_or_goes_down_what_was_used_longest_ago_goes_first() -> None:
     trace = trace_of("c0.weight@H* c1.weight@H*", "c2.weight", "c0.weight", "c3.grad*", "c1.weight", "c2.weight")
-    worth = policy_named("next-use")(Uses(trace, goes_down=[unit("c3.grad")]))
+    worth = POLICIES["next-use"](Uses(trace, goes_down=[unit("c3.grad")]))
     last = {"c0.weight": 2, "c3.grad": 3, "c1.weight": 4, "c2.weight": 5}
     assert sorted(last, key=lambda text: worth(unit(text), last[text])) == [
         "c0.weight",

@@ -116,7 +116,7 @@ def test_the_refusal_names_the_worst_moment_in_numbers_that_add_up() -> None:
     with pytest.raises(BudgetError) as refused:
         make_plan(trace, layout=layout, machine=machine, start=resting(layout))
     assert str(refused.value) == (
-        "host memory is 100 B short at moment 1 forward p1\n"
+        "host memory is 100 B short at op 1 forward p1\n"
         "  needed 420 B = chunk slots 320 B (5 of 64 B) + activations 100 B;  budget 320 B\n"
         "  fits with: host_memory >= 420 B"
     )
@@ -160,9 +160,9 @@ def test_a_moment_that_does_not_fit_reads_as() -> None:
         smallest_bytes=53 * GIB // 4,
     )
     assert str(error) == (
-        "device memory is 1.25 GiB short at moment 118 backward layers.7.mlp.w1\n"
+        "device memory is 1.25 GiB short at op 118 backward layers.7.mlp.w1\n"
         "  needed 13.25 GiB = chunk slots 7.50 GiB (1920 of 4.00 MiB) + activations 5.75 GiB;  budget 12.00 GiB\n"
-        "  fits with: device_memory >= 13.25 GiB  |  activations of at most 4.50 GiB there: a smaller batch, or recompute"
+        "  fits with: device_memory >= 13.25 GiB  |  activations of at most 4.50 GiB there: a smaller batch, or activation checkpointing"
     )
 
 

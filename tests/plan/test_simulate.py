@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
-from patrickstar.errors import StateError
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import InvariantError
 from patrickstar.plan.simulate import simulate
@@ -62,17 +61,6 @@ def test_what_passes_through_the_host_counts_there_and_on_both_links() -> None:
     simulation = simulate(plan, trace, LAYOUT, device_over_host(2))
     assert simulation.peak == {"device": 2 * SLOT_BYTES, "host": 3 * SLOT_BYTES, "disk": 3 * SLOT_BYTES}
     assert simulation.moved == {link: n * SLOT_BYTES for link, n in {"H>D": 3, "D>H": 1, "H>K": 0, "K>H": 3}.items()}
-
-
-def test_what_does_not_belong_together_is_refused() -> None:
-    plan = make_plan(TRACE, layout=LAYOUT, machine=host_over_disk(3, nonmodel=2), start=resting(LAYOUT))
-    for trace, layout, machine in (
-        (trace_of("c0.weight"), LAYOUT, host_over_disk(3)),
-        (TRACE, layout_of(1, 3), host_over_disk(3)),
-        (TRACE, LAYOUT, device_over_host(3)),
-    ):
-        with pytest.raises(StateError, match="plan again"):
-            simulate(plan, trace, layout, machine)
 
 
 def test_an_illegal_plan_is_not_simulated() -> None:

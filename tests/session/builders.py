@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 import patrickstar
 from patrickstar.memory.links import MakeLane
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
+from patrickstar.tracing.seen_operations import nobody_sees
 from tests.parity.compare import compare_mappings, same_bits
 
 WIDTH = 32
@@ -29,15 +29,19 @@ SLOT = 4 * CHUNK
 TIGHT = 5 * SLOT + 4096
 """Bytes for five of the twenty-four slots of model data and the activations: one more than an update needs at once."""
 
+
+def machine_with(name: str, nbytes: int | str, disk: Path) -> dict[str, Any]:
+    """Arguments of `manage` for a machine with so many bytes where a model computes."""
+    if name == "cpu+disk":
+        return {"device": "cpu", "host_memory": nbytes, "disk": disk}
+    below = {"host_memory": 12 * SLOT, "disk": disk} if name == "emulated+disk" else {}
+    return {"device": "emulated", "device_memory": nbytes, **below}
+
+
 MACHINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
-    "emulated": lambda disk: {"device": "emulated", "device_memory": TIGHT},
-    "cpu+disk": lambda disk: {"device": "cpu", "host_memory": TIGHT + SLOT, "disk": disk},
-    "emulated+disk": lambda disk: {
-        "device": "emulated",
-        "device_memory": TIGHT,
-        "host_memory": 12 * SLOT,
-        "disk": disk,
-    },
+    "emulated": lambda disk: machine_with("emulated", TIGHT, disk),
+    "cpu+disk": lambda disk: machine_with("cpu+disk", TIGHT + SLOT, disk),
+    "emulated+disk": lambda disk: machine_with("emulated+disk", TIGHT, disk),
 }
 """Arguments of `manage` for machines on which `mlp` does not fit, given a directory."""
 
@@ -51,6 +55,28 @@ def mlp(seed: int = 0, *, layers: int = LAYERS) -> nn.Sequential:
     return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
+def tied() -> nn.Sequential:
+    """Two of its layers share a weight."""
+    model = mlp()
+    model[8].weight = model[2].weight
+    return model
+
+
+def transposed() -> nn.Sequential:
+    """A weight lies the other way round in memory."""
+    model = mlp()
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def tiny_gpt2(**given: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **given))
+
+
 def batch(number: int = 0, *, rows: int = 4, width: int = WIDTH) -> Tensor:
     """Inputs, the same for a number whatever has been drawn before."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))
@@ -62,14 +88,21 @@ def options(**given: Any) -> patrickstar.Options:
 
 
 def loss_of(model: nn.Module, number: int = 0, *, rows: int = 4) -> Tensor:
-    loss: Tensor = model(batch(number, rows=rows)).square().mean()
-    return loss
+    return model(batch(number, rows=rows)).square().mean()
 
 
 def backward(model: nn.Module, optimizer: Any = None, number: int = 0, *, rows: int = 4) -> Tensor:
     """A forward and a backward; gives the loss, without its graph. The optimizer is not used."""
     loss = loss_of(model, number, rows=rows)
     loss.backward()
+    return loss.detach().clone()
+
+
+def finish(loss: Tensor, optimizer: Any) -> Tensor:
+    """What comes after the forward in the ordinary loop; gives the loss, without its graph."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     return loss.detach().clone()
 
 
@@ -86,16 +119,32 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3, *, first: int = 0) -
     return torch.stack([train_step(model, optimizer, number) for number in range(first, first + steps)])
 
 
-class WithLoss(nn.Module):
-    """A model that computes its loss itself, so that a forecast sees all of a step."""
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> Callable[[], nn.Module]:
+    """What makes the same bits at each call."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        return make()
+
+    return build
+
+
+class Layers(nn.Module):
+    """A model around a `mlp`, whose forward is that of its layers unless it has its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.layers(x).square().mean()
-        return loss
+        return self.layers(x)
+
+
+class WithLoss(Layers):
+    """A model that computes its loss itself, so that a forecast sees all of a step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
 
 
 class Adapted(nn.Module):
@@ -117,16 +166,17 @@ class Adapted(nn.Module):
 
 
 def step_with_loss(model: nn.Module, optimizer: Any, number: int = 0, *, rows: int = 4) -> Tensor:
-    loss = model(batch(number, rows=rows))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return finish(model(batch(number, rows=rows)), optimizer)
 
 
 def adamw(model: nn.Module) -> patrickstar.AdamW:
     """An update in which every hyper-parameter counts."""
     return patrickstar.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
+
+
+def managed(model: nn.Module, **keywords: Any) -> Any:
+    """A session of a model; without a budget, the tight one of the emulated device."""
+    return patrickstar.manage(model, adamw(model), **{"options": options(), **(keywords or EMULATED)})
 
 
 class Pair:
@@ -168,7 +218,7 @@ class Pair:
     def each(self, act: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[Any, Any]:
         """`act(model, optimizer, ...)` for both from the same random state: what the plain one gave, what the managed."""
         state = torch.get_rng_state()
-        with _disable_current_modes():  # what the twin makes is no matter of the session's
+        with nobody_sees():  # what the twin makes is no matter of the session's
             want = act(self.plain, self.plain_optimizer, *args, **keywords)
         torch.set_rng_state(state)
         return want, act(self.model, self.optimizer, *args, **keywords)
@@ -184,6 +234,11 @@ class Pair:
             self.same(train, steps, first=first)
         for number in range(first, first + steps) if by is not None else ():
             self.same(by, number)
+
+    def train_same(self, steps: int = 3, *, first: int = 0, by: Callable[..., Any] | None = None) -> None:
+        """As `train`; then all that is held is the same, too."""
+        self.train(steps, first=first, by=by)
+        self.expect_same()
 
     def step(self) -> None:
         """What comes after a backward, for both."""

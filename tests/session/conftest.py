@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
+from patrickstar.core.planes import STEP
+from patrickstar.plan.actions import Issue
 from patrickstar.testing.faults import FaultyIO
-from tests.session.builders import MACHINES, Pair
+from patrickstar.tracing.seen_operations import show_to, shown_to
+from tests.session.builders import MACHINES, Pair, store_of
+from tests.session.script import Script
+from tests.session.test_exceptions import Trips
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -25,12 +32,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No session leaves a dispatch mode on torch's stack when it is closed; if one does, the next test has none of it."""
+    """No session sees operations when it is closed; if one does, the next test has none of it."""
     yield
-    left = len(_get_current_dispatch_mode_stack())
-    for _ in range(left):
-        _pop_mode()
-    assert not left, f"{left} dispatch modes were left on the stack"
+    left = shown_to()
+    if left:
+        show_to(())
+    assert not left, f"operations are still shown to {left}"
 
 
 @pytest.fixture
@@ -45,6 +52,20 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
     yield make
     for pair in pairs:
         pair.session.close()
+
+
+@pytest.fixture
+def make_script() -> Iterator[Callable[..., Script]]:
+    """Makes scripts whose sessions are closed when the test is over, whatever has become of them."""
+    scripts: list[Script] = []
+
+    def make(*args: Any, **keywords: Any) -> Script:
+        scripts.append(Script(*args, **keywords))
+        return scripts[-1]
+
+    yield make
+    for script in scripts:
+        script.managed.close()
 
 
 @pytest.fixture(params=MACHINES)
@@ -65,3 +86,66 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> FaultyIO:
     io = FaultyIO()
     monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: io)
     return io
+
+
+@pytest.fixture
+def disarmed() -> Iterator[None]:
+    """What was to raise in a backward does so no more."""
+    yield
+    Trips.armed = False
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pair], AbstractContextManager[None]]:
+    """Has the first wait for an update interrupted while that is in the middle of its work, in the lane's thread."""
+
+    @contextmanager
+    def interrupted(pair: Pair) -> Iterator[None]:
+        begun, may_end = threading.Event(), threading.Event()
+        passes, store = type(pair.session._parts.training.updates.passes["cpu"]), type(store_of(pair.session))
+        update, real_wait, real_land = passes.update, store._wait, store._land
+
+        def slow(*args: Any, **keywords: Any) -> None:
+            begun.set()
+            assert may_end.wait(60)
+            update(*args, **keywords)
+
+        def wait(self: Any, issue: Issue) -> None:
+            if issue.of.plane == STEP and not may_end.is_set():
+                assert begun.wait(60)
+                raise KeyboardInterrupt
+            real_wait(self, issue)
+
+        def land(self: Any, issue: Issue) -> None:
+            threading.Timer(0.1, may_end.set).start()
+            real_land(self, issue)
+            assert issue.of.plane != STEP or may_end.is_set(), "it goes on while it is under way"
+
+        with monkeypatch.context() as patched:
+            patched.setattr(passes, "update", slow)
+            patched.setattr(store, "_wait", wait)
+            patched.setattr(store, "_land", land)
+            yield
+
+    return interrupted
+
+
+@pytest.fixture
+def failing_update(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pair, int], AbstractContextManager[None]]:
+    """Has the kernel of the n-th update raise."""
+
+    @contextmanager
+    def failing(pair: Pair, nth: int) -> Iterator[None]:
+        passes, calls = type(pair.session._parts.training.updates.passes["cpu"]), itertools.count(1)
+        update = passes.update
+
+        def fails(*args: Any, **keywords: Any) -> None:
+            if next(calls) == nth:
+                raise MemoryError
+            update(*args, **keywords)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(passes, "update", fails)
+            yield
+
+    return failing

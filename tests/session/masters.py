@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from tests.parity.compare import compare_mappings
 from tests.parity.oracle import Types, narrow
 from tests.session.builders import TIGHT, adamw, batch, mlp, options
 
@@ -32,6 +31,7 @@ class Twin:
         self.types = Types.of(kind)
         self.masters = build()
         self.optimizer = adamw(self.masters)
+        self.scale = SCALE if self.types and self.types.scales else 1.0
         self.unrounded = False
         self.own: set[str] = set()
         self.model = build() if self.types else self.masters
@@ -68,11 +68,6 @@ class Twin:
             master.data = torch.where(was == weight, master.detach(), weight.detach().float())
         self.narrow()
 
-    def backward(self, number: int, *, adds_up: bool = False) -> Tensor:
-        loss: Tensor = self.model(batch(number).to(self.compute)).float().square().mean()
-        self.backward_of(loss, adds_up=adds_up)
-        return loss.detach()
-
     def backward_of(
         self, loss: Tensor, *, adds_up: bool = False, retain_graph: bool = False, inputs: list[Tensor] | None = None
     ) -> None:
@@ -80,8 +75,7 @@ class Twin:
         if self.types is None:
             loss.backward(retain_graph=retain_graph, inputs=inputs)
             return
-        scale = SCALE if self.types.scales else 1.0
-        (loss * scale).backward(retain_graph=retain_graph, inputs=inputs)
+        (loss * self.scale).backward(retain_graph=retain_graph, inputs=inputs)
         pairs = list(zip(self.masters.named_parameters(), self.model.parameters(), strict=True))
         for (name, master), weight in reversed(pairs):  # as they arrive
             if weight.grad is None:
@@ -92,7 +86,7 @@ class Twin:
                 continue
             self.unrounded |= master.grad is not None
             kept = weight.grad if adds_up or self.unrounded or name in self.whole else weight.grad.to(self.types.kept)
-            wide = kept.float() / scale
+            wide = kept.float() / self.scale
             master.grad = wide if master.grad is None else master.grad + wide
             weight.grad = None
 
@@ -132,43 +126,28 @@ class Twin:
         self.optimizer.step()
         self.narrow()
 
-    def step(self, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-        """A step of the ordinary loop; gives the losses."""
-        losses = [self.backward(first + number, adds_up=backwards > 1) for number in range(backwards)]
-        self.update()
-        self.optimizer.zero_grad()
-        return losses
 
-
-def managed_backward(session: patrickstar.Session, model: nn.Module, number: int = 0) -> Tensor:
-    loss: Tensor = model(batch(number)).float().square().mean()
-    session.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def managed_step(session: Any, model: nn.Module, *, backwards: int = 1, first: int = 0) -> list[Tensor]:
-    losses = [managed_backward(session, model, number) for number in range(first, first + backwards)]
+def managed_step(session: Any, model: nn.Module, *, first: int = 0) -> None:
+    session.scaler.scale(model(batch(first)).float().square().mean()).backward()
     session.scaler.step(session.optimizer)
     session.scaler.update()
     session.optimizer.zero_grad()
-    return losses
+
+
+def in_kind(kind: str, *, scale: float = SCALE, **given: Any) -> dict[str, Any]:
+    """Arguments of `manage` for a kind such as "fp32" or "bf16-fp32", and for these options. A loss scale stays, so that no step is skipped."""
+    kept, _, compute = kind.partition("-")
+    stays = patrickstar.LossScale(initial=scale, dynamic=False)
+    return {"precision": kept, "options": options(**{"compute": compute or kept, "loss_scale": stays, **given})}
 
 
 def manage(
     model: nn.Module, kind: str = "bf16", *, optimizer: Any = None, given: dict[str, Any] | None = None, **keywords: Any
 ) -> patrickstar.Session:
     """`keywords`: of `manage`; without a budget, the tight one of the emulated device."""
-    kept, _, compute = kind.partition("-")
-    scale = patrickstar.LossScale(initial=SCALE, dynamic=False)
     return patrickstar.manage(
         model,
         optimizer or adamw(model),
-        precision=kept,
-        options=options(**{"compute": compute or kept, "loss_scale": scale, **(given or {})}),
+        **in_kind(kind, **(given or {})),
         **(keywords if keywords.keys() - {"step"} else {"device": "emulated", "device_memory": TIGHT, **keywords}),
     )
-
-
-def expect_same(twin: Twin, session: patrickstar.Session) -> None:
-    want = dict(twin.masters.state_dict())
-    assert not (found := compare_mappings("master", want, dict(session.state_dict()))), "\n".join(found)

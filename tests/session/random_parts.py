@@ -134,7 +134,7 @@ BLOCKS: dict[str, tuple[Callable[[nn.Linear], dict[str, Any]], Callable[[Any, Te
     "detach": (_weight, lambda m, x: x @ m.w.detach().t() - x * m.w[:, 1]),
     "numbers": (lambda _: {"w": _parameter()}, lambda m, x: x * float(m.w) + m.w.item() * m.w),
     "numpy": (_weight, lambda m, x: x + torch.from_numpy(m.w.detach().numpy()[0].copy()) * m.w[1]),
-    "stacked": (lambda s: _linear(s) | _weight(s), lambda m, x: torch.stack([m.a.weight, m.w]).sum(0)[0] + m.a(x)),
+    "stacked": (lambda s: _linear(s) | _weight(s), lambda m, x: torch.stack([m.a.weight, m.w]).prod(0)[0] + m.a(x)),
     "where": (_weight, lambda m, x: x @ torch.where(m.w > 0, m.w, 0.1 * m.w).masked_fill(m.w > 0.5, 0.5)),
     "out": (_weight, lambda m, x: x + m.w[0] + torch.no_grad()(partial(torch.mm, out=torch.empty(W, W)))(m.w, m.w)[0]),
     "function": (_weight, lambda m, x: Scale.apply(x, m.w)),

@@ -18,7 +18,8 @@
     lr*=.5, freeze(3), thaw(3), forget              all of the optimizer's state is forgotten
     keep, back, save, load, resume                  weights kept and loaded again; a checkpoint; it is loaded by another session, of another model
     evaluate, infer, copy, read                     a loss without a graph; a deep copy; everything that is held is compared
-    since, planned(2)                               since it was last asked, as many steps were planned and none was not
+    since, planned(2), planned(4,1)                 since it was last asked, as many steps were planned and none was not, or as many
+    4[forward zero backward step]                   four times
 
 What a word gives must have the same bits on both sides; at the end, so must everything that is held.
 """
@@ -27,14 +28,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from patrickstar.tracing.seen_operations import nobody_sees
 from tests.parity.compare import compare_mappings, same_bits
 from tests.session.builders import LAYERS, held_states, mlp, states
 from tests.session.sides import Managed, Plain, Side
@@ -175,7 +176,7 @@ def _lr(side: Side, word: Word) -> None:
 
 
 def _keep(side: Side, _: Word) -> None:
-    with _disable_current_modes():  # copies elsewhere: they take nothing of a device's memory
+    with nobody_sees():  # copies elsewhere: they take nothing of a device's memory
         side.kept = {name: held.clone() for name, held in side.model.state_dict().items()}
 
 
@@ -235,11 +236,22 @@ class Script:
         self.said: list[str] = []
         self.counted = (0, 0)
 
-    def run(self, line: str) -> None:
-        """Does every word of a line."""
-        for word in re.sub(
-            r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line
-        ).split():
+    @property
+    def session(self) -> Any:
+        return self.managed.session
+
+    @property
+    def model(self) -> Any:
+        """The managed one."""
+        return self.managed.model
+
+    def run(self, line: str, **keywords: Any) -> None:
+        """Does every word of a line; its forwards are given these keywords."""
+        self.plain.keywords = self.managed.keywords = keywords
+        line = re.sub(r"train(\((\d+)\))?", lambda said: "forward backward step zero " * int(said[2] or 1), line)
+        while repeated := re.search(r"(\d+)\[([^][]*)\]", line):
+            line = line.replace(repeated[0], f"{repeated[2]} " * int(repeated[1]))
+        for word in line.split():
             self.say(word)
 
     def say(self, word: str) -> None:
@@ -249,21 +261,36 @@ class Script:
             return self.compare()
         said = Word.of(word)
         if said.verb in ("since", "planned"):
-            return self.count(int(said.args) if said.args else None)
+            return self.count([int(number) for number in said.args.split(",") if number])
         act = _VERBS[said.verb]
-        with _disable_current_modes():  # what the twin makes is no matter of the session's
+        with nobody_sees():  # what the twin makes is no matter of the session's
             want = act(self.plain, said)
         got = act(self.managed, said)
         same = same_bits(want, got) if isinstance(want, Tensor) and isinstance(got, Tensor) else want == got
         assert same, f"{' '.join(self.said)}: gives {got}, plain PyTorch {want}"
         return None
 
-    def count(self, planned: int | None) -> None:
-        """So many steps were planned since this was last called, and all of them."""
+    def weights(self, change: Callable[[nn.Module], Any]) -> None:
+        """Both models' weights are changed by hand."""
+        for side in (self.plain, self.managed):
+            side.with_weights(lambda: change(side.model))
+        self.said.append(getattr(change, "__name__", "weights"))
+
+    def gradients(self, act: Callable[[nn.Module], Any], *, changes: bool) -> None:
+        """Both models' gradients are read or changed by hand, with the same result."""
+        numbers = range(len(self.plain.parameters)) if changes else ()
+        want, got = (
+            side.with_gradients(lambda: act(side.model), changes=numbers) for side in (self.plain, self.managed)
+        )
+        self.said.append(getattr(act, "__name__", "gradients"))
+        assert not isinstance(want, Tensor) or same_bits(want, got), f"{' '.join(self.said)}: gives {got}, not {want}"
+
+    def count(self, wanted: Sequence[int]) -> None:
+        """So many steps were planned since this was last called, and as many were not: none, if nothing is said."""
         stats, before = self.managed.session.stats(), self.counted
         self.counted = stats.planned_steps, stats.reactive_steps
         found = tuple(now - then for now, then in zip(self.counted, before, strict=True))
-        assert planned is None or found == (planned, 0), (
+        assert not wanted or found == (*wanted, 0)[:2], (
             f"{' '.join(self.said)}: planned, reactive {found}: {stats.reason}"
         )
 

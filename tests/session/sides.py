@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,8 +19,8 @@ from tests.session.masters import Twin, manage
 __all__ = ["Managed", "Plain", "Side"]
 
 
-class Side(ABC):
-    """One of the two: what a session has a way of its own for is abstract."""
+class Side:
+    """One of the two: what a session has a way of its own for is in its own class."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype) -> None:
         self.model = model
@@ -29,46 +28,18 @@ class Side(ABC):
         self.parameters = list(model.parameters())
         self.updated = self.parameters  # those that the optimizer has
         self.waiting: list[Tensor] = []
+        self.keywords: dict[str, Any] = {}  # of each forward
         self.batches = 0
         self.kept: dict[str, Tensor] = {}
 
-    @property
-    @abstractmethod
-    def optimizer(self) -> Any:
-        """What `param_groups` and `zero_grad` are asked of."""
-
-    @abstractmethod
-    def backward(self, loss: Tensor, *, keep: bool, inputs: list[Tensor] | None = None) -> None: ...
-
-    @abstractmethod
-    def zero(self, through: str, to_none: bool) -> None: ...
-
-    @abstractmethod
-    def step(self) -> None: ...
-
-    @abstractmethod
-    def with_gradients(self, act: Callable[[], Any], *, changes: Sequence[int] = ()) -> Any:
-        """Does what reads `.grad` of `parameters`, or changes those of some."""
-
-    def assigned(self, number: int, *, is_one: bool) -> None:  # noqa: B027 - a session sees for itself
-        """Is told that a gradient, or None, was assigned."""
-
-    @abstractmethod
-    def with_weights(self, act: Callable[[], Any]) -> Any:
-        """Does what reads or writes `parameters`."""
-
-    @abstractmethod
-    def write(self, number: int, value: float) -> None:
-        """Sets a whole master."""
-
-    def hold(self, number: int) -> None:  # noqa: B027 - a view of a plain weight is the weight
-        """Keeps a view of a weight."""
+    def hold(self, number: int) -> None:
+        """Keeps a view of a weight: of a plain one that is the weight."""
 
     def held(self, number: int) -> Tensor:
         """The view that was kept."""
         return self.parameters[number].view(-1)
 
-    def keep_memory(self, number: int) -> None:  # noqa: B027 - likewise
+    def keep_memory(self, number: int) -> None:
         """Keeps a weight's memory."""
 
     def memory(self, number: int) -> Any:
@@ -80,22 +51,8 @@ class Side(ABC):
         three = torch.tensor(3.0, dtype=self.compute)
         self.memory(number)[4] = three.view(torch.int16 if three.itemsize == 2 else torch.int32).item()
 
-    def free(self) -> None:  # noqa: B027 - likewise
+    def free(self) -> None:
         """Lets go of what was kept."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Goes on elsewhere."""
-
-    @abstractmethod
-    def limit(self, norm: float) -> Tensor:
-        """Clips the global norm as `docs/bits.md` defines it."""
-
-    @abstractmethod
-    def save(self) -> None: ...
-
-    @abstractmethod
-    def load(self) -> None: ...
 
     def train(self, number: int, yes: bool) -> None:
         self.parameters[number].requires_grad_(yes)
@@ -104,8 +61,8 @@ class Side(ABC):
         x = batch(self.batches, rows=rows).to(self.compute)
         self.batches += 1
         used = self.model if layers == LAYERS else self.model[: 2 * layers]  # type: ignore[index]
-        found: Tensor = used(x).float().square().mean()
-        return found
+        found = used(x, **self.keywords)
+        return found if found.ndim == 0 else found.float().square().mean()  # of a model that gives its loss
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -139,11 +96,12 @@ class Plain(Side):
         self.optimizer.zero_grad(set_to_none=to_none)
 
     def write(self, number: int, value: float) -> None:
+        """Sets a whole master."""
         self.updated[number].data.fill_(value)
         self.twin.narrow()
 
     def resume(self) -> None:
-        """Without gradients, which no checkpoint has."""
+        """Goes on elsewhere, without gradients, which no checkpoint has."""
         self.save()
         self.load()
 
@@ -151,19 +109,23 @@ class Plain(Side):
         self.twin.update()
 
     def with_gradients(self, act: Callable[[], Any], *, changes: Sequence[int] = ()) -> Any:
+        """Does what reads `.grad` of `parameters`, or changes those of some."""
         changed = [self.updated[number].grad for number in changes if self.names[number] not in self.twin.own]
         self.twin.unrounded |= any(gradient is not None for gradient in changed)
         return self.twin.change_gradients(lambda _: act())
 
     def assigned(self, number: int, *, is_one: bool) -> None:
+        """Is told that a gradient, or None, was assigned: a session sees for itself."""
         (self.twin.own.add if is_one else self.twin.own.discard)(self.names[number])
 
     def with_weights(self, act: Callable[[], Any]) -> Any:
+        """Does what reads or writes `parameters`."""
         result = act()
         self.twin.carry()
         return result
 
     def limit(self, norm: float) -> Tensor:
+        """Clips the global norm as `docs/bits.md` defines it."""
         gradients = {name: p.grad for name, p in self.twin.masters.named_parameters() if p.grad is not None}
         before = global_norm(gradients)
         self.twin.multiply(clip_factor(before, norm))
@@ -215,6 +177,8 @@ class Managed(Side):
     def backward(self, loss: Tensor, *, keep: bool, inputs: list[Tensor] | None = None) -> None:
         self.session.scaler.scale(loss).backward(retain_graph=keep, inputs=inputs)  # type: ignore[no-untyped-call]
         self._is_scaled = self.session.scaler.is_enabled()
+
+    def assigned(self, number: int, *, is_one: bool) -> None: ...
 
     def step(self) -> None:
         self.session.scaler.step(self.optimizer)

@@ -23,6 +23,7 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     WIDTH,
+    Layers,
     Pair,
     WithLoss,
     adamw,
@@ -30,7 +31,9 @@ from tests.session.builders import (
     batch,
     everything,
     expect_bits,
+    finish,
     is_ordinary,
+    managed,
     mlp,
     options,
     step_with_loss,
@@ -40,7 +43,7 @@ from tests.session.builders import (
 
 
 def manage(model: nn.Module, **keywords: Any) -> patrickstar.Session:
-    return patrickstar.manage(model, adamw(model), options=options(), **keywords)
+    return managed(model, **keywords)
 
 
 def limited(tier: str, nbytes: int, disk: Path) -> dict[str, Any]:
@@ -104,9 +107,31 @@ def test_the_smallest_budget_named_runs_and_nine_tenths_of_it_are_refused_before
     assert refusal.value.tier == tier
     if session is not None:
         assert session.stats().steps == 0
-        expect_bits(before, {name: tensor.clone() for name, tensor in session.state_dict().items()})
+        expect_bits(before, values(session))
         session.close()
     expect_bits(before, values(model))
+
+
+def expect_smallest(build: Callable[[], nn.Module], tier: str, **given: Any) -> tuple[int, int, BudgetError]:
+    """What a forecast names runs, and a byte less does not; gives it, the peak in it, and the refusal."""
+
+    def run(nbytes: int) -> int:
+        model = build()
+        with managed(model, **given, **{f"{tier}_memory": nbytes}) as session:
+            for number in range(3):
+                step_with_loss(model, session.optimizer, number)
+            return session.stats().peak[tier]  # type: ignore[no-any-return]
+
+    def foreseen(nbytes: int) -> Any:
+        return forecast(build(), {"x": batch()}, options=options(), **given, **{f"{tier}_memory": nbytes})
+
+    smallest = foreseen(4096).minimum[tier]
+    assert (foreseen(smallest).fits, foreseen(smallest - 1).fits) == (True, False)
+    peak = run(smallest)
+    assert peak <= smallest
+    with pytest.raises(BudgetError) as refusal:
+        run(smallest - 1)
+    return smallest, peak, refusal.value
 
 
 @pytest.mark.sampled
@@ -116,21 +141,8 @@ def test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_
     precision: str, step: str
 ) -> None:
     """Moments come with the first update: the second step takes more than the first."""
-    given: dict[str, Any] = {"device": "cpu", "precision": precision, "step": step, "options": options()}
-    smallest = forecast(WithLoss(), {"x": batch()}, host_memory=4096, **given).minimum["host"]
-    for nbytes in (smallest, smallest - 1):
-        assert forecast(WithLoss(), {"x": batch()}, host_memory=nbytes, **given).fits is (nbytes == smallest)
-    model = WithLoss()
-    with patrickstar.manage(model, adamw(model), host_memory=smallest, **given) as session:
-        for number in range(3):
-            step_with_loss(model, session.optimizer, number)
-        assert session.stats().peak["host"] == smallest
-    model = WithLoss()
-    with pytest.raises(BudgetError) as refusal:
-        with patrickstar.manage(model, adamw(model), host_memory=smallest - 1, **given) as session:
-            for number in range(3):
-                step_with_loss(model, session.optimizer, number)
-    assert refusal.value.smallest_bytes == smallest
+    smallest, peak, refusal = expect_smallest(WithLoss, "host", device="cpu", precision=precision, step=step)
+    assert peak == refusal.smallest_bytes == smallest
 
 
 def test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given(
@@ -155,72 +167,45 @@ def test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_name
     assert 48 * MIB < error.fixed_bytes <= 48 * MIB + smallest // 100
 
 
-def test_a_budget_of_everything_but_the_host_names_the_host() -> None:
-    model = mlp()
-    with pytest.raises(BudgetError) as refusal:
-        manage(model, device="emulated", device_memory=TIGHT, host_memory=2 * SLOT)
-    assert refusal.value.tier == "host"
-    smallest = refusal.value.smallest_bytes
-    with manage(model, device="emulated", device_memory=TIGHT, host_memory=smallest) as session:
-        train_step(model, session.optimizer)
-        assert session.stats().peak["host"] <= smallest
-
-
-def test_a_disk_budget_that_is_too_small_names_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_budget_of_what_lies_below_that_is_too_small_names_its_tier(tier: str, tmp_path: Path) -> None:
+    below: dict[str, Any] = {"device": "emulated", "device_memory": TIGHT}
+    if tier == "disk":
+        below = {"device": "cpu", "host_memory": TIGHT + SLOT, "disk": tmp_path / "disk"}
     model = mlp()
     before = values(model)
     with pytest.raises(BudgetError) as refusal:
-        manage(model, device="cpu", host_memory=TIGHT, disk=tmp_path / "disk", disk_memory=SLOT)
-    assert refusal.value.tier == "disk"
+        manage(model, **below, **{f"{tier}_memory": SLOT})
+    assert refusal.value.tier == tier
     assert is_ordinary(model)
     expect_bits(before, values(model))
     smallest = refusal.value.smallest_bytes
-    with manage(model, device="cpu", host_memory=TIGHT + SLOT, disk=tmp_path / "disk", disk_memory=smallest) as session:
+    with manage(model, **below, **{f"{tier}_memory": smallest}) as session:
         train_step(model, session.optimizer)
-        assert 0 < session.stats().peak["disk"] <= smallest
+        assert 0 < session.stats().peak[tier] <= smallest
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_a_forward_too_large_is_refused_before_anything_has_changed_and_the_session_goes_on(
-    steps_before: int, make_pair: Callable[..., Pair]
+    steps_before: int, mode: Callable[[], Any], make_pair: Callable[..., Pair]
 ) -> None:
     pair = make_pair(WithLoss)
-    for number in range(steps_before):
-        pair.each(step_with_loss, number)
+    pair.train(steps_before, by=step_with_loss)
     held, state = everything(pair.session), torch.get_rng_state()
-    with pytest.raises(BudgetError) as refusal:
-        pair.model(batch(rows=400))
-    error = refusal.value
-    assert error.tier == "device"
-    assert error.moment.split()[1] in {"forward", "backward"}
-    assert error.available_bytes == TIGHT
-    assert error.needed_bytes > TIGHT
-    assert error.smallest_bytes >= error.needed_bytes
-    assert torch.equal(state, torch.get_rng_state())
+    for _ in range(2):
+        with pytest.raises(BudgetError) as refusal, mode():
+            pair.model(batch(rows=2000))
+        error = refusal.value
+        assert error.tier == "device"
+        assert error.moment.split()[1] in {"forward", "backward"}
+        assert error.available_bytes == TIGHT
+        assert error.smallest_bytes >= error.needed_bytes > TIGHT
+        assert torch.equal(state, torch.get_rng_state())
     expect_bits(held, everything(pair.session))
     planned = pair.session.stats().planned_steps
-    for number in range(steps_before, steps_before + 2):
-        pair.same(step_with_loss, number)
-    pair.expect_same()
+    pair.train_same(2, first=steps_before, by=step_with_loss)
     assert pair.session.stats().planned_steps == planned + 2
-
-
-def test_what_a_refused_forward_named_is_enough_for_it() -> None:
-    model = WithLoss()
-    with manage(model, **EMULATED), pytest.raises(BudgetError) as refusal:
-        model(batch(rows=200))
-    with manage(model, device="emulated", device_memory=refusal.value.smallest_bytes) as session:
-        step_with_loss(model, session.optimizer, rows=200)
-        assert session.stats().peak["device"] <= refusal.value.smallest_bytes
-
-
-def test_a_refused_forward_is_refused_again_and_runs_with_fewer_rows(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(WithLoss)
-    for _ in range(2):
-        with pytest.raises(BudgetError):
-            pair.model(batch(rows=400))
-    pair.each(step_with_loss, rows=6)
-    pair.expect_same()
 
 
 def test_gradients_that_wait_for_their_step_survive_a_refusal(make_pair: Callable[..., Pair]) -> None:
@@ -267,14 +252,6 @@ def test_the_budget_is_never_exceeded_on_the_emulated_device(make_pair: Callable
     assert 0 < pair.session.stats().peak["device"] <= TIGHT
 
 
-def test_activations_are_part_of_the_peak() -> None:
-    model, rows = WithLoss(), 1024
-    with manage(model, device="emulated", device_memory="64MiB") as session:
-        step_with_loss(model, session.optimizer, rows=rows)
-        # Each of six layers' outputs is kept for backward.
-        assert session.stats().peak["device"] >= 6 * rows * 32 * 4 + 6 * SLOT
-
-
 def test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak() -> None:
     pair = Pair(**ROOMY)
     pair.train(2)
@@ -286,19 +263,17 @@ def test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak() -
     assert after.peak["device"] >= before.peak["device"] + rows * WIDTH * 4
 
 
-class Swells(nn.Module):
+class Swells(Layers):
     """A data-dependent activation: the trial run takes the branch without it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.swell = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.swell:
             x = x + torch.zeros(1000, *x.shape).sum(0)
-        loss: torch.Tensor = self.layers(x).square().mean()
-        return loss
+        return self.layers(x).square().mean()
 
 
 def swell(model: nn.Module) -> BudgetError:
@@ -318,14 +293,16 @@ def test_memory_that_a_forecast_did_not_see_is_reported_with_its_moment_and_the_
     pair = make_pair(Swells)
     pair.each(step_with_loss, 0)
     held = everything(pair.session)
-    refusal = swell(pair.model)
-    assert refusal.tier == "device"
-    assert "training step" in refusal.moment
-    assert refusal.needed_bytes > refusal.available_bytes
-    expect_bits(held, everything(pair.session))
-    for number in (1, 2):
-        pair.each(step_with_loss, number)
-    pair.expect_same()
+    for again in (False, True):
+        refusal = swell(pair.model)
+        assert refusal.tier == "device"
+        assert "training step" in refusal.moment
+        assert refusal.needed_bytes > refusal.available_bytes
+        if again:
+            nn.Linear(256, 256)  # the step is over: what is made afterwards is not the session's business
+        else:
+            expect_bits(held, everything(pair.session))
+    pair.train_same(2, first=1, by=step_with_loss)
 
 
 def test_chunks_leave_for_memory_that_no_forecast_saw(make_pair: Callable[..., Pair]) -> None:
@@ -333,25 +310,11 @@ def test_chunks_leave_for_memory_that_no_forecast_saw(make_pair: Callable[..., P
 
     def penalised(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
         loss = model(batch(number)) + sum(p.square().sum() for p in model.parameters()) * 1e-2
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach().clone()
+        return finish(loss + nn.functional.linear(batch(number), model.layers[0].weight).mean(), optimizer)
 
     # Slots of one moment and all that is beside them come to less than half of this; the chunks to twice as much.
     pair = make_pair(WithLoss, device="emulated", device_memory=12 * SLOT)
-    pair.train(3, by=penalised)
-    pair.expect_same()
-
-
-def test_an_abandoned_step_does_not_count_what_is_made_afterwards(make_pair: Callable[..., Pair]) -> None:
-    """After the arena's bound has ended a step, building something else is not the session's business."""
-    pair = make_pair(Swells)
-    pair.each(step_with_loss, 0)
-    swell(pair.model)
-    nn.Linear(256, 256)
-    pair.each(step_with_loss, 1)
-    pair.expect_same()
+    pair.train_same(3, by=penalised)
 
 
 def test_messages_go_through_the_logger(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from patrickstar import StateError
-from tests.parity.compare import same_bits
-from tests.session.builders import SLOT, MakePair, backward, batch, loss_of, mlp, train_step
-
-
-def evaluate(model: nn.Module, _: Any) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        out: torch.Tensor = model(batch(9))
-    model.train()
-    return out
+from tests.session.builders import SLOT, Layers, MakePair, backward, batch, finish, loss_of, tiny_gpt2, train_step
 
 
 def skip_the_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -30,11 +22,7 @@ def skip_the_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
 
 
 def a_layer_twice(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    loss = model[0](model(model[0](batch(9)))).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish(model[0](model(model[0](batch(9)))).square().mean(), optimizer)
 
 
 def backward_for_the_input(model: nn.Module, _: Any) -> torch.Tensor:
@@ -45,35 +33,21 @@ def backward_for_the_input(model: nn.Module, _: Any) -> torch.Tensor:
 
 def recomputed(model: nn.Module, optimizer: Any) -> torch.Tensor:
     """The user's own checkpointing around the whole model."""
-    loss = checkpoint(model, batch(9), use_reentrant=False).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish(checkpoint(model, batch(9), use_reentrant=False).square().mean(), optimizer)
 
 
 def under_autocast(model: nn.Module, optimizer: Any) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(batch(9)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def with_anomaly_detection(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    with torch.autograd.set_detect_anomaly(True):
-        return train_step(model, optimizer, 9)
+    return finish(loss, optimizer)
 
 
 DEPARTURES: list[Callable[[nn.Module, Any], Any]] = [
-    evaluate,
     skip_the_step,
     a_layer_twice,
     backward_for_the_input,
     recomputed,
     under_autocast,
-    with_anomaly_detection,
 ]
 
 
@@ -86,8 +60,7 @@ def test_what_is_outside_of_the_trace_is_correct_and_the_next_step_planned(
     assert pair.session.stats().planned_steps == 2
     pair.same(departure)
     before = pair.session.stats()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
     after = pair.session.stats()
     assert after.planned_steps == before.planned_steps + 2, after.reason
     assert after.reactive_steps == before.reactive_steps
@@ -105,70 +78,21 @@ def test_a_reactive_step_is_counted_with_its_reason(make_pair: MakePair, on_disk
 def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
     """It has a history, which a trial run must not go back to."""
 
-    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    def act(model: nn.Module, optimizer: Any, _: int) -> torch.Tensor:
         x = batch().requires_grad_()
-        model(x.tanh() * 2).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish(model(x.tanh() * 2).square().mean(), optimizer)
         return x.grad.clone()
 
     pair = make_pair(**on_disk)
-    for _ in range(2):
-        pair.same(act)
-    pair.expect_same()
+    pair.train_same(2, by=act)
     assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
 
 
-def test_a_functional_call_with_other_parameters_works_or_is_refused(make_pair: MakePair) -> None:
-    def act(model: nn.Module, _: Any) -> torch.Tensor:
-        others = {name: torch.full(p.shape, 0.25) for name, p in model.named_parameters()}
-        out: torch.Tensor = torch.func.functional_call(model, others, (batch(9),))
-        return out
-
-    pair = make_pair(device="emulated", device_memory=12 * SLOT)
-    pair.train(1)
-    try:
-        pair.same(act)
-    except StateError:
-        pass
-    pair.train(2, first=1)
-    pair.expect_same()
-    assert pair.session.stats().planned_steps == 3
-
-
-class Branches(nn.Module):
-    """Which layers run depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.left, self.right = mlp(1, layers=2), mlp(2, layers=2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = self.left if x.sum() > 0 else self.right
-        out: torch.Tensor = chosen(self.layers(x))
-        return out
-
-
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_branches_that_depend_on_data(make_pair: MakePair, step: str) -> None:
-    def seeded() -> nn.Module:
-        torch.manual_seed(0)
-        return Branches()
-
-    pair = make_pair(seeded, step=step, device="emulated", device_memory=8 * SLOT)
-    assert {bool(batch(number).sum() > 0) for number in range(6)} == {True, False}
-    pair.train(6)
-    pair.expect_same()
-    assert pair.session.stats().steps == 6
-
-
-class Hops(nn.Module):
+class Hops(Layers):
     """Calls its layers in an order and number that the caller gives, as no signature can tell."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.order = [0, 1, 2, 3, 4, 5]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -183,98 +107,64 @@ class Hops(nn.Module):
     ids=["twice", "not at all", "backwards", "one", "more"],
 )
 def test_a_module_called_twice_or_not_at_all(make_pair: MakePair, order: list[int]) -> None:
-    def take(model: nn.Module, _: Any, order: list[int]) -> None:
-        model.order = order
-
     pair = make_pair(Hops, device="emulated", device_memory=6 * SLOT)
     pair.train(2)
-    pair.each(take, order)
+    pair.plain.order = pair.model.order = order
     pair.train(1, first=2)
-    pair.each(take, [0, 1, 2, 3, 4, 5])
+    pair.plain.order = pair.model.order = [0, 1, 2, 3, 4, 5]
     before = pair.session.stats().planned_steps
-    pair.train(3, first=3)
-    pair.expect_same()
+    pair.train_same(3, first=3)
     assert pair.session.stats().planned_steps >= before + 2, pair.session.stats().reason
 
 
 def test_a_model_that_changes_for_good_is_planned_anew(make_pair: MakePair) -> None:
-    def take(model: nn.Module, _: Any) -> None:
-        model.order = [5, 4, 3, 2, 1, 0]
-
     pair = make_pair(Hops, device="emulated", device_memory=6 * SLOT)
     pair.train(2)
-    pair.each(take)
-    pair.train(4, first=2)
-    pair.expect_same()
+    pair.plain.order = pair.model.order = [5, 4, 3, 2, 1, 0]
+    pair.train_same(4, first=2)
     stats = pair.session.stats()
     assert stats.reactive_steps <= 2
     assert stats.planned_steps >= 4
 
 
+class Counts(Layers):
+    """Changes something that it is given."""
+
+    def forward(self, x: torch.Tensor, counter: SimpleNamespace) -> torch.Tensor:
+        counter.uses += 1
+        return self.layers(x)
+
+
 def test_an_input_that_a_trial_run_could_change_is_left_alone(make_pair: MakePair) -> None:
-    class Counter:
-        def __init__(self) -> None:
-            self.uses = 0
-
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, x: torch.Tensor, counter: Counter | None = None) -> torch.Tensor:
-            if counter is not None:
-                counter.uses += 1
-            out: torch.Tensor = self.layers(x)
-            return out
-
-    def act(model: nn.Module, optimizer: Any) -> int:
-        counter = Counter()
-        model(batch(), counter).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def act(model: nn.Module, optimizer: Any, _: int) -> int:
+        counter = SimpleNamespace(uses=0)
+        finish(model(batch(), counter).square().mean(), optimizer)
         return counter.uses
 
     pair = make_pair(Counts, device="emulated", device_memory=8 * SLOT)
-    for _ in range(3):
-        assert pair.each(act) == (1, 1)
-    pair.expect_same()
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(3, by=act)
+    assert pair.each(act, 0) == (1, 1)
+
+
+class Lists(Layers):
+    """Asks for a value in the middle of its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for value in self.layers[0](x).sum(0).tolist()[:2]:
+            x = x + value
+        return self.layers(x)
 
 
 def test_a_forward_that_cannot_be_traced_runs_reactively_and_says_why(make_pair: MakePair) -> None:
-    class Lists(nn.Module):
-        """Asks for a value in the middle of its forward."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for value in self.layers[0](x).sum(0).tolist()[:2]:
-                x = x + value
-            out: torch.Tensor = self.layers(x)
-            return out
-
     pair = make_pair(Lists, device="emulated", device_memory=8 * SLOT)
     pair.train(1)
     assert pair.session.stats().reactive_steps == 1
     assert "traced" in pair.session.stats().reason
-    pair.train(3, first=1)
-    pair.expect_same()
+    pair.train_same(3, first=1)
     assert pair.session.stats().planned_steps >= 2, "measured once, it is planned"
 
 
 # Hugging Face
-
-
-def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    )
 
 
 def tokens(number: int, *, rows: int = 2, length: int = 8) -> torch.Tensor:
@@ -284,11 +174,7 @@ def tokens(number: int, *, rows: int = 2, length: int = 8) -> torch.Tensor:
 def step_on_text(model: Any, optimizer: Any, number: int, *, length: int = 8) -> torch.Tensor:
     torch.manual_seed(number)  # dropout
     ids = tokens(number, length=length)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return finish(model(input_ids=ids, labels=ids).loss, optimizer)
 
 
 GENERATIONS: dict[str, dict[str, Any]] = {
@@ -299,80 +185,37 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", GENERATIONS)
-def test_generate_between_steps(make_pair: MakePair, how: str, on_disk: dict[str, Any]) -> None:
-    def generate(model: Any, _: Any) -> torch.Tensor:
+def test_generate_between_steps(make_pair: MakePair, how: str, machine: dict[str, Any]) -> None:
+    def generate(model: Any, _: Any) -> list[Any]:
         torch.manual_seed(5)
         model.eval()
-        found: torch.Tensor = model.generate(tokens(3), max_new_tokens=4, pad_token_id=0, **GENERATIONS[how])
+        found = model.generate(tokens(3), max_new_tokens=4, pad_token_id=0, **GENERATIONS[how])
         model.train()
-        return found
+        return found.tolist()
 
-    pair = make_pair(gpt2, **on_disk | {"host_memory": "256KiB"})
-    for number in range(2):
-        pair.each(step_on_text, number)
-    want, got = pair.each(generate)
-    assert want.tolist() == got.tolist()
-    before = pair.session.stats().planned_steps
-    pair.train(2, first=2, by=step_on_text)
-    pair.expect_same()
-    assert pair.session.stats().planned_steps == before + 2, pair.session.stats().reason
-
-
-def test_generate_on_a_device_with_a_bound(make_pair: MakePair) -> None:
-    def generate(model: Any, _: Any) -> torch.Tensor:
-        model.eval()
-        found: torch.Tensor = model.generate(tokens(3), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        model.train()
-        return found
-
-    pair = make_pair(gpt2, device="emulated", device_memory="256KiB")
-    pair.each(step_on_text, 0)
-    want, got = pair.each(generate)
-    assert want.tolist() == got.tolist()
-    pair.each(step_on_text, 1)
-    pair.expect_same()
-    assert pair.session.stats().peak["device"] <= 256 * 1024
+    tier = "device_memory" if "device_memory" in machine else "host_memory"
+    pair = make_pair(tiny_gpt2, **machine | {tier: "256KiB"})
+    pair.train(2, by=step_on_text)
+    pair.same(generate)
+    before = pair.session.stats()
+    pair.train_same(2, first=2, by=step_on_text)
+    after = pair.session.stats()
+    assert after.planned_steps == before.planned_steps + 2, after.reason
+    assert after.peak[tier.partition("_")[0]] <= 256 * 1024
 
 
 def test_sequences_of_other_lengths_each_have_their_plan(make_pair: MakePair) -> None:
-    pair = make_pair(gpt2, device="emulated", device_memory="256KiB")
+    pair = make_pair(tiny_gpt2, device="emulated", device_memory="256KiB")
     for number, length in enumerate((8, 5, 8, 6, 5, 8)):
         pair.same(step_on_text, number, length=length)
     pair.expect_same()
     assert pair.session.stats().planned_steps == 6
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_blocks(make_pair: MakePair, reentrant: bool) -> None:
-    def recompute(model: Any, _: Any) -> None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-
-    pair = make_pair(gpt2, before=recompute, device="emulated", device_memory="256KiB")
-    pair.train(3, by=step_on_text)
-    pair.expect_same()
-    assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
-
-
-def test_hooks_of_the_users_own_see_ordinary_values(make_pair: MakePair) -> None:
-    def watch(model: nn.Module, _: Any) -> list[torch.Tensor]:
-        seen: list[torch.Tensor] = []
-        model[2].register_forward_pre_hook(lambda module, args: seen.append(module.weight.detach().clone()))
-        model[4].register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
-        model.register_forward_hook(lambda module, args, out: seen.append(module[0].bias.sum().detach().clone()))
-        return seen
-
-    pair = make_pair(device="emulated", device_memory=8 * SLOT)
-    want, got = pair.each(watch)
-    pair.train(2)
-    pair.expect_same()
-    assert len(want) == 6
-    assert all(same_bits(a, b) for a, b in zip(want, got[-6:], strict=True))
-
-
 def test_backward_on_another_thread(make_pair: MakePair) -> None:
     """On a GPU autograd has a thread of its own."""
-    import threading
 
     def act(model: nn.Module, optimizer: Any) -> None:
         loss = loss_of(model)

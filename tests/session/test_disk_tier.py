@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from tests.session.builders import (
     TIGHT,
     MakePair,
     adamw,
-    backward,
     batch,
     everything,
     expect_bits,
     is_ordinary,
+    managed,
     mlp,
     options,
     train,
@@ -55,20 +56,34 @@ def refused(directory: Any, match: str) -> None:
     train_step(model, optimizer)
 
 
-def test_a_directory_whose_parent_is_missing(tmp_path: Path) -> None:
-    refused(tmp_path / "no" / "disk", re.escape(str(tmp_path / "no")))
+FULL = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
+
+
+@pytest.mark.parametrize(
+    ("directory", "fault", "says"),
+    [
+        ("no/disk", None, "tmp_path/no"),
+        ("mine", None, "director"),
+        ("mine/disk", None, "director"),
+        ("disk", Fails("open", errno.EROFS, times=99), os.strerror(errno.EROFS)),
+        ("disk", Fails("fallocate", errno.ENOSPC, nth=3), os.strerror(errno.ENOSPC)),
+        ("disk", "full", "nothing is free"),
+    ],
+    ids=["no parent", "a file", "a file above", "no files can be made", "no space for files", "full"],
+)
+def test_a_directory_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str, fault: Any, says: str
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    if fault == "full":
+        monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: FULL)
+    elif fault is not None:
+        monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(fault))
+    refused(tmp_path / directory, re.escape(says.replace("tmp_path", str(tmp_path))))
+    assert (tmp_path / "mine").read_text() == "mine"
     assert not (tmp_path / "no").exists()
-
-
-def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
-    (tmp_path / "disk").write_text("mine")
-    refused(tmp_path / "disk", "director")
-    assert (tmp_path / "disk").read_text() == "mine"
-
-
-def test_a_file_above_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    refused(tmp_path / "file" / "disk", "director")
+    assert not ours(tmp_path)
+    assert fault != "full" or not (tmp_path / "disk").exists()
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +92,6 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
     if os.geteuid() == 0:  # whom modes do not stop
         monkeypatch.setattr("patrickstar.memory.filesystem.os.access", lambda *_: False)
     refused(disk, "not writable")
-
-
-def test_a_directory_in_which_files_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("open", errno.EROFS, times=99)))
-    refused(tmp_path / "disk", re.escape(os.strerror(errno.EROFS)))
 
 
 @pytest.mark.parametrize(
@@ -96,62 +106,39 @@ def test_a_directory_that_cannot_be_written_is_no_lack_of_memory(
     if there:
         disk.mkdir()
     monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", number, times=99)))
-    full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
-    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
+    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: FULL)
     refused(disk, f"disk='{re.escape(str(disk))}': files cannot be made in .*{re.escape(os.strerror(number))}; ")
     assert disk.exists() is there
     assert not ours(tmp_path)
 
 
-def test_a_full_disk_is_no_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})
-    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
-    refused(tmp_path / "disk", "nothing is free")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_without_space_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("fallocate", errno.ENOSPC, nth=3)))
-    refused(tmp_path / "disk", re.escape(os.strerror(errno.ENOSPC)))
-    assert not ours(tmp_path)
-
-
-def test_a_directory_is_made_and_left_empty(tmp_path: Path) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_directory_is_made_and_left_empty(tmp_path: Path, raises: bool) -> None:
     model = mlp()
-    with patrickstar.manage(
-        model, adamw(model), options=options(), device="cpu", host_memory=HOST, disk=str(tmp_path / "disk")
-    ) as session:
-        train(model, session.optimizer, 1)
-        assert ours(tmp_path / "disk")
-        assert session.stats().moved["K>H"] > 0
+    with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+        with managed(model, device="cpu", host_memory=HOST, disk=str(tmp_path / "disk")) as session:
+            train(model, session.optimizer, 1)
+            assert ours(tmp_path / "disk")
+            assert session.stats().moved["K>H"] > 0
+            if raises:
+                raise ZeroDivisionError
     assert (tmp_path / "disk").is_dir()
     assert not ours(tmp_path)
 
 
-def test_files_are_gone_after_an_exception(tmp_path: Path) -> None:
-    model = mlp()
-    with pytest.raises(ZeroDivisionError):
-        with patrickstar.manage(
-            model, adamw(model), options=options(), device="cpu", host_memory=HOST, disk=tmp_path / "disk"
-        ):
-            raise ZeroDivisionError
-    assert not ours(tmp_path)
-
-
-def test_two_sessions_share_a_directory(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pairs = [make_pair(lambda seed=seed: mlp(seed), **on_disk) for seed in (0, 1)]
-    for number in range(2):
+def test_sessions_take_turns_and_share_a_directory(make_pair: MakePair, machine: dict[str, Any]) -> None:
+    pairs = [make_pair(lambda seed=seed: mlp(seed), **machine) for seed in (0, 1)]
+    for number in range(3):
         for pair in pairs:
             pair.each(train_step, number)
     for pair in pairs:
         pair.expect_same()
+        assert pair.session.stats().planned_steps == 3
 
 
 def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) -> None:
     model = mlp()
-    with patrickstar.manage(
-        model, adamw(model), options=options(), device="cpu", host_memory="512MiB", disk=tmp_path / "disk"
-    ) as session:
+    with managed(model, device="cpu", host_memory="512MiB", disk=tmp_path / "disk") as session:
         train(model, session.optimizer, 3)
         assert session.stats().moved["K>H"] == 0
 
@@ -161,8 +148,7 @@ def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) 
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_no_bit_depends_on_the_machine(make_pair: MakePair, machine: dict[str, Any], step: str, eviction: str) -> None:
     pair = make_pair(with_options={"eviction": eviction}, step=step, **machine)
-    pair.train(4)
-    pair.expect_same()
+    pair.train_same(4)
     assert pair.session.stats().planned_steps == 4, pair.session.stats().reason
 
 
@@ -223,29 +209,7 @@ def test_a_transfer_that_fails_in_a_step_names_its_place_and_nothing_is_lost(
         assert "load_checkpoint" in str(refusal)
     del failure
     pair.session.load_checkpoint(tmp_path / "checkpoint")
-    pair.train(2, first=2)
-    pair.expect_same()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("call", "number"), FAULTS, ids=lambda value: errno.errorcode.get(value, value) or "short")
-def test_a_forward_or_backward_whose_transfer_failed_can_be_done_again(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any], call: str, number: int | None
-) -> None:
-    for after in range(4):
-        pair = make_pair(**on_disk)
-        pair.train(2)
-        arm(faulty, call, number, after=after)
-        try:
-            backward(pair.model, number=2)
-        except DeviceError:
-            pass
-        faulty.faults.clear()
-        assert faulty.hit
-        pair.optimizer.zero_grad()
-        pair.train(2, first=2)
-        pair.expect_same()
-        pair.session.close()
+    pair.train_same(2, first=2)
 
 
 def test_a_state_that_cannot_be_read_can_be_read_again(
@@ -258,8 +222,7 @@ def test_a_state_that_cannot_be_read_can_be_read_again(
         dict(pair.session.state_dict())
     faulty.faults.clear()
     pair.expect_same()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -283,7 +246,7 @@ def test_a_disk_that_is_broken_for_good_lets_the_session_be_closed(
     """Weights that are on the broken disk only cannot be given back; that is said, and the files are gone."""
     pair = make_pair(**on_disk | {"host_memory": "1MiB"})
     model = mlp(layers=2)
-    session = patrickstar.manage(model, adamw(model), options=options(), **on_disk | {"host_memory": 4 * SLOT + 4096})
+    session = managed(model, **on_disk | {"host_memory": 4 * SLOT + 4096})
     train(model, session.optimizer, 1)
     arm(faulty, "preadv", errno.EIO, times=10_000)
     try:
@@ -314,8 +277,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_session_and_the_last_one
         patched.setattr("os.fsync", full)
         with pytest.raises((DeviceError, patrickstar.CheckpointError), match=os.strerror(errno.ENOSPC)):
             pair.session.save_checkpoint(tmp_path / "checkpoint", extra={"step": 2})
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
     assert pair.session.load_checkpoint(tmp_path / "checkpoint") == {"step": 1}
     expect_bits(held, everything(pair.session))
 
@@ -327,11 +289,9 @@ import logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
 import torch, patrickstar
 torch.set_num_threads(1)
-from tests.session.builders import TIGHT, SLOT, adamw, mlp, options, train
+from tests.session.builders import TIGHT, SLOT, managed, mlp, train
 model = mlp()
-session = patrickstar.manage(
-    model, adamw(model), options=options(), precision="fp32", device="cpu", host_memory=TIGHT + SLOT, disk=sys.argv[1]
-)
+session = managed(model, precision="fp32", device="cpu", host_memory=TIGHT + SLOT, disk=sys.argv[1])
 train(model, session.optimizer, 1)
 print(len(list(__import__("pathlib").Path(sys.argv[1]).iterdir())))
 """
@@ -378,7 +338,7 @@ def test_a_session_keeps_its_model_trainable_while_only_the_optimizer_is_held(on
     import gc
 
     plain, model = mlp(), mlp()
-    optimizer = patrickstar.manage(model, adamw(model), options=options(), **on_disk).optimizer
+    optimizer = managed(model, **on_disk).optimizer
     gc.collect()
     oracle = adamw(plain)
     for number in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.session.builders import SLOT, TIGHT, WIDTH, MakePair, Pair, batch, mlp, train_step
+from tests.session.builders import (
+    MACHINES,
+    SLOT,
+    TIGHT,
+    WIDTH,
+    MakePair,
+    Pair,
+    assert_same,
+    batch,
+    finish,
+    machine_with,
+    mlp,
+    seeded,
+    train_step,
+)
 
 Step = Callable[..., Tensor]
 
 ROOM = 7 * SLOT
 """Bytes for three of the twenty-four slots of model data, beside a graph of gradients: one that kept its weights in use would need six for these."""
-
-MACHINES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
-    "emulated": lambda disk: {"device": "emulated", "device_memory": ROOM},
-    "cpu+disk": lambda disk: {"device": "cpu", "host_memory": ROOM, "disk": disk},
-    "emulated+disk": lambda disk: {
-        "device": "emulated",
-        "device_memory": ROOM,
-        "host_memory": 12 * SLOT,
-        "disk": disk,
-    },
-}
 
 
 def penalised_step(model: nn.Module, optimizer: Any, number: int = 0) -> Tensor:
@@ -36,6 +40,11 @@ def penalised_step(model: nn.Module, optimizer: Any, number: int = 0) -> Tensor:
     value = model(x).square().mean()
     (slope,) = torch.autograd.grad(value, x, create_graph=True)
     return finish(value + slope.square().sum(), optimizer)
+
+
+def sloped_step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
+    """Of an input that wants a gradient, and no penalty."""
+    return finish(model(batch(number).requires_grad_()).square().mean(), optimizer)
 
 
 def penalised_inside(model: Any, optimizer: Any, number: int = 0) -> Tensor:
@@ -47,13 +56,6 @@ def penalised_inside(model: Any, optimizer: Any, number: int = 0) -> Tensor:
     (slope,) = torch.autograd.grad(value, seen[-1], create_graph=True)
     seen.clear()
     return finish(value + slope.square().sum(), optimizer)
-
-
-def finish(loss: Tensor, optimizer: Any) -> Tensor:
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()
 
 
 class Recomputed(nn.Module):
@@ -86,7 +88,7 @@ def counts(pair: Pair) -> tuple[int, int]:
 def test_a_gradient_penalty_is_planned_from_its_second_step_on(
     make_pair: MakePair, tmp_path: Path, tiers: str, step: str
 ) -> None:
-    pair = make_pair(step=step, **MACHINES[tiers](tmp_path / "disk"))
+    pair = make_pair(step=step, **machine_with(tiers, ROOM, tmp_path / "disk"))
     run(pair, penalised_step, range(1))
     assert counts(pair) == (0, 1)
     assert "create_graph=True" in pair.session.stats().reason
@@ -96,16 +98,13 @@ def test_a_gradient_penalty_is_planned_from_its_second_step_on(
     assert counts(pair) == (4, 1), pair.session.stats().reason
 
 
-def test_so_it_is_where_blocks_are_recomputed(make_pair: MakePair) -> None:
-    pair = make_pair(lambda: Recomputed(reentrant=False), device="emulated", device_memory=ROOM)
-    run(pair, penalised_step, range(4))
+@pytest.mark.parametrize("recomputed", [True, False], ids=["blocks are recomputed", "memory has no bound"])
+def test_so_it_is_elsewhere(make_pair: MakePair, recomputed: bool) -> None:
+    machine = {"device": "emulated", "device_memory": ROOM} if recomputed else {"device": "cpu"}
+    pair = make_pair(partial(Recomputed, reentrant=False) if recomputed else mlp, **machine)
+    pair.train(4, by=penalised_step)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
     assert counts(pair) == (3, 1), pair.session.stats().reason
-
-
-def test_so_it_is_where_memory_has_no_bound(make_pair: MakePair) -> None:
-    pair = make_pair(device="cpu")
-    pair.train(3, by=penalised_step)
-    assert counts(pair) == (2, 1), pair.session.stats().reason
 
 
 @pytest.mark.parametrize("tiers", MACHINES)
@@ -113,7 +112,7 @@ def test_a_penalty_inside_of_the_model_is_planned_once_it_is_measured(
     make_pair: MakePair, tmp_path: Path, tiers: str
 ) -> None:
     """At once where every step is measured; else the second step is, since nothing announces the first."""
-    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
+    pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
     run(pair, penalised_inside, range(2))
     measured_at_once = tiers != "cpu+disk"
     assert counts(pair) == ((1, 1) if measured_at_once else (0, 2)), pair.session.stats().reason
@@ -126,15 +125,11 @@ def test_a_penalty_inside_of_the_model_is_planned_once_it_is_measured(
 @pytest.mark.parametrize("tiers", MACHINES)
 def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
     """Lazy regularisation: the step after the first penalty is expected to have one too, and from then on only penalties depart."""
-
-    def plain_step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
-        return finish(model(batch(number).requires_grad_()).square().mean(), optimizer)
-
-    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
+    pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
     for number in range(24):
-        pair.same(penalised_step if number % 4 == 3 else plain_step, number)
+        pair.same(penalised_step if number % 4 == 3 else sloped_step, number)
     pair.expect_same()
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.trace is known.offline, "what was measured of a penalty is no model for a plain step"
     assert counts(pair) == (24 - 6 - 1, 6 + 1), pair.session.stats().reason
 
@@ -163,15 +158,11 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
         loss.backward(retain_graph=True)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach().clone()  # type: ignore[no-any-return]
+        return loss.detach().clone()
 
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return MODELS[name]()
-
-    pair = make_pair(build)
+    pair = make_pair(seeded(MODELS[name]))
     run(pair, act, range(3))
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.twice is None
     assert counts(pair) == (3, 0), pair.session.stats().reason
 
@@ -179,14 +170,10 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
 @pytest.mark.parametrize("tiers", MACHINES)
 def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
     """Its first step is measured, in case a gradient is differentiated, and follows its plan all the same."""
-
-    def act(model: nn.Module, optimizer: Any, number: int) -> Tensor:
-        return finish(model(batch(number).requires_grad_()).square().mean(), optimizer)
-
-    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
-    run(pair, act, range(3))
+    pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
+    run(pair, sloped_step, range(3))
     assert counts(pair) == (3, 0), pair.session.stats().reason
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.measured is not None
     assert known.trace is known.offline
 
@@ -195,12 +182,12 @@ class DifferentiatesItself(torch.autograd.Function):
     """Its backward runs the forward again on detached tensors, and asks torch for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
             return torch.autograd.grad(x @ weight.t(), (x, weight), gradient)
@@ -212,16 +199,10 @@ class ByHand(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = DifferentiatesItself.apply(x, self.weight)
-        return found
+        return DifferentiatesItself.apply(x, self.weight)
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_a_backward_that_differentiates_what_it_has_saved(step: str) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(ByHand() for _ in range(6)))
-
-    pair = Pair(build, step=step, precision="fp32", device="emulated", device_memory=TIGHT)
-    pair.train()
-    pair.expect_same()
+def test_a_backward_that_differentiates_what_it_has_saved(make_pair: MakePair, step: str) -> None:
+    build = seeded(lambda: nn.Sequential(*(ByHand() for _ in range(6))))
+    make_pair(build, step=step, precision="fp32", device="emulated", device_memory=TIGHT).train_same()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from patrickstar.deferred.deferred_init import is_building
 from patrickstar.engine.initialize import memory_for
 from patrickstar.runtime import initialize_engine
 from tests.parity.compare import compare_mappings
-from tests.parity.oracle import Moments, clip, update
+from tests.parity.oracle import clip
+from tests.session.builders import seeded, values
 
 TIGHT = {
     "patrickstar": {"device": "emulated", "device_memory": "56KiB", "options": {"chunk_size": 2048, "poison": True}}
@@ -52,8 +53,7 @@ class Language(nn.Module):
         self.model = model
 
     def forward(self, data: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=data, labels=data).loss
-        return loss
+        return self.model(input_ids=data, labels=data).loss
 
 
 def bert() -> nn.Module:
@@ -77,98 +77,103 @@ def tokens(count: int) -> list[Tensor]:
     return [torch.randint(0, 99, (2, 16), generator=draw) for _ in range(count)]
 
 
-def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return build()
-
-    return make
-
-
 def adam(**params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": params.pop("type", "Adam"), "params": {"lr": 1e-2, "eps": 1e-7, **params}}}
 
 
-def trained_at(rates: list[float], batches: list[Tensor], betas: list[Any] | None = None) -> dict[str, Tensor]:
-    """Weights after a step of plain PyTorch at each rate, with its share of the batches."""
-    reference, share = Reference(seeded(Plain)), len(batches) // len(rates)
-    for step, rate in enumerate(rates):
-        reference.group["lr"] = rate
-        if betas is not None:
-            reference.group["betas"] = betas[step]
-        reference.step(batches[step * share : (step + 1) * share])
-    return reference.values()
+def expect_trained(
+    weights: dict[str, Tensor],
+    batches: list[Tensor],
+    losses: list[Tensor] | None = None,
+    *,
+    rates: list[float] | None = None,
+    cycle: list[Any] | None = None,
+    build: Callable[[], nn.Module] = Plain,
+    **hyper: Any,
+) -> None:
+    """Weights, and losses, are those of plain PyTorch: a step for each batch, or for each rate (and betas) with its share of the batches."""
+    reference, steps = Reference(build, **hyper), len(rates or batches)
+    share, found = len(batches) // steps, []
+    for step in range(steps):
+        reference.group |= {} if rates is None else {"lr": rates[step]}
+        reference.group |= {} if cycle is None else {"betas": cycle[step]}
+        found += reference.step(batches[step * share : (step + 1) * share])
+    assert losses is None or losses == found
+    assert not differ(reference.values(), weights)
 
 
 class Reference:
-    """The same loop in plain PyTorch, with the update written out."""
+    """The same loop in plain PyTorch."""
 
     def __init__(self, build: Callable[[], nn.Module], *, algorithm: str = "Adam", **hyper: Any) -> None:
-        self.model = build().train()
-        given = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-7, "weight_decay": 0.0, **hyper}
-        self.group = {"params": [p for p in self.model.parameters() if p.requires_grad], **given}
-        self.algorithm = algorithm
-        self.moments: dict[str, Moments] = {}
+        self.model = seeded(build)().train()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = getattr(patrickstar, algorithm)(trained, **{"lr": 1e-2, "eps": 1e-7, **hyper})
+        (self.group,) = self.optimizer.param_groups
 
     def step(self, batches: list[Tensor], *, max_norm: float | None = None) -> list[Tensor]:
         """One step over some micro-batches; gives their losses."""
-        parameters = dict(self.model.named_parameters())
         losses = []
         for data in batches:
             loss = self.model(data)
-            (loss / len(batches) if len(batches) > 1 else loss).backward()
+            (loss / len(batches)).backward()
             losses.append(loss.detach().clone())
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if max_norm is not None:
-            clip(gradients, max_norm)
-        for name, parameter in parameters.items():
-            if name in gradients:
-                weight = parameter.detach()
-                update(weight, gradients[name], self.moments, name, self.group, algorithm=self.algorithm)
-            parameter.grad = None
+            clip({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}, max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return losses
 
     def values(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return values(self.model)
 
 
-def original_loop(model: Any, optimizer: Any, batches: list[Tensor]) -> list[Tensor]:
-    """The loop of the original's README."""
+Engine = tuple[Any, Any]
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Makes an engine and its optimizer from parts of a config; it is closed when the test is over."""
+    made: list[Any] = []
+
+    def make(*parts: dict[str, Any], build: Callable[[], nn.Module] = Plain, seed: int = 0, **more: Any) -> Engine:
+        config = {key: value for part in (*parts, more) for key, value in part.items()}
+        made.append(initialize_engine(seeded(build, seed), config=config))
+        return made[-1]
+
+    yield make
+    for engine, _ in made:
+        engine.close()
+
+
+LOOPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "the original's": (lambda model, optimizer: optimizer.zero_grad(), lambda model, optimizer: optimizer.step()),
+    "DeepSpeed's": (lambda model, optimizer: None, lambda model, optimizer: model.step()),
+    "zeroing last": (
+        lambda model, optimizer: None,
+        lambda model, optimizer: (optimizer.step(), model.zero_grad()),
+    ),
+}
+"""What comes before the forward and after the backward."""
+
+
+def run(model: Any, optimizer: Any, batches: list[Tensor], loop: str = "the original's") -> list[Tensor]:
+    """Steps of a loop; gives their losses."""
+    begin, end = LOOPS[loop]
     losses = []
     for data in batches:
-        optimizer.zero_grad()
+        begin(model, optimizer)
         loss = model(data)
         model.backward(loss)
-        optimizer.step()
-        losses.append(loss.detach().clone())
-    return losses
-
-
-def deepspeed_loop(model: Any, _: Any, batches: list[Tensor]) -> list[Tensor]:
-    """DeepSpeed's loop."""
-    losses = []
-    for data in batches:
-        loss = model(data)
-        model.backward(loss)
-        model.step()
-        losses.append(loss.detach().clone())
-    return losses
-
-
-def zeroing_last(model: Any, optimizer: Any, batches: list[Tensor]) -> list[Tensor]:
-    losses = []
-    for data in batches:
-        loss = model(data)
-        model.backward(loss)
-        optimizer.step()
-        model.zero_grad()
+        end(model, optimizer)
         losses.append(loss.detach().clone())
     return losses
 
 
 def ended(engine: Any) -> dict[str, Tensor]:
     """The weights at the end; the engine is closed, so that what follows is no matter of its session's."""
-    found = {name: value.clone() for name, value in engine.state_dict().items()}
+    found = values(engine)
     engine.close()
     return found
 
@@ -205,15 +210,8 @@ def test_the_original_s_readme_runs_as_it_is(model_func: Any, dataloader: Any, f
     torch.manual_seed(0)
     before = torch.get_rng_state()
     model, optimizer = initialize_engine(model_func=model_func, local_rank=0, config=config)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    losses = []
-    for data in dataloader:
-        optimizer.zero_grad()
-        loss = model(data)
-        model.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-
+    start = values(model)
+    losses = run(model, optimizer, dataloader)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert model.training
     assert (model.module.training, optimizer.global_steps, optimizer.skipped_steps) == (True, 3, 0)
@@ -224,7 +222,7 @@ def test_the_original_s_readme_runs_as_it_is(model_func: Any, dataloader: Any, f
     assert not differ({name: built[name] for name in start}, start)
     moved = [name for name, value in model.state_dict().items() if not torch.equal(value, start[name])]
     assert moved
-    assert all(torch.isfinite(torch.tensor(losses)))
+    assert torch.isfinite(torch.stack(losses)).all()
     model.close()
     assert next(model.module.parameters()).dtype is torch.float32
 
@@ -233,7 +231,7 @@ def test_the_original_s_readme_runs_as_it_is(model_func: Any, dataloader: Any, f
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("loop", [original_loop, deepspeed_loop, zeroing_last])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     ("params", "algorithm"),
     [
@@ -243,38 +241,35 @@ def test_the_original_s_readme_runs_as_it_is(model_func: Any, dataloader: Any, f
         ({"weight_decay": 0.1, "type": "AdamW", "adam_w_mode": False}, "Adam"),
     ],
 )
-def test_each_optimizer_has_the_bits_of_plain_pytorch(loop: Any, params: dict[str, Any], algorithm: str) -> None:
+def test_each_optimizer_has_the_bits_of_plain_pytorch(
+    make_engine: MakeEngine, loop: str, params: dict[str, Any], algorithm: str
+) -> None:
     batches = numbers(4)
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(**params), **TIGHT})
-    losses = loop(engine, optimizer, batches)
+    engine, optimizer = make_engine(adam(**params), TIGHT)
+    losses = run(engine, optimizer, batches, loop)
     assert engine.session.stats().moved["H>D"] > 0
-    weights = ended(engine)
     hyper = {"weight_decay": 0.1, "betas": tuple(params.get("betas", (0.9, 0.999)))}
-    reference = Reference(seeded(Plain), algorithm=algorithm, **hyper)
-    assert losses == [loss for data in batches for loss in reference.step([data])]
-    assert not differ(reference.values(), weights)
+    expect_trained(ended(engine), batches, losses, algorithm=algorithm, **hyper)
 
 
-@pytest.mark.parametrize("loop", [original_loop, deepspeed_loop, zeroing_last])
-def test_accumulation_and_clipping_take_effect(loop: Any) -> None:
-    config = {**adam(), **TIGHT, "gradient_accumulation_steps": 3, "gradient_clipping": 0.01}
+@pytest.mark.parametrize("loop", LOOPS)
+def test_accumulation_and_clipping_take_effect(make_engine: MakeEngine, loop: str) -> None:
     batches = numbers(6)
-    engine, optimizer = initialize_engine(seeded(Plain), config=config)
-    losses = loop(engine, optimizer, batches)
+    engine, optimizer = make_engine(adam(), TIGHT, gradient_accumulation_steps=3, gradient_clipping=0.01)
+    losses = run(engine, optimizer, batches, loop)
     assert (engine.global_steps, engine.gradient_accumulation_steps()) == (2, 3)
     weights = ended(engine)
-    reference = Reference(seeded(Plain))
+    reference, unclipped = Reference(Plain), Reference(Plain)
     assert losses == [*reference.step(batches[:3], max_norm=0.01), *reference.step(batches[3:], max_norm=0.01)]
     assert not differ(reference.values(), weights)
-    unclipped = Reference(seeded(Plain))
     unclipped.step(batches[:3])
     unclipped.step(batches[3:])
     assert differ(unclipped.values(), reference.values())
 
 
-def test_between_boundaries_step_and_zero_grad_do_nothing() -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(), "gradient_accumulation_steps": 2})
-    start = {name: value.clone() for name, value in engine.state_dict().items()}
+def test_between_boundaries_step_and_zero_grad_do_nothing(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine(adam(), gradient_accumulation_steps=2)
+    start = values(engine)
     first, second = numbers(2)
     assert not engine.is_gradient_accumulation_boundary()
     engine.backward(engine(first))
@@ -289,84 +284,73 @@ def test_between_boundaries_step_and_zero_grad_do_nothing() -> None:
     optimizer.zero_grad()
     assert dict(engine.session.gradients()) == {}
     assert not engine.is_gradient_accumulation_boundary()
-    engine.close()
 
 
-def test_a_learning_rate_that_is_changed_takes_effect() -> None:
-    rates = [1e-2, 5e-3, 2e-2, 0.0]
-    engine, optimizer = initialize_engine(seeded(Plain), config=adam())
-    for rate, data in zip(rates, numbers(4), strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        assert engine.get_lr() == [rate]
-        original_loop(engine, optimizer, [data])
-    weights = ended(engine)
-    assert not differ(trained_at(rates, numbers(4)), weights)
-
-
-def test_a_scheduler_of_torch_is_built_on_the_optimizer() -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config=adam())
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "by a scheduler of torch"])
+def test_a_learning_rate_that_is_changed_takes_effect(make_engine: MakeEngine, by_hand: bool) -> None:
+    rates = [1e-2, 5e-3, 2.5e-3, 1.25e-3]
+    engine, optimizer = make_engine(adam())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    for data in numbers(3):
-        original_loop(engine, optimizer, [data])
-        scheduler.step()
-    weights = ended(engine)
-    assert not differ(trained_at([1e-2, 5e-3, 2.5e-3], numbers(3)), weights)
+    for rate, data in zip(rates, numbers(4), strict=True):
+        if by_hand:
+            optimizer.param_groups[0]["lr"] = rate
+        assert engine.get_lr() == [rate]
+        run(engine, optimizer, [data])
+        if not by_hand:
+            scheduler.step()
+    expect_trained(ended(engine), numbers(4), rates=rates)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_schedule_of_the_config_advances_at_boundaries(accumulate: int) -> None:
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.04, "warmup_num_steps": 4, "warmup_type": "linear"}}
-    config = {**adam(), "scheduler": schedule, "gradient_accumulation_steps": accumulate}
-    engine, optimizer = initialize_engine(seeded(Plain), config=config)
-    rates, batches = [0.0, 0.0, 0.01, 0.02], numbers(4 * accumulate)
+WARM_UP = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.04, "warmup_num_steps": 4, "warmup_type": "linear"},
+    }
+}
+CYCLE = {
+    "scheduler": {
+        "type": "OneCycle",
+        "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.03, "cycle_first_step_size": 2},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "rates", "betas"),
+    [
+        (WARM_UP, [0.0, 0.0, 0.01, 0.02], None),
+        ({**WARM_UP, "gradient_accumulation_steps": 2}, [0.0, 0.0, 0.01, 0.02], None),
+        (CYCLE, [0.01, 0.02, 0.03, 0.02], [(beta, 0.99) for beta in 2 * (0.8, 0.9 - (0.9 - 0.8) * 0.5)]),
+        ({"patrickstar": {"step": "in_backward"}}, [1e-2] * 3, None),
+    ],
+    ids=["warm-up", "accumulating", "cycle", "in backward"],
+)
+def test_the_schedule_of_the_config_advances_at_boundaries(
+    make_engine: MakeEngine, given: dict[str, Any], rates: list[float], betas: list[Any] | None
+) -> None:
+    engine, optimizer = make_engine(adam(), given)
+    accumulate = engine.gradient_accumulation_steps()
+    batches = numbers(len(rates) * accumulate)
     for number, data in enumerate(batches):
-        assert engine.get_lr() == [rates[number // accumulate]]
-        original_loop(engine, optimizer, [data])
-    weights = ended(engine)
-    assert not differ(trained_at(rates, batches), weights)
+        assert engine.get_lr() == pytest.approx([rates[number // accumulate]])
+        run(engine, optimizer, [data])
+    expect_trained(ended(engine), batches, rates=rates, cycle=betas)
 
 
-def test_a_cycle_of_rates_and_betas_takes_effect() -> None:
-    schedule = {"type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.03, "cycle_first_step_size": 2}}
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(), "scheduler": schedule})
-    original_loop(engine, optimizer, numbers(4))
-    weights = ended(engine)
-    betas = [(beta, 0.99) for beta in (0.8, 0.9 - (0.9 - 0.8) * 0.5, 0.8, 0.9 - (0.9 - 0.8) * 0.5)]
-    assert not differ(trained_at([0.01, 0.02, 0.03, 0.02], numbers(4), betas), weights)
-
-
-def test_frozen_parameters_stay_and_the_others_have_the_bits_of_plain_pytorch() -> None:
+def frozen(layer: int) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Plain()
-        model.layers[1].requires_grad_(False)
+        model.layers[layer].requires_grad_(False)
         return model
 
-    batches = numbers(3)
-    engine, optimizer = initialize_engine(seeded(build), config={**adam(weight_decay=0.1), **TIGHT})
-    original_loop(engine, optimizer, batches)
+    return build
+
+
+def test_frozen_parameters_stay_and_the_others_have_the_bits_of_plain_pytorch(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine(adam(weight_decay=0.1), TIGHT, build=frozen(1))
+    run(engine, optimizer, numbers(3))
     assert len(optimizer.param_groups[0]["params"]) == 6
-    weights = ended(engine)
-    reference = Reference(seeded(build), weight_decay=0.1)
-    for data in batches:
-        reference.step([data])
-    assert not differ(reference.values(), weights)
-
-
-def test_updates_may_come_in_backward() -> None:
-    batches = numbers(3)
-    own = {"patrickstar": {"step": "in_backward"}}
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(), **own})
-    original_loop(engine, optimizer, batches)
-    weights = ended(engine)
-    assert not differ(trained_at([1e-2] * 3, batches), weights)
-
-
-def test_bf16_trains_with_masters() -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(), "bf16": {"enabled": True}})
-    original_loop(engine, optimizer, numbers(2))
-    assert engine.module.layers[0].weight.dtype in (torch.bfloat16, torch.float32)
-    assert engine.state_dict()["layers.0.weight"].dtype is torch.float32
-    engine.close()
+    expect_trained(ended(engine), numbers(3), build=frozen(1), weight_decay=0.1)
 
 
 # fp16
@@ -378,14 +362,14 @@ def overflowing(engine: Any, optimizer: Any, data: Tensor) -> None:
     optimizer.step()
 
 
-def test_a_step_that_overflows_is_skipped_and_the_schedule_waits() -> None:
+def test_a_step_that_overflows_is_skipped_and_the_schedule_waits(make_engine: MakeEngine) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}}
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 2}
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(), "scheduler": schedule, "fp16": fp16})
+    engine, optimizer = make_engine(adam(), scheduler=schedule, fp16=fp16)
     first, second, third = numbers(3)
-    original_loop(engine, optimizer, [first])
-    original_loop(engine, optimizer, [second])
-    before, rate = {name: value.clone() for name, value in engine.state_dict().items()}, engine.get_lr()
+    run(engine, optimizer, [first])
+    run(engine, optimizer, [second])
+    before, rate = values(engine), engine.get_lr()
     for _ in range(2):
         overflowing(engine, optimizer, third)
         same(before, engine)
@@ -393,30 +377,26 @@ def test_a_step_that_overflows_is_skipped_and_the_schedule_waits() -> None:
     # The hysteresis is the number of overflows until the scale backs off, and no factor.
     assert engine.session.scaler.get_scale() == 128.0
     assert (optimizer.global_steps, optimizer.skipped_steps) == (4, 2)
-    original_loop(engine, optimizer, [third])
+    run(engine, optimizer, [third])
     assert engine.get_lr() != rate
     assert differ(before, engine.state_dict())
-    engine.close()
 
 
-def test_a_static_scale_stays() -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(), "fp16": {"enabled": True, "loss_scale": 32}})
+def test_a_static_scale_stays(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine(adam(), fp16={"enabled": True, "loss_scale": 32})
     overflowing(engine, optimizer, numbers(1)[0])
     overflowing(engine, optimizer, numbers(1)[0])
     assert engine.session.scaler.get_scale() == 32.0
     assert optimizer.skipped_steps == 2
-    engine.close()
 
 
-def test_what_is_clipped_in_fp16_is_the_gradient_not_its_scaled_form() -> None:
+def test_what_is_clipped_in_fp16_is_the_gradient_not_its_scaled_form(make_engine: MakeEngine) -> None:
     fp16 = {"enabled": True, "loss_scale": 1024}
     ends = []
     for norm in (0, 1e3):
-        config = {**adam(), "fp16": fp16, "gradient_clipping": norm, "gradient_accumulation_steps": 2}
-        engine, optimizer = initialize_engine(seeded(Plain), config=config)
-        original_loop(engine, optimizer, numbers(4))
-        ends.append({name: value.clone() for name, value in engine.state_dict().items()})
-        engine.close()
+        engine, optimizer = make_engine(adam(), fp16=fp16, gradient_clipping=norm, gradient_accumulation_steps=2)
+        run(engine, optimizer, numbers(4))
+        ends.append(ended(engine))
     assert not differ(*ends)
 
 
@@ -427,7 +407,7 @@ def test_a_model_that_is_built_already_is_taken() -> None:
     model = seeded(Plain)()
     engine, optimizer = initialize_engine(model)
     assert engine.module is model
-    original_loop(engine, optimizer, numbers(1))
+    run(engine, optimizer, numbers(1))
     engine.close()
 
 
@@ -517,25 +497,19 @@ class Words(nn.Module):
         return self.head(torch.tanh(self.mix(hidden))).square().mean()
 
 
-def test_a_table_for_the_cpu_goes_in_tiles_below_its_own_size_and_no_bit_changes() -> None:
+def test_a_table_for_the_cpu_goes_in_tiles_below_its_own_size_and_no_bit_changes(make_engine: MakeEngine) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, 4000, (2, 8), generator=generator) for _ in range(3)]
     own = {"device": "emulated", "device_memory": "240KiB", "options": {"chunk_size": 2048}}
     assert Words().table.weight.nbytes > 240 * 1024
     with pytest.raises(BudgetError):
-        original_loop(*initialize_engine(seeded(Words), config={**adam(), "patrickstar": own}), batches)
-    engine, optimizer = initialize_engine(
-        seeded(Words), config={**adam(), "use_cpu_embedding": True, "patrickstar": own}
-    )
-    original_loop(engine, optimizer, batches)
+        run(*make_engine(adam(), build=Words, patrickstar=own), batches)
+    engine, optimizer = make_engine(adam(), build=Words, patrickstar=own, use_cpu_embedding=True)
+    run(engine, optimizer, batches)
     assert engine.session.stats().moved["H>D"] > 0
     in_tiles = {name: len(where.tiles) for name, where in engine.session.layout.slices.items() if where.tiles}
     assert in_tiles == {"table.weight": 7}
-    weights = ended(engine)
-    reference = Reference(seeded(Words))
-    for data in batches:
-        reference.step([data])
-    assert not differ(reference.values(), weights)
+    expect_trained(ended(engine), batches, build=Words)
 
 
 @pytest.mark.parametrize(
@@ -548,41 +522,36 @@ def test_tiles_have_as_many_rows_as_the_largest_linear_unless_it_shares_the_tabl
     assert memory_for(Words(tied), settings.memory, settings).options.tile_rows == rows
 
 
-def test_keys_without_effect_and_progress_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_without_effect_and_progress_are_told(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "patrickstar"):
-        config = {**adam(), "steps_per_print": 2, "aio": {"queue_depth": 8}}
-        config["client"] = {"mem_tracer": {"overall_gpu_mem_ratio": 0.8}}
-        engine, optimizer = initialize_engine(Plain, config=config)
-        original_loop(engine, optimizer, numbers(5))
+        ignored = {"aio": {"queue_depth": 8}, "client": {"mem_tracer": {"overall_gpu_mem_ratio": 0.8}}}
+        run(*make_engine(adam(), ignored, steps_per_print=2), numbers(5))
     told = [record.getMessage() for record in caplog.records]
     assert any("no effect here: aio.queue_depth" in message for message in told)
     assert any("overall_gpu_mem_ratio" in message for message in told)
     assert [message for message in told if message.startswith("step=")] == [
         f"step={step}, skipped=0, lr=[0.01], mom=[(0.9, 0.999)]" for step in (2, 4)
     ]
-    engine.close()
 
 
 # the engine
 
 
-def test_weights_come_and_go_by_the_model_s_own_names(tmp_path: Path) -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config=TIGHT)
-    original_loop(engine, optimizer, numbers(2))
+def test_weights_come_and_go_by_the_model_s_own_names(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine, optimizer = make_engine(TIGHT)
+    run(engine, optimizer, numbers(2))
     torch.save(engine.state_dict(), tmp_path / "weights.pt")
     saved = torch.load(tmp_path / "weights.pt", weights_only=True)
     plain = Plain()
     assert plain.load_state_dict(saved) is not None
-    other, _ = initialize_engine(Plain, config=TIGHT)
+    other, _ = make_engine(TIGHT, seed=1)
     assert other.load_state_dict(saved) == ([], [])
     same(saved, other)
-    engine.close()
-    other.close()
 
 
-def test_keys_that_do_not_match_are_said_or_refused() -> None:
-    engine, _ = initialize_engine(seeded(Plain))
-    start = {name: value.clone() for name, value in engine.state_dict().items()}
+def test_keys_that_do_not_match_are_said_or_refused(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    start = values(engine)
     given = {"layers.0.bias": torch.ones(32), "stranger": torch.ones(1)}
     with pytest.raises(ConfigError, match="stranger"):
         engine.load_state_dict(given, strict=True)
@@ -593,28 +562,25 @@ def test_keys_that_do_not_match_are_said_or_refused() -> None:
     same({**start, "layers.0.bias": torch.ones(32)}, engine)
     with pytest.raises(ConfigError, match=r"layers\.0\.bias has shape \(3,\)"):
         engine.load_state_dict({"layers.0.bias": torch.ones(3)})
-    engine.close()
 
 
-def test_the_optimizer_s_state_has_torch_s_format() -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config=adam())
-    original_loop(engine, optimizer, numbers(2))
+def test_the_optimizer_s_state_has_torch_s_format(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine(adam())
+    run(engine, optimizer, numbers(2))
     state = optimizer.state_dict()
     model = Plain()
     plain = torch.optim.Adam(model.parameters())
     plain.load_state_dict(state)
     assert plain.param_groups[0]["lr"] == 1e-2
-    other, others = initialize_engine(Plain, config=adam(lr=1.0))
+    other, others = make_engine(adam(lr=1.0), seed=1)
     other.load_state_dict(engine.state_dict())
     others.load_state_dict(copy.deepcopy(state))
     for each in ((engine, optimizer), (other, others)):
-        original_loop(*each, numbers(3)[2:])
+        run(*each, numbers(3)[2:])
     same(dict(engine.state_dict()), other)
-    engine.close()
-    other.close()
 
 
-def test_stopping_and_going_on_gives_the_bits_of_not_stopping(tmp_path: Path) -> None:
+def test_stopping_and_going_on_gives_the_bits_of_not_stopping(make_engine: MakeEngine, tmp_path: Path) -> None:
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_max_lr": 0.01}}
     config = {
         **adam(),
@@ -623,58 +589,53 @@ def test_stopping_and_going_on_gives_the_bits_of_not_stopping(tmp_path: Path) ->
         "fp16": {"enabled": True, "loss_scale_window": 2},
     }
     batches = numbers(8)
-    engine, optimizer = initialize_engine(seeded(Plain), config=config)
-    original_loop(engine, optimizer, batches[:4])
+    engine, optimizer = make_engine(config)
+    run(engine, optimizer, batches[:4])
     written = engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-    original_loop(engine, optimizer, batches[4:])
-    other, others = initialize_engine(Plain, config=config)
+    run(engine, optimizer, batches[4:])
+    other, others = make_engine(config, seed=1)
     assert other.load_checkpoint(tmp_path) == (tmp_path, {"epoch": 3})
     assert (others.global_steps, written.name) == (2, "step-00000002")
-    original_loop(other, others, batches[4:])
+    run(other, others, batches[4:])
     same(dict(engine.state_dict()), other)
     assert (engine.get_lr(), others.global_steps) == (other.get_lr(), 4)
     assert engine.session.scaler.get_scale() == other.session.scaler.get_scale() > 2**16
-    engine.close()
-    other.close()
 
 
-def test_a_checkpoint_is_saved_at_a_boundary_and_has_no_tag(tmp_path: Path) -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config={"gradient_accumulation_steps": 2})
-    original_loop(engine, optimizer, numbers(1))
+def test_a_checkpoint_is_saved_at_a_boundary_and_has_no_tag(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine, optimizer = make_engine(gradient_accumulation_steps=2)
+    run(engine, optimizer, numbers(1))
     with pytest.raises(StateError, match="after 1 of 2 micro-batches"):
         engine.save_checkpoint(tmp_path)
-    original_loop(engine, optimizer, numbers(1))
+    run(engine, optimizer, numbers(1))
     with pytest.raises(ConfigError, match="tag='a'"):
         engine.save_checkpoint(tmp_path, "a")
     engine.save_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="tag='a'"):
         engine.load_checkpoint(tmp_path, tag="a")
-    engine.close()
 
 
-def test_training_and_evaluation_are_the_module_s() -> None:
-    engine, _ = initialize_engine(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+def test_training_and_evaluation_are_the_module_s(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(build=lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
     assert engine.train() is engine
     engine.eval()
     assert not engine.module[1].training
     with torch.no_grad():
         assert torch.equal(engine(torch.ones(2, 8)), engine(torch.ones(2, 8)))
     assert [id(p) for p in engine.parameters()] == [id(p) for p in engine.module.parameters()]
-    engine.close()
 
 
-def test_hooks_of_the_optimizer_run_with_updates() -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config={**adam(), "gradient_accumulation_steps": 2})
+def test_hooks_of_the_optimizer_run_with_updates(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine(adam(), gradient_accumulation_steps=2)
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    original_loop(engine, optimizer, numbers(4))
+    run(engine, optimizer, numbers(4))
     assert seen == ["before", "after"] * 2
-    engine.close()
 
 
-def test_a_closure_is_run_where_a_step_has_one_backward() -> None:
-    engine, optimizer = initialize_engine(seeded(Plain), config=adam())
+def test_a_closure_is_run_where_a_step_has_one_backward(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine(adam())
     data = numbers(1)[0]
 
     def closure() -> float:
@@ -683,34 +644,25 @@ def test_a_closure_is_run_where_a_step_has_one_backward() -> None:
         engine.backward(loss)
         return float(loss.item())
 
-    loss, weights = optimizer.step(closure), ended(engine)
-    reference = Reference(seeded(Plain))
-    assert loss == reference.step([data])[0].item()
-    assert not differ(reference.values(), weights)
-    engine, optimizer = initialize_engine(Plain, config={"gradient_accumulation_steps": 2})
+    loss = optimizer.step(closure)
+    expect_trained(ended(engine), [data], [torch.tensor(loss)])
+    engine, optimizer = make_engine(gradient_accumulation_steps=2)
     with pytest.raises(StateError, match="closure"):
         optimizer.step(closure)
-    engine.close()
 
 
-def test_a_group_may_be_added() -> None:
-    def build() -> nn.Module:
-        model = Plain()
-        model.layers[0].requires_grad_(False)
-        return model
-
-    engine, optimizer = initialize_engine(seeded(build), config=adam())
+def test_a_group_may_be_added(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine(adam(), build=frozen(0))
     engine.module.layers[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(engine.module.layers[0].parameters()), "lr": 0.5})
     start = engine.state_dict()["layers.0.weight"].clone()
-    original_loop(engine, optimizer, numbers(1))
+    run(engine, optimizer, numbers(1))
     assert not torch.equal(start, engine.state_dict()["layers.0.weight"])
     assert engine.get_lr() == [1e-2, 0.5]
-    engine.close()
 
 
-def test_neither_engine_nor_optimizer_can_be_copied() -> None:
-    engine, optimizer = initialize_engine(Plain)
+def test_neither_engine_nor_optimizer_can_be_copied(make_engine: MakeEngine) -> None:
+    engine, optimizer = make_engine()
     for thing in (engine, optimizer):
         with pytest.raises(StateError, match="cannot be copied"):
             copy.deepcopy(thing)
@@ -720,23 +672,11 @@ def test_neither_engine_nor_optimizer_can_be_copied() -> None:
         optimizer.step()
 
 
-def test_an_engine_need_not_be_closed_as_in_the_original() -> None:
-    engine, _ = initialize_engine(Plain)
+def test_an_engine_need_not_be_closed_as_in_the_original(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
     with patrickstar.manage(Plain()) as session:
         assert session.unclosed.alive  # it would warn when it is gone, at exit at the latest
     assert not engine.session.unclosed.alive
-    engine.close()
-
-
-def test_two_engines_live_side_by_side() -> None:
-    pairs = [initialize_engine(seeded(Plain), config={**adam(lr=rate), **TIGHT}) for rate in (1e-2, 1e-3)]
-    batches = numbers(3)
-    for data in batches:
-        for engine, optimizer in pairs:
-            original_loop(engine, optimizer, [data])
-    weights = [ended(engine) for engine, _ in pairs]
-    for found, rate in zip(weights, (1e-2, 1e-3), strict=True):
-        assert not differ(trained_at([rate] * 3, batches), found)
 
 
 def test_the_engine_is_public_where_the_original_had_it() -> None:

@@ -13,6 +13,8 @@ import patrickstar
 from patrickstar import StateError
 from tests.session.builders import (
     SLOT,
+    WIDTH,
+    Layers,
     MakePair,
     adamw,
     backward,
@@ -22,6 +24,7 @@ from tests.session.builders import (
     loss_of,
     mlp,
     options,
+    train_step,
 )
 
 
@@ -41,12 +44,11 @@ class Trips(torch.autograd.Function):
         return gradient
 
 
-class Fragile(nn.Module):
+class Fragile(Layers):
     """Raises in the middle of its forward, or of its backward, when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.trips_in_forward = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,14 +56,23 @@ class Fragile(nn.Module):
         if self.trips_in_forward:
             raise ZeroDivisionError("in forward")
         x = Trips.apply(x)
-        out: torch.Tensor = self.layers[6:](x)
-        return out
+        return self.layers[6:](x)
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Any:
-    yield
-    Trips.armed = False
+class Breaks(nn.Module):
+    """Two parameters in one chunk, with something between their gradients that can raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
+        self.rest = mlp(2, layers=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.second(Trips.apply(self.first(x))))
+
+
+pytestmark = pytest.mark.usefixtures("disarmed")
 
 
 def trip_in_forward(model: nn.Module, _: Any, number: int = 9) -> None:
@@ -88,8 +99,23 @@ def trip_in_the_loss(model: nn.Module, _: Any, number: int = 9) -> None:
         (model(batch(number)) @ torch.ones(7, 7)).sum().backward()
 
 
+def trip_at_the_input(model: nn.Module, _: Any) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(torch.ones(2, 7))
+
+
+def trip_in_a_hook(model: nn.Module, _: Any) -> None:
+    handle = model.layers[4].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    handle.remove()
+
+
+TRIPS = [trip_in_forward, trip_in_backward, trip_in_the_loss, trip_at_the_input, trip_in_a_hook]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("trip", [trip_in_forward, trip_in_backward, trip_in_the_loss], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("trip", TRIPS, ids=lambda trip: trip.__name__)
 @pytest.mark.parametrize("tier", ["device", "disk"])
 @pytest.mark.parametrize("first", [0, 2])
 def test_the_session_stays_usable(
@@ -101,8 +127,7 @@ def test_the_session_stays_usable(
         pair.train(first)
     pair.each(trip)
     pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.train(3, first=first)
-    pair.expect_same()
+    pair.train_same(3, first=first)
     stats = pair.session.stats()
     assert stats.planned_steps >= first + 2, stats.reason
 
@@ -114,8 +139,7 @@ def test_the_session_stays_usable_with_in_backward_as_long_as_no_backward_has_be
     pair = make_pair(Fragile, step="in_backward", device="emulated", device_memory=8 * SLOT)
     pair.train(1)
     pair.each(trip)
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 def test_gradients_that_came_before_the_exception_are_there_as_in_pytorch(
@@ -127,43 +151,12 @@ def test_gradients_that_came_before_the_exception_are_there_as_in_pytorch(
     pair.expect_same_gradients()
     assert len(dict(pair.session.gradients())) == 6
     pair.step()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
-def test_gradients_of_an_earlier_backward_survive_a_forward_that_raises(
-    make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(Fragile, **on_disk)
-    pair.each(backward, 0)
-    pair.each(trip_in_forward)
-    pair.each(backward, 1)
-    pair.step()
-    pair.expect_same()
-
-
-def test_a_backward_that_raises_in_backward_mode_asks_for_a_checkpoint_and_names_what_was_updated(
-    make_pair: MakePair, tmp_path: Any
-) -> None:
-    pair = make_pair(Fragile, step="in_backward", device="emulated", device_memory=8 * SLOT)
-    pair.train(2)
-    pair.session.save_checkpoint(tmp_path)
-    trip_in_backward(pair.model, None)
-    for call in (
-        lambda: pair.model(batch()),
-        lambda: pair.optimizer.step(),
-        lambda: pair.session.save_checkpoint(tmp_path / "no"),
-    ):
-        with pytest.raises(StateError, match=r"layers\.10\.weight.*load_checkpoint") as refusal:
-            call()
-        assert "layers.0.weight" not in str(refusal.value)
-    pair.session.load_checkpoint(tmp_path)
-    pair.train(2, first=2)
-    pair.expect_same()
-
-
-def test_a_session_that_asks_for_a_checkpoint_can_still_be_closed(make_pair: MakePair) -> None:
-    pair = make_pair(Fragile, step="in_backward", device="emulated", device_memory=8 * SLOT)
+@pytest.mark.parametrize("build", [Fragile, Breaks])
+def test_a_session_that_asks_for_a_checkpoint_can_still_be_closed(make_pair: MakePair, build: type[nn.Module]) -> None:
+    pair = make_pair(build, step="in_backward", device="emulated", device_memory=8 * SLOT)
     pair.train(1)
     trip_in_backward(pair.model, None)
     pair.session.close()
@@ -173,39 +166,16 @@ def test_a_session_that_asks_for_a_checkpoint_can_still_be_closed(make_pair: Mak
 def test_a_backward_that_raises_before_the_first_gradient_in_backward_mode_has_updated_nothing(
     make_pair: MakePair,
 ) -> None:
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
+    class First(Layers):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = Trips.apply(self.layers(x))
-            return out
+            return Trips.apply(self.layers(x))
 
     pair = make_pair(First, step="in_backward", device="emulated", device_memory=8 * SLOT)
     pair.train(1)
     held = everything(pair.session)
     pair.each(trip_in_backward)
     expect_bits(held, everything(pair.session))
-    pair.train(2, first=1)
-    pair.expect_same()
-
-
-def test_a_gradient_hook_that_raises(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    def act(model: nn.Module, optimizer: Any) -> None:
-        def refuse(_: torch.Tensor) -> None:
-            raise ZeroDivisionError
-
-        handle = model[4].weight.register_hook(refuse)
-        with pytest.raises(ZeroDivisionError):
-            backward(model)
-        handle.remove()
-        optimizer.zero_grad()
-
-    pair = make_pair(**on_disk)
-    pair.each(act)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 def test_a_closure_that_raises_has_updated_nothing(make_pair: MakePair) -> None:
@@ -222,46 +192,23 @@ def test_a_closure_that_raises_has_updated_nothing(make_pair: MakePair) -> None:
 
 
 def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    make_pair: MakePair, failing_update: Callable[..., Any], tmp_path: Any
 ) -> None:
     pair = make_pair()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    passes = pair.session._parts.training.updates.passes["cpu"]
-    update, calls = passes.update, [0]
-
-    def interrupted(*args: Any, **keywords: Any) -> None:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise MemoryError
-        update(*args, **keywords)
-
-    backward(pair.model)
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
-    with monkeypatch.context() as patched:
-        patched.setattr(type(passes), "update", lambda self, *args, **keywords: interrupted(*args, **keywords))
-        with pytest.raises(MemoryError):
-            pair.model(batch())
-    with pytest.raises(StateError, match="load_checkpoint"):
+    train_step(pair.model, pair.optimizer)
+    with failing_update(pair, 3), pytest.raises(MemoryError):
         pair.model(batch())
-    with pytest.raises(StateError, match="load_checkpoint"):
-        pair.optimizer.step()
-    with pytest.raises(StateError, match="load_checkpoint"):
-        pair.session.save_checkpoint(tmp_path / "no")
+    for call in (
+        lambda: pair.model(batch()),
+        lambda: pair.optimizer.step(),
+        lambda: pair.session.save_checkpoint(tmp_path / "no"),
+    ):
+        with pytest.raises(StateError, match="load_checkpoint"):
+            call()
     pair.session.load_checkpoint(tmp_path)
-    pair.train(2, first=2)
-    pair.expect_same()
-
-
-def test_inputs_of_wrong_shape_raise_as_in_pytorch(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    for model in (pair.plain, pair.model):
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            model(torch.ones(2, 7))
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 class Twice(tuple[Any, ...]):
@@ -278,26 +225,7 @@ def test_inputs_that_cannot_be_cast_leave_the_session_usable(make_pair: MakePair
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         pair.model(Twice(torch.ones(2, 7, dtype=torch.float64), None))
     assert pair.session._parts.executor.pilot.stretch.is_over
-    pair.train(2, first=1)
-    pair.expect_same()
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_odd_batches(make_pair: MakePair, rows: int) -> None:
-    pair = make_pair()
-    pair.each(lambda model, optimizer: (model(batch(rows=rows)).sum().backward(), optimizer.step()))
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.train(1)
-    pair.expect_same()
-
-
-def test_a_refused_forward_inside_of_no_grad_leaves_the_session_usable(make_pair: MakePair) -> None:
-    pair = make_pair(device="emulated", device_memory=5 * SLOT)
-    pair.train(1)
-    with torch.no_grad(), pytest.raises(patrickstar.BudgetError):
-        pair.model(batch(rows=2000))
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 def test_an_error_inside_of_manage_keeps_the_optimizers_hooks(tmp_path: Any) -> None:

@@ -17,7 +17,7 @@ import patrickstar
 from patrickstar import ConfigError, DeviceError, StateError
 from patrickstar.core.machine import Tier
 from tests.parity.compare import same_bits
-from tests.session.builders import EMULATED, Pair, adamw, expect_bits, mlp, options, store_of, train, values
+from tests.session.builders import EMULATED, Layers, Pair, adamw, expect_bits, mlp, options, store_of, train, values
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,7 +90,7 @@ def test_what_goes_in_trained_comes_out_for_the_model_s_own_library(tmp_path: Pa
         session.optimizer.zero_grad()  # type: ignore[union-attr]
         session.export(tmp_path / "end", max_shard_size=shard)
         want = logits(model, name)
-        held = {key: tensor.clone() for key, tensor in session.state_dict().items()}
+        held = values(session)
     assert not same_bits(want, logits(start, name))
     found = read_back(model, tmp_path / "end")
     assert same_bits(want, logits(found, name))
@@ -124,7 +124,7 @@ def test_a_file_of_the_base_model_fits_with_a_head_and_the_other_way_round(
 def test_tied_weights_stand_in_the_files_once_and_may_come_back_from_either_name(tmp_path: Path) -> None:
     with patrickstar.manage(build("gpt2", 7), **BUDGET) as session:
         session.export(tmp_path)
-        want = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+        want = values(session)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
@@ -154,24 +154,22 @@ def test_in_16_bits_masters_go_in_and_out_whole(tmp_path: Path) -> None:
         model(**MODELS["gpt2"][3]).logits.float().square().mean().backward()
         session.optimizer.step()  # type: ignore[union-attr]
         session.export(tmp_path / "end")
-        held = {key: tensor.clone() for key, tensor in session.state_dict().items()}
+        held = values(session)
     expect_bits(held, values(read_back(model, tmp_path / "end")))
 
 
-class Odd(nn.Module):
+class Odd(Layers):
     """Weights in an order of their own, tied ones, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.again = self.layers[0]
         self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("scratch", torch.ones(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.again(self.layers(x)) + self.convolution.weight.sum() + self.norm(x[:, :4]).sum()
-        return out
+        return self.again(self.layers(x)) + self.convolution.weight.sum() + self.norm(x[:, :4]).sum()
 
 
 def test_of_any_other_module_tensors_are_written_and_read_again(tmp_path: Path, machine: dict[str, Any]) -> None:
@@ -180,7 +178,7 @@ def test_of_any_other_module_tensors_are_written_and_read_again(tmp_path: Path, 
     with patrickstar.manage(model, adamw(model), options=options(), **machine) as session:
         train(model, session.optimizer, 2)
         session.export(str(tmp_path / "out"), max_shard_size=5000)
-        want = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+        want = values(session)
         assert sum(session.stats().moved.values()) > 0
     found: dict[str, Tensor] = {}
     for path in (tmp_path / "out").glob("*.safetensors"):

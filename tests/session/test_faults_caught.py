@@ -86,8 +86,7 @@ class Recomputes(nn.Module):
         x = x.requires_grad_()
         for _ in range(3):
             x = checkpoint(self.layers, x, use_reentrant=True)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["with a head", "all of it"])
@@ -95,8 +94,7 @@ def test_an_update_in_backward_waits_for_the_last_recomputation(
     head: bool, make_pair: MakePair, tmp_path: Path
 ) -> None:
     pair = make_pair(lambda: Recomputes(head=head), step="in_backward", **MACHINES["cpu+disk"](tmp_path / "disk"))
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
 
 
 @pytest.mark.parametrize("is_updated", [False, True], ids=["before its update", "after its update"])

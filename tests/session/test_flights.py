@@ -24,8 +24,8 @@ from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import LAYERS, MACHINES, MakePair, Pair, backward, batch, mlp, store_of
-from tests.session.test_disk_tier import arm
+from tests.session.builders import LAYERS, MACHINES, Layers, MakePair, Pair, backward, batch, store_of, values
+from tests.session.test_disk_tier import FAULTS, arm
 
 
 def distances(plan: Plan) -> list[int]:
@@ -70,7 +70,7 @@ def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str, str], Pair]
 
     def halted(machine: str, at: int) -> Pair:
         pair = make_pair(
-            build=lambda: Halting(mlp()),
+            build=Halting,
             make_lane=lambda src, dst: ManualLane(),
             **MACHINES[machine](tmp_path / "disk"),
         )
@@ -101,13 +101,10 @@ class Halted(Exception):
     """What the user's code raised."""
 
 
-class Halting(nn.Module):
+class Halting(Layers):
     """A model whose forward can be stopped by an exception, where several units have left and others are on their way."""
 
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-        self.halts_at: int | None = None
+    halts_at: int | None = None
 
     def forward(self, x: Any) -> Any:
         for number, layer in enumerate(self.layers):
@@ -117,25 +114,27 @@ class Halting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
-def test_an_exception_in_users_code_leaves_transfers_that_the_next_step_uses(
-    machine: str, what: str, under_way: Callable[[str, str], Pair]
-) -> None:
-    pair = under_way(machine, what)
-    pair.train(2, first=2)
+def save_and_load(pair: Pair, directory: Path) -> None:
+    pair.session.save_checkpoint(directory)
     pair.expect_same()
+    pair.session.load_checkpoint(directory)
 
 
+def be_refused(pair: Pair, _: Path) -> None:
+    with pytest.raises(BudgetError):
+        pair.model(batch(0, rows=4096))
+
+
+@pytest.mark.parametrize(
+    "act", [lambda pair, _: None, save_and_load, be_refused], ids=["nothing", "saved and loaded", "refused"]
+)
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
-def test_state_is_read_set_and_saved_while_transfers_are_under_way(
-    machine: str, what: str, under_way: Callable[[str, str], Pair], tmp_path: Path
+def test_what_is_under_way_is_used_by_the_next_step_whatever_is_done_before(
+    machine: str, what: str, act: Callable[[Pair, Path], None], under_way: Callable[[str, str], Pair], tmp_path: Path
 ) -> None:
     pair = under_way(machine, what)
-    pair.session.save_checkpoint(tmp_path / "saved")
-    pair.expect_same()
-    pair.session.load_checkpoint(tmp_path / "saved")
-    pair.train(1, first=2)
-    pair.expect_same()
+    act(pair, tmp_path / "saved")
+    pair.train_same(2, first=2)
 
 
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
@@ -143,21 +142,10 @@ def test_close_waits_for_what_is_under_way_and_gives_everything_back(
     machine: str, what: str, under_way: Callable[[str, str], Pair]
 ) -> None:
     pair = under_way(machine, what)
-    want = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+    want = values(pair.plain)
     pair.session.close()
     for name, value in pair.model.state_dict().items():
         assert value.is_meta or value.equal(want[name])
-
-
-@pytest.mark.parametrize(("machine", "what"), UNDER_WAY[1:])
-def test_a_refusal_leaves_transfers_that_the_next_step_uses(
-    machine: str, what: str, under_way: Callable[[str, str], Pair]
-) -> None:
-    pair = under_way(machine, what)
-    with pytest.raises(BudgetError):
-        pair.model(batch(0, rows=4096))
-    pair.train(2, first=2)
-    pair.expect_same()
 
 
 @pytest.mark.parametrize(("machine", "what"), UNDER_WAY)
@@ -174,8 +162,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_transfers(
         return "it was used"
 
     assert f"belongs to process {os.getpid()}" in in_forked_child(use)
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 def test_a_change_by_hand_of_what_is_being_written_back_is_not_lost(
@@ -189,19 +176,18 @@ def test_a_change_by_hand_of_what_is_being_written_back_is_not_lost(
         for layer in model[::2]:
             layer.weight.data.mul_(0.5)
         optimizer.zero_grad()
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize(("call", "number"), FAULTS, ids=lambda value: errno.errorcode.get(value, value) or "short")
 def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again(
-    call: str, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
+    call: str, number: int | None, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
 ) -> None:
-    failed = 0
+    failed = early = 0
     for after in range(0, 12, 2):
         pair = make_pair(**on_disk)
         pair.train(2)
-        arm(faulty, call, 5, after=after)
+        arm(faulty, call, number, after=after)
         try:
             backward(pair.model, number=2)
         except DeviceError as failure:
@@ -211,14 +197,20 @@ def test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_don
             )
             assert found, message
             assert re.match(r"(forward|backward|step) \d\.weight|the start of the training step", found[3]), message
+            assert number is None or os.strerror(number) in message
             failed += 1
             assert isinstance(failure.__cause__, DeviceError)
+            noticed = re.search(r"a transfer at (.+) was not done", pair.session._parts.executor.pilot.stretch.reason)
+            assert noticed
+            early += noticed[1] != found[3]
+            assert not store_of(pair.session).state.in_flight
+        assert faulty.hit
         faulty.faults.clear()
         pair.optimizer.zero_grad()
-        pair.train(2, first=2)
-        pair.expect_same()
+        pair.train_same(2, first=2)
         pair.session.close()
     assert failed, "no transfer has failed"
+    assert early or call == "preadv", "no write-back was early"
 
 
 class EndsThread(ThreadLane):
@@ -253,36 +245,9 @@ def test_a_thread_that_ends_or_fails_in_any_way_is_a_failed_transfer(
             failed += 1
         EndsThread.error = None
         pair.optimizer.zero_grad()
-        pair.train(1, first=number)
-        pair.expect_same()
+        pair.train_same(1, first=number)
     assert failed, "no transfer has failed"
     pair.session.close()
-
-
-def test_a_disk_that_is_full_in_an_early_write_back_is_named_with_the_moment_that_began_it(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
-) -> None:
-    early = 0
-    for after in range(0, 12, 2):
-        pair = make_pair(**on_disk)
-        pair.train(2)
-        arm(faulty, "pwritev", errno.ENOSPC, after=after)
-        try:
-            backward(pair.model, number=2)
-        except DeviceError as failure:
-            store, found = store_of(pair.session), re.search(r"this was (c\d+\.\w+) .*, issued at (.+)", str(failure))
-            assert found, str(failure)
-            assert os.strerror(errno.ENOSPC) in str(failure)
-            noticed = re.search(r"a transfer at (.+) was not done", pair.session._parts.executor.pilot.stretch.reason)
-            assert noticed
-            early += noticed[1] != found[2]
-            assert not store.state.in_flight
-        faulty.faults.clear()
-        pair.optimizer.zero_grad()
-        pair.train(2, first=2)
-        pair.expect_same()
-        pair.session.close()
-    assert early, "no write-back was early"
 
 
 def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
@@ -349,7 +314,6 @@ def test_a_forward_goes_on_where_one_of_its_transfers_has_failed(
             pair.model(batch(2))
         faulty.faults.clear()
         skipped += pair.model.skipped
-        pair.train(1, first=2)
-        pair.expect_same()
+        pair.train_same(1, first=2)
         pair.session.close()
     assert skipped, "no layer has failed"

@@ -69,14 +69,14 @@ def plans_of_a_session(
                 steps[-1].append(without_machine(stretch.plan))
             begin(stretch)
 
-        pilot.begin = noted  # type: ignore[method-assign]
+        pilot.begin = noted
         for _ in range(SETTLED):
             steps.append([])
             model(batch)["loss"].backward()
             if clips:
                 session.clip_grad_norm_(1.0)
-            session.optimizer.step()  # type: ignore[union-attr]
-            session.optimizer.zero_grad()  # type: ignore[union-attr]
+            session.optimizer.step()
+            session.optimizer.zero_grad()
         first, last = list(steps[0]), list(steps[-1])
         assert session.stats().planned_steps == SETTLED
         return first, last

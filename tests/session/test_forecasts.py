@@ -17,7 +17,7 @@ from patrickstar.core.formats import FP32
 from patrickstar.core.trace import Trace
 from patrickstar.plan.fit import minimum_bytes
 from tests.parity.architectures import ARCHITECTURES
-from tests.parity.zoo import CASES, Case, micro_seed
+from tests.parity.zoo import CASES, micro_seed
 from tests.session.builders import adamw
 
 NO_FORECAST: Mapping[str, str] = {
@@ -52,7 +52,7 @@ def first_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], groups:
         session.optimizer.step()
         session.optimizer.zero_grad()
         stats = session.stats()
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         measured = known.measured if known.twice is None else known.twice.measured
         assert measured is not None
         assert stats.steps == 1
@@ -64,18 +64,18 @@ def first_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], groups:
         return First(known.offline is not None, stats.planned_steps == 1, stats.reason, needs[0], needs[-1])
 
 
-def of_the_matrix(case: Case) -> First:
-    model, drawn = case.build(), case.batches(seed=0, count=1)[0]
-    torch.manual_seed(micro_seed(1, 0))
-    return first_step(model, lambda model: case.loss_of(model, drawn), case.groups(model))
-
-
-def of_the_architectures(name: str) -> First:
+def built(name: str) -> tuple[Any, Callable[[nn.Module], Tensor], Any]:
+    """A model of the matrix or of the architectures, what gives its loss, and the groups of its optimizer."""
     torch.manual_seed(0)
+    if name in CASES:
+        case = CASES[name]
+        model, drawn = case.build(), case.batches(seed=0, count=1)[0]
+        torch.manual_seed(micro_seed(1, 0))
+        return model, lambda model: case.loss_of(model, drawn), case.groups(model)
     make, loss_of = ARCHITECTURES[name]()
     model = make().train()
     torch.manual_seed(0)  # of what is drawn then, wav2vec2 keeps all of its layers
-    return first_step(model, loss_of, model.parameters())
+    return model, loss_of, model.parameters()
 
 
 IN_THE_SUITE = ("longformer", "opt", "roberta", "wav2vec2")
@@ -92,7 +92,7 @@ IN_THE_SUITE = ("longformer", "opt", "roberta", "wav2vec2")
     ],
 )
 def test_the_first_step_is_foreseen_or_known_not_to_be(name: str) -> None:
-    first = of_the_matrix(CASES[name]) if name in CASES else of_the_architectures(name)
+    first = first_step(*built(name))
     if name in NO_FORECAST:
         assert not first.planned
         assert NO_FORECAST[name] in first.reason
@@ -107,18 +107,12 @@ def test_the_first_step_is_foreseen_or_known_not_to_be(name: str) -> None:
 
 def forecasts(name: str) -> list[Trace | None]:
     """Traces of the forwards of a first step's loss."""
-    torch.manual_seed(0)
-    if name in CASES:
-        model, batch = CASES[name].build(), CASES[name].batches(seed=0, count=1)[0]
-    else:
-        make, loss_of = ARCHITECTURES[name]()
-        model = make().train()
-    torch.manual_seed(0)
+    model, loss_of, _ = built(name)
     with patrickstar.manage(
         model, adamw(model), device="emulated", device_memory="256MiB", precision="fp32"
     ) as session:
-        _ = CASES[name].loss_of(model, batch) if name in CASES else loss_of(model)
-        return [known.offline for known in session._parts.stretches._known.values()]
+        _ = loss_of(model)
+        return [known.offline for known in session._parts.stretches.known.kinds.values()]
 
 
 class Reconstructs(nn.Module):
@@ -143,7 +137,7 @@ def test_a_loss_is_foreseen_with_the_memory_that_it_keeps(loss: Callable[[Tensor
     with patrickstar.manage(model, adamw(model), device="emulated", device_memory="1MiB", precision="fp32") as session:
         model(x).backward()
         session.optimizer.step()
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         assert known.offline == known.measured
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.planes import REST, WEIGHT
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.testing.faults import FaultyIO
-from tests.parity.compare import same_bits
+from tests.session import changes
 from tests.session.builders import (
     CHUNK,
     EMULATED,
@@ -33,14 +34,13 @@ from tests.session.builders import (
     backward,
     batch,
     expect_bits,
-    held_states,
     mlp,
-    states,
     values,
 )
-from tests.session.masters import KINDS, Twin, expect_same, manage, managed_step
+from tests.session.masters import KINDS, in_kind, manage
+from tests.session.script import Script
 from tests.session.test_disk_tier import arm
-from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, in_kind, watched
+from tests.session.test_simulation import expect_executed_as_simulated, expect_foreseen, watched
 
 WORDS = 96
 """Rows of the table, which is a run of two chunks."""
@@ -48,6 +48,9 @@ WORDS = 96
 
 def nothing() -> None:
     pass
+
+
+MakeScript = Callable[..., Script]
 
 
 class Changing(nn.Module):
@@ -68,8 +71,7 @@ class Changing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ids = (x[:, :4].float().abs() * 40).long() % WORDS
-        out: Tensor = self.change(self, x, ids)
-        return out
+        return self.change(self, x, ids)
 
     def look_up(self, ids: Tensor) -> Tensor:
         found: Tensor = self.words(ids)
@@ -79,13 +81,13 @@ class Changing(nn.Module):
 def by_module(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
     words = model.look_up(ids)
     model.told()
-    return model.layers(words + x)  # type: ignore[no-any-return]
+    return model.layers(words + x)
 
 
 def by_function(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
     words = F.embedding(ids, model.words.weight, max_norm=1.5, norm_type=1.0).mean(1)
     model.told()
-    return model.layers(words + x)  # type: ignore[no-any-return]
+    return model.layers(words + x)
 
 
 def in_place(change: Callable[[Tensor], object]) -> Callable[..., Tensor]:
@@ -95,56 +97,9 @@ def in_place(change: Callable[[Tensor], object]) -> Callable[..., Tensor]:
         for weight in (model.words.weight, model.layers[6].weight):
             change(weight)
             model.told()
-        return model.layers(model.look_up(ids) + x)  # type: ignore[no-any-return]
+        return model.layers(model.look_up(ids) + x)
 
     return run
-
-
-@torch.no_grad()
-def clamp(weight: Tensor) -> None:
-    weight.clamp_(-0.1, 0.1)
-
-
-@torch.no_grad()
-def to_norm(weight: Tensor) -> None:
-    weight.div_(weight.norm() / 4)
-
-
-def by_data(weight: Tensor) -> None:
-    weight.data.mul_(0.9)
-
-
-def by_detached(weight: Tensor) -> None:
-    weight.detach()[3].mul_(0.5)
-
-
-@torch.no_grad()
-def by_index(weight: Tensor) -> None:
-    weight[5, 3:9] = 0.25
-    weight[7].mul_(0.5)
-
-
-@torch.no_grad()
-def by_out(weight: Tensor) -> None:
-    torch.mul(weight, 0.9, out=weight)
-
-
-@torch.no_grad()
-def by_copy(weight: Tensor) -> None:
-    weight.copy_(weight.tanh())
-
-
-@torch.no_grad()
-def by_init(weight: Tensor) -> None:
-    """torch gives this one no positional arguments."""
-    nn.init.constant_(weight[:3], 0.125)
-    nn.init.uniform_(weight[4], 0.25, 0.25)
-
-
-@torch.no_grad()
-def by_flag(weight: Tensor) -> None:
-    """`inplace=True`, of a function whose name does not say it."""
-    F.hardtanh(weight, -0.1, 0.1, inplace=True)
 
 
 def by_view(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
@@ -156,7 +111,7 @@ def by_view(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
         view.mul_(0.9)
     model.told()
     del view
-    return model.layers[4:](hidden)  # type: ignore[no-any-return]
+    return model.layers[4:](hidden)
 
 
 CHANGES: Mapping[str, Callable[..., Tensor]] = {
@@ -164,10 +119,7 @@ CHANGES: Mapping[str, Callable[..., Tensor]] = {
     "bag": by_module,
     "functional": by_function,
     "view": by_view,
-    **{
-        change.__name__: in_place(change)
-        for change in (clamp, to_norm, by_data, by_detached, by_index, by_out, by_copy, by_init, by_flag)
-    },
+    **{change.__name__: in_place(change) for change in changes.CHANGES},
 }
 
 
@@ -191,118 +143,63 @@ def expect_planned(session: Any, steps: int) -> None:
     assert sum(stats.moved.values()), "nothing moved, which shows nothing"
 
 
-def chosen(*axes: Iterable[str], always: Callable[..., bool]) -> list[Any]:
-    """All combinations; those that are not `always` run have every part in another, and are for `make test-full`."""
-    return [
-        pytest.param(*each, marks=() if always(*each) else pytest.mark.campaign, id="-".join(each))
-        for each in product(*axes)
-    ]
+@pytest.fixture
+def changing(make_script: MakeScript) -> MakeScript:
+    """Makes scripts of models that change weights in their forward, of which masters that are kept by hand are told."""
+
+    def make(*args: Any, **keywords: Any) -> Script:
+        script = make_script(*args, **keywords)
+        script.plain.model.told = script.plain.twin.carry
+        return script
+
+    return make
 
 
-class Both:
-    """A session, and plain PyTorch with masters that are kept by hand and told of the forward's changes; in fp32 the weights are the masters."""
-
-    def __init__(self, kind: str, build: Callable[[], Any], **keywords: Any) -> None:
-        self.twin, self.model = Twin(kind, build), build()
-        self.twin.model.told = self.twin.carry  # type: ignore[assignment]
-        self.session = manage(self.model, kind, **keywords)
-
-    def train(self, steps: int, *, first: int = 0) -> None:
-        for number in range(first, first + steps):
-            want, got = self.twin.step(first=number), managed_step(self.session, self.model, first=number)
-            assert all(map(same_bits, want, got)), number
-
-    def expect_same(self) -> None:
-        expect_same(self.twin, self.session)
-        expect_bits(states(self.twin.optimizer), held_states(self.session))
+def cases() -> Iterator[Any]:
+    """In those that are no campaigns every part is in another."""
+    for change, kind, step, tiers in product(CHANGES, ("fp32", *KINDS), ("deferred", "in_backward"), MACHINES):
+        if kind == "fp32":
+            always = change in ("embedding", "view") or (step, tiers) == ("deferred", "cpu+disk")
+            always |= (change, step) == ("clamp", "in_backward")
+        elif step == "deferred":
+            always = change == "embedding" or (tiers == "emulated" and (kind == "bf16" or change in ("clamp", "view")))
+        elif kind.startswith("bf16") and change in ("embedding", "clamp") and tiers == "emulated":
+            always = True
+        else:
+            continue
+        marks = () if always else pytest.mark.campaign
+        yield pytest.param(change, kind, step, tiers, marks=marks, id="-".join((change, kind, step, tiers)))
 
 
 @pytest.fixture
-def make_both() -> Iterator[Callable[..., Both]]:
-    made: list[Both] = []
-
-    def make(*args: Any, **keywords: Any) -> Both:
-        made.append(Both(*args, **keywords))
-        return made[-1]
-
-    yield make
-    for both in made:
-        both.session.close()
-
-
-@pytest.fixture
-def trained(make_both: Callable[..., Both]) -> Callable[..., Both]:
+def trained(changing: MakeScript) -> MakeScript:
     """Makes one that trains some steps with the smallest budget of the tier that computes for which no BudgetError is raised."""
 
     def train(
         kind: str, build: Callable[[], Any], *, steps: int = 4, machine: Mapping[str, Any] = EMULATED, **keywords: Any
-    ) -> Both:
-        def begin(**memory: Any) -> Both:
-            both = make_both(kind, build, **keywords, **memory)
-            both.train(1)
-            return both
+    ) -> Script:
+        def begin(**memory: Any) -> Script:
+            script = changing(kind, build, **keywords, **memory)
+            script.run("train")
+            return script
 
-        both: Both = smallest(begin, machine)
-        both.train(steps - 1, first=1)
-        both.expect_same()
-        return both
+        script: Script = smallest(begin, machine)
+        script.run(f"train({steps - 1}) read")
+        return script
 
     return train
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("change", "step", "tiers"),
-    chosen(
-        CHANGES,
-        ("deferred", "in_backward"),
-        MACHINES,
-        always=lambda change, step, tiers: (
-            change in ("embedding", "view")
-            or (step, tiers) == ("deferred", "cpu+disk")
-            or (change, step) == ("clamp", "in_backward")
-        ),
-    ),
-)
+@pytest.mark.parametrize(("change", "kind", "step", "tiers"), list(cases()))
 def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
-    trained: Callable[..., Both], tmp_path: Path, change: str, step: str, tiers: str
+    trained: MakeScript, tmp_path: Path, change: str, kind: str, step: str, tiers: str
 ) -> None:
-    both = trained("fp32", partial(Changing, change), steps=3, step=step, machine=MACHINES[tiers](tmp_path / "disk"))
-    with torch.no_grad():  # an evaluation changes them too
-        assert same_bits(both.twin.model(batch(9)), both.model(batch(9)))
-    both.train(1, first=3)
-    both.expect_same()
+    """Changed elements are their own masters, all others keep theirs; an evaluation changes them too."""
+    script = trained(kind, partial(Changing, change), steps=3, step=step, machine=MACHINES[tiers](tmp_path / "disk"))
+    script.run("evaluate train read")
     if change != "bag":  # what it leaves for backward takes 8 bytes more than on fake tensors
-        expect_planned(both.session, 4)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("change", "kind", "tiers"),
-    chosen(
-        CHANGES,
-        KINDS,
-        MACHINES,
-        always=lambda change, kind, tiers: (
-            change == "embedding" or (tiers == "emulated" and (kind == "bf16" or change in ("clamp", "view")))
-        ),
-    ),
-)
-def test_what_the_forward_changes_is_carried_into_masters(
-    trained: Callable[..., Both], tmp_path: Path, change: str, kind: str, tiers: str
-) -> None:
-    """Changed elements are their own masters, all others keep theirs."""
-    both = trained(kind, partial(Changing, change), machine=MACHINES[tiers](tmp_path / "disk"))
-    if change != "bag":
-        expect_planned(both.session, 4)
-
-
-@pytest.mark.parametrize("kind", ["bf16", "bf16-fp32"])
-@pytest.mark.parametrize("change", ["embedding", "clamp"])
-def test_masters_that_are_updated_in_backward_are_carried_too(
-    trained: Callable[..., Both], change: str, kind: str
-) -> None:
-    expect_planned(trained(kind, partial(Changing, change), step="in_backward").session, 4)
+        expect_planned(script.session, 4)
 
 
 # plans
@@ -321,7 +218,7 @@ class WithLoss(Changing):
 def test_what_the_forward_changes_is_foreseen_and_planned(change: str, kind: str) -> None:
     """A trial run finds every change, and every byte that it takes; the plan keeps all nine rules."""
     model = WithLoss(change)
-    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, chunk_size=CHUNK))
+    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, scale=2.0, chunk_size=CHUNK))
     with session, watched(session) as stretches:
         for number in range(2):
             loss = model(batch(number))
@@ -333,7 +230,7 @@ def test_what_the_forward_changes_is_foreseen_and_planned(change: str, kind: str
         expect_planned(session, 2)
         # What is made before the first use is part of its moment in a trace alone; a lookup makes more.
         expect_executed_as_simulated(session, stretches, bytes_are_foreseen=change == "embedding")
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         expect_foreseen(known.offline, known.measured, exactly=True, at_most=True)
         writes = [
             moment for moment in session.trace.moments if moment.phase is Phase.FORWARD and writes_weights(moment)
@@ -347,10 +244,10 @@ def writes_weights(moment: Moment) -> bool:
 
 
 def trace_of_forward(model: nn.Module, kind: str) -> Trace:
-    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, chunk_size=CHUNK))
+    session: Any = patrickstar.manage(model, adamw(model), **EMULATED, **in_kind(kind, scale=2.0, chunk_size=CHUNK))
     with session:
         model(batch()).float().square().mean().backward()
-        return session.trace  # type: ignore[no-any-return]
+        return session.trace
 
 
 class Sometimes(Changing):
@@ -369,7 +266,7 @@ class Sometimes(Changing):
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", [0, 1], ids=["foreseen and not done", "done and not foreseen"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
-def test_a_change_that_depends_on_more_than_shapes(trained: Callable[..., Both], kind: str, first: int) -> None:
+def test_a_change_that_depends_on_more_than_shapes(trained: MakeScript, kind: str, first: int) -> None:
     """Where a forward does not do as its trace, the rest of the step is decided on the spot."""
 
     def build() -> Sometimes:
@@ -390,20 +287,18 @@ class Asking(Changing):
             if float(self.words.weight.abs().max()) > 0.5:
                 self.words.weight.clamp_(-0.5, 0.5)
                 self.told()
-        return self.layers(self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)  # type: ignore[no-any-return]
+        return self.layers(self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
-def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(
-    make_both: Callable[..., Both], kind: str
-) -> None:
-    both = make_both(kind, partial(Asking, "clamp"), device="emulated", device_memory=9 * SLOT)
-    both.train(6)
-    both.expect_same()
-    stats = both.session.stats()
+def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(changing: MakeScript, kind: str) -> None:
+    script = changing(kind, partial(Asking, "clamp"), device="emulated", device_memory=9 * SLOT)
+    script.run("train(6) read")
+    stats = script.session.stats()
     assert stats.planned_steps >= 2, stats.reason
     assert stats.reactive_steps >= 1
-    assert any(map(writes_weights, next(iter(both.session._parts.stretches._known.values())).measured.moments[:4]))
+    (known,) = script.session._parts.stretches.known.kinds.values()
+    assert any(map(writes_weights, known.measured.moments[:4]))
 
 
 # recomputation
@@ -420,18 +315,18 @@ class Checkpointed(Changing):
         with torch.no_grad():
             self.layers[4].weight.mul_(0.9)
         self.told()
-        return self.layers[2:8](x)  # type: ignore[no-any-return]
+        return self.layers[2:8](x)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layers[:2](self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
-        return self.layers[8:](checkpoint(self.block, hidden, use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+        return self.layers[8:](checkpoint(self.block, hidden, use_reentrant=self.reentrant))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_a_block_that_is_computed_again_changes_its_weights_again(
-    trained: Callable[..., Both], kind: str, reentrant: bool
+    trained: MakeScript, kind: str, reentrant: bool
 ) -> None:
     """And its backward reads what that has left, as in PyTorch."""
     expect_planned(trained(kind, partial(Checkpointed, reentrant=reentrant)).session, 4)
@@ -442,7 +337,7 @@ def test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_
 ) -> None:
     pair = make_pair(partial(Checkpointed, reentrant=False), precision="fp32", **ROOMY)
     loss = pair.model(batch()).square().mean()
-    clamp(pair.model.layers[6].weight)
+    changes.clamp(pair.model.layers[6].weight)
     with pytest.raises(StateError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -451,8 +346,8 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
     class Twice(Changing):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.layers(x)
-            clamp(self.layers[6].weight)
-            return self.layers(hidden)  # type: ignore[no-any-return]
+            changes.clamp(self.layers[6].weight)
+            return self.layers(hidden)
 
     pair = make_pair(partial(Twice, "clamp"), precision="fp32", **ROOMY)
     for model in (pair.plain, pair.model):
@@ -466,7 +361,7 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 @pytest.mark.parametrize("change", ["embedding", "by_index"])
-def test_tables_in_tiles_that_the_forward_changes(trained: Callable[..., Both], change: str, kind: str) -> None:
+def test_tables_in_tiles_that_the_forward_changes(trained: MakeScript, change: str, kind: str) -> None:
     """The table, which alone has more rows than a tile, is put together as a whole to be changed."""
     session = trained(kind, partial(Changing, change), given={"tile_rows": 40}).session
     assert session.layout.slices["words.weight"].tiles
@@ -484,11 +379,11 @@ class Averaging(Changing):
         with torch.no_grad():
             F.batch_norm(hidden, self.layers[6].bias, torch.ones(32, dtype=x.dtype), training=True)
         self.told()
-        return self.layers[6:](hidden)  # type: ignore[no-any-return]
+        return self.layers[6:](hidden)
 
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
-def test_a_parameter_that_batch_norm_averages_into(trained: Callable[..., Both], kind: str) -> None:
+def test_a_parameter_that_batch_norm_averages_into(trained: MakeScript, kind: str) -> None:
     expect_planned(trained(kind, partial(Averaging, "clamp")).session, 4)
 
 
@@ -521,10 +416,10 @@ def shrink() -> Any:
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_an_operation_that_declares_what_it_writes_is_known(
-    trained: Callable[..., Both], kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
+    trained: MakeScript, kind: str, shrink: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_shrink = in_place(torch.no_grad()(lambda weight: shrink(weight, 0.9)))
-    monkeypatch.setitem(CHANGES, "own", with_shrink)  # type: ignore[arg-type]
+    monkeypatch.setitem(CHANGES, "own", with_shrink)
     expect_planned(trained(kind, partial(Changing, "own")).session, 4)
 
 
@@ -544,7 +439,7 @@ def encoder() -> nn.Module:
 
 def evaluate(model: nn.Module, _: Any, number: int) -> Tensor:
     with torch.no_grad():
-        return model(batch(number, rows=6)[None])  # type: ignore[no-any-return]
+        return model(batch(number, rows=6)[None])
 
 
 def test_a_module_that_is_one_use_may_change_its_weights(make_pair: MakePair) -> None:
@@ -566,20 +461,57 @@ def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
             model(batch(rows=6)[None].bfloat16())
 
 
+class Around(nn.Module):
+    """A module, and a layer after it."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = first, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        return self.last(self.first(x, **keywords))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("root", [False, True])
+def test_an_encoder_is_computed_in_one_go_where_plain_pytorch_does_that(
+    root: bool, masked: bool, autocast: bool, make_pair: MakePair
+) -> None:
+    """Which has other bits under autocast, and where tokens are masked."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
+        return layer.eval() if root else Around(layer).eval()
+
+    def evaluate(model: nn.Module, _: Any, number: int) -> Tensor:
+        mask = torch.tensor([[False] * 5 + [True]]) if masked else None
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(batch(number, rows=6)[None], src_key_padding_mask=mask)  # type: ignore[no-any-return]
+
+    pair = make_pair(build, precision="fp32", device="cpu")
+    pair.train(2, by=evaluate)
+    copied = copy.deepcopy(pair.model)
+    pair.session.close()
+    kinds = {type(module) for model in (copied, pair.model) for module in model.modules()}
+    assert kinds == {type(module) for module in pair.plain.modules()}
+    pair.same(evaluate, 4)
+
+
 # failures
 
 
 def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
-    make_both: Callable[..., Both], faulty: FaultyIO, on_disk: dict[str, Any]
+    make_script: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any]
 ) -> None:
     """A disk that fails at any read that the change asks for: of the weight, or of what completes its master."""
-    pair = make_both("bf16", mlp, **on_disk)
-    pair.train(2)
-    pair.expect_same()
-    weight, failed = pair.model[0].weight, 0
+    script = make_script("bf16", **on_disk)
+    script.run("train(2) read")
+    weight, failed = script.model[0].weight, 0
     while True:
         with torch.no_grad():
-            pair.model(batch(rows=6).bfloat16())  # takes the place of what the last change has read
+            script.model(batch(rows=6).bfloat16())  # takes the place of what the last change has read
         arm(faulty, "preadv", errno.EIO, after=failed)
         try:
             with torch.no_grad():
@@ -589,7 +521,7 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
         else:
             break
         faulty.faults.clear()
-        pair.expect_same()
+        script.run("read")
     faulty.faults.clear()
     assert failed
 
@@ -598,25 +530,23 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
     "kind", [*(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("fp32", "bf16")), "bf16-fp32"]
 )
 def test_a_change_whose_master_cannot_be_reached_is_no_change(
-    make_both: Callable[..., Both], faulty: FaultyIO, on_disk: dict[str, Any], kind: str
+    changing: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any], kind: str
 ) -> None:
     """A disk that fails at any transfer of a forward and backward: the same step can be done again."""
-    build = partial(Changing, "clamp")
     failed = 0
     while True:
-        pair = make_both(kind, build, **on_disk)
-        pair.train(2)
+        script = changing(kind, partial(Changing, "clamp"), **on_disk)
+        script.run("train(2)")
         arm(faulty, "preadv", errno.EIO, after=failed)
         try:
-            pair.model(batch(2).to(next(iter(pair.model.parameters())).dtype)).square().mean().backward()
+            script.model(batch(2).to(script.plain.compute)).square().mean().backward()
         except DeviceError:
             failed += 1
         else:
             break
         faulty.faults.clear()
-        pair.session.optimizer.zero_grad()
-        pair.train(1, first=2)
-        pair.expect_same()
-        pair.session.close()
+        script.session.optimizer.zero_grad()
+        script.run("train read")
+        script.session.close()
     faulty.faults.clear()
     assert failed >= 3

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-import patrickstar
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.memory.allocator import allocator
-from patrickstar.plan.pilot import Reactive, Stretch, StretchKind
 from patrickstar.plan.plan import Plan
+from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.session.forecast import forecast
 from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.room import HostRoom
 from patrickstar.units import MIB
-from tests.session.builders import SLOT, WithLoss, adamw, batch, options, step_with_loss
+from tests.session.builders import SLOT, WithLoss, batch, managed, options, step_with_loss
 
 ACTIVATIONS = 24 * MIB
 
@@ -72,7 +71,7 @@ def test_without_a_bound_nothing_is_asked_of_the_allocator(returned: list[str]) 
     plan, trace, layout, _ = planned()
     blocks = bounded(1, binds=False)
     blocks.planned(plan, trace, layout)
-    blocks.begin(Stretch(StretchKind.TRAINING, Reactive("whatever")))
+    blocks.begin(Stretch(StretchKind.TRAINING, reason="whatever"))
     assert not returned
 
 
@@ -80,9 +79,7 @@ def test_a_session_keeps_them_in_room_and_returns_them_from_the_first_step_that_
     returned: list[str], tmp_path: Any
 ) -> None:
     model = WithLoss()
-    session = patrickstar.manage(
-        model, adamw(model), device="cpu", host_memory="64MiB", disk=tmp_path / "disk", options=options()
-    )
+    session = managed(model, device="cpu", host_memory="64MiB", disk=tmp_path / "disk")
     with session:
         for number in range(2):
             step_with_loss(model, session.optimizer, number)
@@ -103,8 +100,6 @@ def test_a_session_in_which_chunks_fill_all_room_returns_them_from_its_first_pla
     smallest = forecast(
         model, {"x": batch(rows=64)}, device="cpu", host_memory="1GB", disk=tmp_path, options=options()
     ).minimum["host"]
-    with patrickstar.manage(
-        model, adamw(model), device="cpu", host_memory=smallest, disk=tmp_path / "disk", options=options()
-    ) as session:
+    with managed(model, device="cpu", host_memory=smallest, disk=tmp_path / "disk") as session:
         step_with_loss(model, session.optimizer, 0, rows=64)
         assert returned == ["returned"]

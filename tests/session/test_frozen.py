@@ -15,8 +15,8 @@ from patrickstar.core.machine import Tier
 from patrickstar.plan.actions import is_copy
 from tests.parity.compare import same_bits
 from tests.session import masters
-from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, mlp, options
-from tests.session.masters import manage, managed_step
+from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, managed, mlp, options
+from tests.session.masters import Twin, manage, managed_step
 
 KINDS = ("fp32", *masters.KINDS)
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -28,8 +28,8 @@ def test_what_is_frozen_takes_its_weight_and_no_more(kind: str) -> None:
     model.requires_grad_(False)
     model.append(nn.Linear(WIDTH, 2))
     with manage(model, kind, device="emulated", device_memory="64MiB") as session:
-        session.scaler.scale(model(batch()).float().square().mean()).backward()  # type: ignore[no-untyped-call]
-        session.scaler.step(session.optimizer)  # type: ignore[arg-type]
+        session.scaler.scale(model(batch()).float().square().mean()).backward()
+        session.scaler.step(session.optimizer)
         chunks = {session.layout.slices[name].chunk for name, p in model.named_parameters() if not p.requires_grad}
         trained = session.layout.n_chunks - len(chunks)
         per_trained = 14 if kind.startswith("bf16") else 16
@@ -39,14 +39,14 @@ def test_what_is_frozen_takes_its_weight_and_no_more(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_alone_take_no_more_than_their_type(kind: str) -> None:
-    model = mlp()
+    model, twin = mlp(), Twin(kind)
     kept, _, compute = kind.partition("-")
     given = {} if kind == "fp32" else {"compute": compute or kept}
     with patrickstar.manage(
         model, precision=kept, device="emulated", device_memory=6 * SLOT, options=options(**given)
     ) as session:
         with torch.no_grad():
-            model(batch())
+            assert same_bits(twin.model(batch().to(twin.compute)), model(batch()))
         assert session.stats().model_data == {"weight": ITEMSIZE[kept] * session.layout.n_chunks * CHUNK}
 
 
@@ -72,15 +72,13 @@ def test_training_it_after_all_is_refused_where_it_does_not_fit() -> None:
     model.requires_grad_(False)
     model.append(nn.Linear(WIDTH, 2))
     twelve = 12 * SLOT  # eight weights, the last layer's planes, and no more
-    with patrickstar.manage(
-        model, adamw(model), device="emulated", device_memory=TIGHT, host_memory=twelve, options=options()
-    ) as session:
+    with managed(model, device="emulated", device_memory=TIGHT, host_memory=twelve) as session:
         with pytest.raises(BudgetError, match="host memory") as refusal:
             model.requires_grad_(True)
         assert refusal.value.smallest_bytes > twelve
         assert not any(parameter.requires_grad for parameter in model[0].parameters())
         model(batch()).square().mean().backward()
-        session.optimizer.step()  # type: ignore[union-attr]
+        session.optimizer.step()
         assert session.stats().planned_steps == 1
 
 
@@ -94,12 +92,12 @@ def test_moments_of_what_is_frozen_now_are_kept(tmp_path: Path) -> None:
     want = optimizer.state[model[2].weight]["exp_avg"].clone()
     model[2].requires_grad_(False)
     with patrickstar.manage(model, optimizer, device="emulated", device_memory=TIGHT, options=options()) as session:
-        state = session.optimizer.state_dict()  # type: ignore[union-attr]
+        state = session.optimizer.state_dict()
         assert same_bits(state["state"][2]["exp_avg"], want)
         session.save_checkpoint(tmp_path)
     fresh = mlp(4)
     fresh[2].requires_grad_(False)
-    with patrickstar.manage(fresh, adamw(fresh), device="emulated", device_memory=TIGHT, options=options()) as session:
+    with managed(fresh, device="emulated", device_memory=TIGHT) as session:
         session.load_checkpoint(tmp_path)
-        state = session.optimizer.state_dict()  # type: ignore[union-attr]
+        state = session.optimizer.state_dict()
         assert same_bits(state["state"][2]["exp_avg"], want)

@@ -1,7 +1,8 @@
-"""Where gradients rest that `step="in_backward"` cannot use as they arrive: room for those, and for no others."""
+"""Where gradients rest that `step="in_backward"` cannot use as they arrive, with room for those and no others; and homes on several tiers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,10 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     WIDTH,
+    Layers,
+    MakePair,
+    Pair,
+    WithLoss,
     adamw,
     assert_same,
     batch,
@@ -38,8 +43,10 @@ from tests.session.builders import (
     options,
     step_with_loss,
     store_of,
+    values,
 )
-from tests.session.masters import Twin
+from tests.session.script import Script
+from tests.session.test_budgets import expect_smallest
 
 COMPUTES = TIGHT + SLOT
 ON_HOST = 5 * SLOT
@@ -72,7 +79,7 @@ def chunks(count: int, nbytes: int) -> int:
     return count * CHUNK * nbytes
 
 
-class Repeated(nn.Module):
+class Repeated(Layers):
     """Layers that are used again before all of them run once, each time recomputed in a graph of its own.
 
     Args:
@@ -81,7 +88,6 @@ class Repeated(nn.Module):
 
     def __init__(self, kept: int = 0) -> None:
         super().__init__()
-        self.layers = mlp()
         self.kept, self.hidden = kept, 0
 
     def forward(self, x: Tensor, kept: int | None = None) -> Tensor:
@@ -89,8 +95,7 @@ class Repeated(nn.Module):
         for layer in self.layers[: 2 * ((self.kept if kept is None else kept) + self.hidden) : 2]:
             for _ in range(2):
                 x = checkpoint(layer, x, use_reentrant=True)
-        loss: Tensor = self.layers(x).float().square().mean()
-        return loss
+        return self.layers(x).float().square().mean()
 
 
 class Tied(nn.Module):
@@ -103,41 +108,30 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.layers[:2], x.clone().requires_grad_(), use_reentrant=True)
-        loss: Tensor = self.layers[2:](x).float().square().mean()
-        return loss
+        return self.layers[2:](x).float().square().mean()
 
 
-class Detached(nn.Module):
+class Detached(Layers):
     """A weight that is also used without being told so: its bytes may be needed after its gradient has come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         x = F.linear(self.layers(x), self.layers[4].weight.detach())
-        loss: Tensor = x.float().square().mean()
-        return loss
+        return x.float().square().mean()
 
 
 class Box:
     """An input that a trial run could change."""
 
 
-class Branches(nn.Module):
+class Branches(Layers):
     """What nobody can foresee without running it: it depends on a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
 
     def forward(self, x: Tensor, depends: bool = True, box: Box | None = None) -> Tensor:
         x = self.layers(x)
         if depends and x.sum() > 1e9:
             x = x * 2
-        loss: Tensor = x.float().square().mean()
-        return loss
+        return x.float().square().mean()
 
 
 KEPT: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
@@ -166,23 +160,6 @@ def manage(model: nn.Module, precision: str = "fp32", **keywords: Any) -> patric
     )
 
 
-class Plain(Twin):
-    """The same in plain PyTorch, of a model that gives its loss: in bf16 with masters kept by hand, which take gradients as they arrive."""
-
-    def __init__(self, build: Callable[[], nn.Module], precision: str = "fp32") -> None:
-        super().__init__(precision, build)
-
-    def train_step(self, number: int, **keywords: Any) -> Tensor:
-        loss: Tensor = self.model(batch(number).to(self.compute), **keywords)
-        self.backward_of(loss)
-        self.update()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def expect_same(self, session: patrickstar.Session) -> None:
-        assert_same(self.masters, self.optimizer, session)
-
-
 def step(model: nn.Module, session: patrickstar.Session, number: int, **keywords: Any) -> Tensor:
     loss: Tensor = model(batch(number), **keywords)
     loss.backward()
@@ -190,13 +167,6 @@ def step(model: nn.Module, session: patrickstar.Session, number: int, **keywords
     session.optimizer.step()
     session.optimizer.zero_grad()
     return loss.detach()
-
-
-def train(plain: Plain, model: nn.Module, session: patrickstar.Session, steps: range, **keywords: Any) -> None:
-    """Some steps of both; every loss must be the same."""
-    for number in steps:
-        want, got = plain.train_step(number, **keywords), step(model, session, number, **keywords)
-        assert same_bits(want, got), f"step {number}: {got.item()}, plain PyTorch has {want.item()}"
 
 
 @contextmanager
@@ -207,6 +177,15 @@ def refused(session: patrickstar.Session, match: str | None = None) -> Iterator[
         yield refusal
     assert torch.equal(state, torch.get_rng_state())
     expect_bits(held, everything(session))
+
+
+Make = Callable[..., Script]
+
+
+@pytest.fixture
+def make(make_script: Make) -> Make:
+    """Makes scripts of a model whose updates come in backward."""
+    return lambda build, precision="fp32", **machine: make_script(precision, build, step="in_backward", **machine)
 
 
 def resting(session: patrickstar.Session) -> int:
@@ -235,35 +214,31 @@ Machine = Callable[[int], dict[str, Any]]
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", KEPT)
 def test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough(
-    kind: str, precision: str, machine: Machine
+    make: Make, kind: str, precision: str, machine: Machine
 ) -> None:
     build, kept = KEPT[kind]
     needed = chunks(LAYERS, 12) + chunks(kept, PRECISIONS[precision])
-    plain, model = Plain(build, precision), build()
-    with manage(model, precision, **machine(needed)) as session:
-        assert resting(session) == chunks(LAYERS, 12)
-        train(plain, model, session, range(4))
-        plain.expect_same(session)
-        stats = session.stats()
-        assert resting(session) == needed
-        assert len(reserved(session)) == kept
-        assert stats.planned_steps == 4, stats.reason
-        assert sum(stats.moved.values())
-        assert sum(stats.model_data.values()) == chunks(LAYERS, 12)
-        assert stats.bytes_per_parameter == chunks(LAYERS, 12) / session.layout.model_numel
+    script = make(build, precision, **machine(needed))
+    assert resting(script.session) == chunks(LAYERS, 12)
+    script.run("train(4) read")
+    stats = script.session.stats()
+    assert resting(script.session) == needed
+    assert len(reserved(script.session)) == kept
+    assert stats.planned_steps == 4, stats.reason
+    assert sum(stats.moved.values())
+    assert sum(stats.model_data.values()) == chunks(LAYERS, 12)
+    assert stats.bytes_per_parameter == chunks(LAYERS, 12) / script.session.layout.model_numel
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_with_a_byte_less_than_twelve_a_parameter_below_one_unit_rests_where_it_computes(
-    precision: str, machine: Machine
+    make: Make, precision: str, machine: Machine
 ) -> None:
     build, _ = KEPT["none"]
-    plain, model = Plain(build, precision), build()
-    with manage(model, precision, **machine(chunks(LAYERS, 12) - 1)) as session:
-        state = store_of(session).state
-        assert [ref.plane for ref, tier in state.home.items() if tier is state.compute] == ["weight"]
-        train(plain, model, session, range(2))
-        plain.expect_same(session)
+    script = make(build, precision, **machine(chunks(LAYERS, 12) - 1))
+    state = store_of(script.session).state
+    assert [ref.plane for ref, tier in state.home.items() if tier is state.compute] == ["weight"]
+    script.run("train(2) read")
 
 
 @pytest.mark.sampled
@@ -294,18 +269,16 @@ def test_the_gradients_that_a_deferred_step_keeps_have_homes_from_the_start(mach
         assert reserved(session) == list(range(LAYERS))
 
 
-def test_gradients_that_wait_are_written_to_their_homes_and_come_back(machine: Machine) -> None:
+def test_gradients_that_wait_are_written_to_their_homes_and_come_back(make: Make, machine: Machine) -> None:
     """The tier that computes has room for two thirds of what waits, and of what updates one chunk."""
-    plain, model = Plain(lambda: Repeated(6)), Repeated(6)
-    with manage(model, **machine(chunks(LAYERS, 16))) as session:
-        store = store_of(session)
-        store.keep_log = True
-        train(plain, model, session, range(3))
-        plain.expect_same(session)
-        moved = [action for action in store.log if is_copy(action) and action.of.plane == GRAD]
-        compute = store.state.compute
-        assert {action.work.tier is compute for action in moved} == {True, False}
-        assert session.stats().planned_steps == 3, session.stats().reason
+    script = make(lambda: Repeated(6), **machine(chunks(LAYERS, 16)))
+    store = store_of(script.session)
+    store.keep_log = True
+    script.run("train(3) read")
+    moved = [action for action in store.log if is_copy(action) and action.of.plane == GRAD]
+    compute = store.state.compute
+    assert {action.work.tier is compute for action in moved} == {True, False}
+    assert script.session.stats().planned_steps == 3, script.session.stats().reason
 
 
 # what cannot be traced
@@ -313,126 +286,116 @@ def test_gradients_that_wait_are_written_to_their_homes_and_come_back(machine: M
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_cannot_be_traced_has_room_for_every_gradient_before_the_first_step(
-    precision: str, machine: Machine
+    make: Make, precision: str, machine: Machine
 ) -> None:
     needed = chunks(LAYERS, 12 + PRECISIONS[precision])
-    plain, model = Plain(Branches, precision), Branches()
-    with manage(model, precision, **machine(needed)) as session:
-        train(plain, model, session, range(4))
-        plain.expect_same(session)
-        assert reserved(session) == list(range(LAYERS))
-        assert resting(session) == needed
-        assert session.stats().reactive_steps == 1
-        assert sum(session.stats().model_data.values()) == chunks(LAYERS, 12)
+    script = make(Branches, precision, **machine(needed))
+    script.run("train(4) read")
+    assert reserved(script.session) == list(range(LAYERS))
+    assert resting(script.session) == needed
+    assert script.session.stats().reactive_steps == 1
+    assert sum(script.session.stats().model_data.values()) == chunks(LAYERS, 12)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_cannot_be_traced_is_refused_before_anything_has_changed(precision: str, machine: Machine) -> None:
+def test_what_cannot_be_traced_is_refused_before_anything_has_changed(
+    make: Make, precision: str, machine: Machine
+) -> None:
     needed = chunks(LAYERS, 12 + PRECISIONS[precision])
-    plain, model = Plain(Branches, precision), Branches()
-    with manage(model, precision, **machine(needed - 1)) as session:
-        for _ in range(2):
-            with refused(session, r"(?s)cannot be traced.*gradients .* KiB") as refusal:
-                model(batch())
-            assert refusal.value.smallest_bytes - refusal.value.available_bytes == 1
-        assert reserved(session) == []
-        with torch.no_grad():
-            model(batch())  # no gradient comes of it
-        train(plain, model, session, range(2), depends=False)  # and this one can be traced
-        plain.expect_same(session)
+    script = make(Branches, precision, **machine(needed - 1))
+    for _ in range(2):
+        with refused(script.session, r"(?s)cannot be traced.*gradients .* KiB") as refusal:
+            script.model(batch())
+        assert refusal.value.smallest_bytes - refusal.value.available_bytes == 1
+    assert reserved(script.session) == []
+    with torch.no_grad():
+        script.model(batch())  # no gradient comes of it
+    script.run("train(2)", depends=False)  # and this one can be traced
+    script.run("read")
 
 
-def test_a_forward_that_is_never_traced_has_room_for_every_gradient(machine: Machine) -> None:
-    plain, model = Plain(Branches), Branches()
-    with manage(model, **machine(chunks(LAYERS, 16) - 1)) as session:
-        with pytest.raises(BudgetError, match=r"cannot be traced.*a trial run could change"):
-            model(batch(), depends=False, box=Box())
-    with manage(model, **machine(chunks(LAYERS, 16))) as session:
-        train(plain, model, session, range(3), depends=False, box=Box())
-        plain.expect_same(session)
-        assert session.stats().reactive_steps == 3
+def test_a_forward_that_is_never_traced_has_room_for_every_gradient(make: Make, machine: Machine) -> None:
+    script = make(Branches, **machine(chunks(LAYERS, 16) - 1))
+    with pytest.raises(BudgetError, match=r"cannot be traced.*a fake-tensor trace could change"):
+        script.model(batch(), depends=False, box=Box())
+    script = make(Branches, **machine(chunks(LAYERS, 16)))
+    script.run("train(3) read", depends=False, box=Box())
+    assert script.session.stats().reactive_steps == 3
 
 
 # a session learns of more
 
 
-def test_a_later_forward_that_keeps_more_gets_room_or_is_refused_before_it_runs(machine: Machine) -> None:
-    plain, model = Plain(Repeated), Repeated()
-    with manage(model, **machine(chunks(LAYERS, 12) + chunks(2, 4))) as session:
-        train(plain, model, session, range(2))
-        assert reserved(session) == []
-        train(plain, model, session, range(2, 4), kept=1)
-        assert reserved(session) == [0]
-        with refused(session) as refusal:
-            model(batch(), kept=3)
-        assert refusal.value.smallest_bytes - refusal.value.available_bytes == chunks(1, 4)
-        assert reserved(session) == [0]
-        train(plain, model, session, range(4, 6), kept=2)
-        train(plain, model, session, range(6, 8))
-        assert reserved(session) == [0, 1]
-        plain.expect_same(session)
-        assert session.stats().planned_steps == 8, session.stats().reason
+def test_a_later_forward_that_keeps_more_gets_room_or_is_refused_before_it_runs(make: Make, machine: Machine) -> None:
+    script = make(Repeated, **machine(chunks(LAYERS, 12) + chunks(2, 4)))
+    script.run("train(2)")
+    assert reserved(script.session) == []
+    script.run("train(2)", kept=1)
+    assert reserved(script.session) == [0]
+    with refused(script.session) as refusal:
+        script.model(batch(), kept=3)
+    assert refusal.value.smallest_bytes - refusal.value.available_bytes == chunks(1, 4)
+    assert reserved(script.session) == [0]
+    script.run("train(2)", kept=2)
+    script.run("train(2)")
+    assert reserved(script.session) == [0, 1]
+    script.run("read")
+    assert script.session.stats().planned_steps == 8, script.session.stats().reason
 
 
-def test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room(machine: Machine) -> None:
-    plain, model = Plain(Repeated), Repeated()
-    with manage(model, **machine(chunks(LAYERS, 12) + chunks(2, 4))) as session:
-        train(plain, model, session, range(2))
-        plain.model.hidden = model.hidden = 2
-        train(plain, model, session, range(2, 6))
-        plain.expect_same(session)
-        assert reserved(session) == [0, 1]
-        stats = session.stats()
-        assert 1 <= stats.reactive_steps <= 3, "the third goes by what the second has shown"
-        assert stats.planned_steps + stats.reactive_steps == 6
+def test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room(make: Make, machine: Machine) -> None:
+    script = make(Repeated, **machine(chunks(LAYERS, 12) + chunks(2, 4)))
+    script.run("train(2)")
+    script.plain.model.hidden = script.model.hidden = 2
+    script.run("train(4) read")
+    assert reserved(script.session) == [0, 1]
+    stats = script.session.stats()
+    assert 1 <= stats.reactive_steps <= 3, "the third goes by what the second has shown"
+    assert stats.planned_steps + stats.reactive_steps == 6
 
 
-def test_where_there_is_no_room_for_it_that_is_said_at_that_moment(machine: Machine, tmp_path: Path) -> None:
-    plain, model = Plain(Repeated), Repeated()
-    with manage(model, **machine(chunks(LAYERS, 12) + chunks(1, 4))) as session:
-        train(plain, model, session, range(2))
-        session.save_checkpoint(tmp_path / "checkpoint")
-        model.hidden = 2
-        loss = model(batch(2))
-        with pytest.raises(BudgetError, match=r"gradient of layers\.0\.\w+ cannot be used as it arrives") as refusal:
-            loss.backward()
-        assert refusal.value.smallest_bytes - refusal.value.available_bytes == chunks(1, 4)
-        del loss
-        model.hidden = 0
-        with pytest.raises(StateError, match="load_checkpoint"):
-            model(batch(2))
-        session.load_checkpoint(tmp_path / "checkpoint")
-        train(plain, model, session, range(2, 4))
-        plain.expect_same(session)
+def test_where_there_is_no_room_for_it_that_is_said_at_that_moment(
+    make: Make, machine: Machine, tmp_path: Path
+) -> None:
+    script = make(Repeated, **machine(chunks(LAYERS, 12) + chunks(1, 4)))
+    script.run("train(2)")
+    script.session.save_checkpoint(tmp_path / "checkpoint")
+    script.model.hidden = 2
+    loss = script.model(batch(2))
+    with pytest.raises(BudgetError, match=r"gradient of layers\.0\.\w+ cannot be used as it arrives") as refusal:
+        loss.backward()
+    assert refusal.value.smallest_bytes - refusal.value.available_bytes == chunks(1, 4)
+    del loss
+    script.model.hidden = 0
+    with pytest.raises(StateError, match="load_checkpoint"):
+        script.model(batch(2))
+    script.session.load_checkpoint(tmp_path / "checkpoint")
+    script.run("train(2) read")
 
 
-def test_gradients_from_before_manage_have_room_and_no_others(machine: Machine) -> None:
-    def before(model: nn.Module) -> None:
-        model.layers[4].weight.grad = torch.full((WIDTH, WIDTH), 0.125)
+def with_gradient() -> nn.Module:
+    model = Repeated()
+    model.layers[4].weight.grad = torch.full((WIDTH, WIDTH), 0.125)
+    return model
 
-    plain, model = Plain(Repeated), Repeated()
-    before(plain.model)
-    before(model)
+
+def test_gradients_from_before_manage_have_room_and_no_others(make: Make, machine: Machine) -> None:
+    model = with_gradient()
     needed = chunks(LAYERS, 12) + chunks(1, 4)
     with pytest.raises(BudgetError, match=r"gradient of layers\.4\.weight cannot be used as it arrives"):
         manage(model, **machine(needed - 1))
     assert is_ordinary(model)
     assert same_bits(model.layers[4].weight.grad, torch.full((WIDTH, WIDTH), 0.125))
-    with manage(model, **machine(needed)) as session:
-        assert reserved(session) == [2]
-        train(plain, model, session, range(3))
-        plain.expect_same(session)
+    script = make(with_gradient, **machine(needed))
+    assert reserved(script.session) == [2]
+    script.run("train(3) read")
 
 
-def test_a_gradient_from_before_manage_can_be_read_and_forgotten(machine: Machine) -> None:
-    plain, model = Plain(Repeated), Repeated()
-    model.layers[4].weight.grad = torch.full((WIDTH, WIDTH), 0.125)
-    with manage(model, **machine(chunks(LAYERS, 12) + chunks(1, 4))) as session:
-        assert same_bits(model.layers[4].weight.grad, torch.full((WIDTH, WIDTH), 0.125))
-        assert model.layers[2].weight.grad is None
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
-        train(plain, model, session, range(3))
-        plain.expect_same(session)
+def test_a_gradient_from_before_manage_can_be_read_and_forgotten(make: Make, machine: Machine) -> None:
+    script = make(with_gradient, **machine(chunks(LAYERS, 12) + chunks(1, 4)))
+    assert same_bits(script.model.layers[4].weight.grad, torch.full((WIDTH, WIDTH), 0.125))
+    assert script.model.layers[2].weight.grad is None
+    script.run("zero train(3) read")
 
 
 def test_a_gradient_that_no_optimizer_takes_has_room(machine: Machine) -> None:
@@ -499,24 +462,21 @@ def test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_
 # where they go
 
 
-def test_where_everything_fits_the_tier_that_computes_gradients_may_be_kept_there() -> None:
+def test_where_everything_fits_the_tier_that_computes_gradients_may_be_kept_there(make: Make) -> None:
     """The host has no room for them; the device has, whatever happens."""
-    plain, model = Plain(Branches), Branches()
     machine = {"device": "emulated", "host_memory": chunks(LAYERS, 12)}
-    with manage(model, device_memory=chunks(LAYERS, 16) - 1, **machine) as session:
-        with pytest.raises(BudgetError) as refusal:
-            model(batch())
-        assert refusal.value.tier == "host"
-    with manage(model, device_memory=chunks(LAYERS, 16), **machine) as session:
-        train(plain, model, session, range(3))
-        plain.expect_same(session)
-        homes = store_of(session).state.home
-        assert {homes[PlaneRef(chunk, GRAD)] for chunk in range(LAYERS)} == {Tier.DEVICE}
-        assert resting(session) == chunks(LAYERS, 12)
+    script = make(Branches, device_memory=chunks(LAYERS, 16) - 1, **machine)
+    with pytest.raises(BudgetError) as refusal:
+        script.model(batch())
+    assert refusal.value.tier == "host"
+    script = make(Branches, device_memory=chunks(LAYERS, 16), **machine)
+    script.run("train(3) read")
+    homes = store_of(script.session).state.home
+    assert {homes[PlaneRef(chunk, GRAD)] for chunk in range(LAYERS)} == {Tier.DEVICE}
+    assert resting(script.session) == chunks(LAYERS, 12)
 
 
-def test_a_disk_that_nothing_rests_on_yet_takes_gradients(tmp_path: Path) -> None:
-    plain, model = Plain(lambda: Repeated(3)), Repeated(3)
+def test_a_disk_that_nothing_rests_on_yet_takes_gradients(make: Make, tmp_path: Path) -> None:
     machine = {
         "device": "emulated",
         "device_memory": COMPUTES,
@@ -524,15 +484,15 @@ def test_a_disk_that_nothing_rests_on_yet_takes_gradients(tmp_path: Path) -> Non
         "disk": tmp_path / "disk",
         "disk_memory": 2 * SLOT,
     }
-    with manage(model, **machine) as session:
-        train(plain, model, session, range(3))
-        plain.expect_same(session)
-        homes = store_of(session).state.home
-        # One slot of the host is to stage through.
-        assert [homes[PlaneRef(chunk, GRAD)] for chunk in range(3)] == [Tier.HOST, Tier.DISK, Tier.DISK]
-        stats = session.stats()
-        assert stats.planned_steps == 3, stats.reason
-        assert (stats.peak["host"], stats.peak["disk"]) == (chunks(LAYERS, 12) + 2 * SLOT, 2 * SLOT)
+    script = make(lambda: Repeated(3), **machine)
+    script.run("train(3) read")
+    homes = store_of(script.session).state.home
+    # One slot of the host is to stage through.
+    assert [homes[PlaneRef(chunk, GRAD)] for chunk in range(3)] == [Tier.HOST, Tier.DISK, Tier.DISK]
+    stats = script.session.stats()
+    assert stats.planned_steps == 3, stats.reason
+    assert (stats.peak["host"], stats.peak["disk"]) == (chunks(LAYERS, 12) + 2 * SLOT, 2 * SLOT)
+    script.session.close()
     assert not list(tmp_path.rglob("patrickstar-*"))
 
 
@@ -543,7 +503,7 @@ def test_a_disk_that_nothing_rests_on_yet_takes_gradients(tmp_path: Path) -> Non
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", KEPT)
 def test_the_host_alone_takes_twelve_bytes_a_parameter_the_gradients_that_wait_and_activations(
-    kind: str, precision: str
+    make: Make, kind: str, precision: str
 ) -> None:
     build, kept = KEPT[kind]
     needed = chunks(LAYERS, 12) + chunks(kept, PRECISIONS[precision])
@@ -556,39 +516,33 @@ def test_the_host_alone_takes_twelve_bytes_a_parameter_the_gradients_that_wait_a
             with refused(session) as refusal:
                 model(batch())
             assert refusal.value.smallest_bytes >= needed
-    plain, model = Plain(build, precision), build()
     activations = 24 * 1024
-    with manage(model, precision, device="cpu", host_memory=needed + activations) as session:
-        train(plain, model, session, range(3))
-        plain.expect_same(session)
-        assert needed <= session.stats().peak["host"] <= needed + activations
-        assert sum(session.stats().model_data.values()) == chunks(LAYERS, 12)
+    script = make(build, precision, device="cpu", host_memory=needed + activations)
+    script.run("train(3) read")
+    assert needed <= script.session.stats().peak["host"] <= needed + activations
+    assert sum(script.session.stats().model_data.values()) == chunks(LAYERS, 12)
 
 
-def test_the_host_alone_counts_the_gradients_that_wait_at_once_and_not_those_of_other_forwards() -> None:
-    plain, model = Plain(Repeated), Repeated()
-    with manage(model, device="cpu", host_memory=chunks(LAYERS, 12) + chunks(2, 4) + 24 * 1024) as session:
-        train(plain, model, session, range(2), kept=2)
-        with pytest.raises(BudgetError, match="cannot be used as they arrive"):
-            model(batch(), kept=6)
-        train(plain, model, session, range(2, 4), kept=1)
-        train(plain, model, session, range(4, 6), kept=2)
-        train(plain, model, session, range(6, 7))
-        plain.expect_same(session)
-        model.hidden = 6
-        with pytest.raises(BudgetError, match=r"gradient of layers\.\d+\.\w+ cannot be used as it arrives"):
-            model(batch(7)).backward()
+def test_the_host_alone_counts_the_gradients_that_wait_at_once_and_not_those_of_other_forwards(make: Make) -> None:
+    script = make(Repeated, device="cpu", host_memory=chunks(LAYERS, 12) + chunks(2, 4) + 24 * 1024)
+    script.run("train(2)", kept=2)
+    with pytest.raises(BudgetError, match="cannot be used as they arrive"):
+        script.model(batch(), kept=6)
+    script.run("train(2)", kept=1)
+    script.run("train(2)", kept=2)
+    script.run("train(1) read")
+    script.model.hidden = 6
+    with pytest.raises(BudgetError, match=r"gradient of layers\.\d+\.\w+ cannot be used as it arrives"):
+        script.model(batch(7)).backward()
 
 
-def test_the_host_alone_refuses_what_cannot_be_traced_unless_every_gradient_has_room() -> None:
-    plain, model = Plain(Branches), Branches()
-    with manage(model, device="cpu", host_memory=chunks(LAYERS, 16) - 1) as session:
-        with refused(session, "cannot be traced") as refusal:
-            model(batch())
-        assert refusal.value.smallest_bytes == chunks(LAYERS, 16)
-    with manage(model, device="cpu", host_memory=chunks(LAYERS, 16) + 24 * 1024) as session:
-        train(plain, model, session, range(3))
-        plain.expect_same(session)
+def test_the_host_alone_refuses_what_cannot_be_traced_unless_every_gradient_has_room(make: Make) -> None:
+    script = make(Branches, device="cpu", host_memory=chunks(LAYERS, 16) - 1)
+    with refused(script.session, "cannot be traced") as refusal:
+        script.model(batch())
+    assert refusal.value.smallest_bytes == chunks(LAYERS, 16)
+    script = make(Branches, device="cpu", host_memory=chunks(LAYERS, 16) + 24 * 1024)
+    script.run("train(3) read")
 
 
 # forecasts
@@ -616,22 +570,122 @@ def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: s
         assert {link: after.moved[link] - before.moved[link] for link in after.moved} == foreseen.moved
     less = forecast(build(), {"x": batch()}, **{**arguments, **machine(needed - 1)})
     assert less.fits == (not kept)  # a weight may rest where it computes instead
-    assert less.fits or "short of what rests there" in less.refusal
+    assert less.fits or "short for the model states kept there" in less.refusal
 
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_the_smallest_budget_that_a_forecast_names_runs_and_a_byte_less_does_not(kind: str) -> None:
-    build, _ = KEPT[kind]
-    for machine, tier in (({"device": "cpu"}, "host"), ({"device": "emulated"}, "device")):
-        arguments = {"step": "in_backward", "options": options(), **machine}
-        smallest = forecast(build(), {"x": batch()}, **arguments, **{f"{tier}_memory": 4096}).minimum[tier]
-        model = build()
-        with manage(model, **machine, **{f"{tier}_memory": smallest}) as session:
-            for number in range(3):
-                step(model, session, number)
-            assert session.stats().peak[tier] <= smallest
-        model = build()
-        with pytest.raises(BudgetError):
-            with manage(model, **machine, **{f"{tier}_memory": smallest - 1}) as session:
-                for number in range(3):
-                    step(model, session, number)
+    for device, tier in (("cpu", "host"), ("emulated", "device")):
+        expect_smallest(KEPT[kind][0], tier, device=device, step="in_backward")
+
+
+# model data that no tier could hold alone
+
+
+def homes(pair: Pair) -> dict[str, int]:
+    """Units by the tier they rest on."""
+    return dict(Counter(tier.label for tier in store_of(pair.session).state.home.values()))
+
+
+@pytest.mark.parametrize(("step", "planes"), [("in_backward", 3), ("deferred", 4)])
+def test_what_a_parameter_takes_trains_with_two_thirds_of_it_on_each_of_two_tiers(
+    step: str, planes: int, make_pair: MakePair
+) -> None:
+    host = device = planes * LAYERS * SLOT * 2 // 3
+    pair = make_pair(step=step, device="emulated", device_memory=device, host_memory=host)
+    pair.train(4)
+    found = homes(pair)
+    assert found["device"] > 0 < found["host"]
+    stats = pair.session.stats()
+    assert stats.planned_steps == 4, stats.reason
+    assert stats.peak["device"] <= device
+    assert stats.peak["host"] <= host
+    assert sum(stats.moved.values()) > 0
+    pair.expect_same()
+
+
+def test_a_disk_that_is_too_small_holds_what_it_can(make_pair: MakePair, tmp_path: Path) -> None:
+    pair = make_pair(device="cpu", host_memory=20 * SLOT, disk=tmp_path, disk_memory=12 * SLOT)
+    pair.train(3)
+    assert homes(pair) == {"host": 12, "disk": 12}
+    assert pair.session.stats().planned_steps == 3
+    pair.expect_same()
+
+
+def test_three_tiers_hold_what_two_could_not(make_pair: MakePair, tmp_path: Path) -> None:
+    budgets = {"device_memory": 14 * SLOT, "host_memory": 8 * SLOT, "disk_memory": 9 * SLOT}
+    pair = make_pair(device="emulated", disk=tmp_path, **budgets)
+    pair.train(3)
+    assert homes(pair) == {"device": 8, "host": 7, "disk": 9}  # and a slot of the host for what passes through it
+    stats = pair.session.stats()
+    assert all(stats.peak[name.partition("_")[0]] <= nbytes for name, nbytes in budgets.items())
+    pair.expect_same()
+
+
+def test_values_are_read_and_set_wherever_they_rest(make_pair: MakePair) -> None:
+    pair = make_pair(device="emulated", device_memory=12 * SLOT, host_memory=16 * SLOT)
+    pair.train_same(2)
+    for weights in (pair.session.state_dict(), pair.plain.state_dict()):
+        assert len(weights) == 2 * LAYERS
+    torch.manual_seed(5)
+    new = {name: torch.randn_like(value) for name, value in pair.plain.state_dict().items()}
+    pair.plain.load_state_dict(new)
+    pair.model.load_state_dict(new)
+    pair.train_same(2, first=2)
+
+
+def test_as_little_as_can_be_rests_where_it_computes(make_pair: MakePair) -> None:
+    for host, here in ((24, 0), (23, 1), (20, 4)):
+        pair = make_pair(device="emulated", device_memory=TIGHT + 4 * SLOT, host_memory=host * SLOT)
+        assert homes(pair).get("device", 0) == here
+        on_device = {ref.plane for ref, tier in store_of(pair.session).state.home.items() if tier is Tier.DEVICE}
+        assert on_device <= {"weight"}
+        pair.train_same(1)
+        pair.session.close()
+
+
+def test_what_no_tiers_hold_together_is_refused_by_the_tier_below(make_pair: MakePair) -> None:
+    with pytest.raises(BudgetError, match=r"host memory is .* short for the model states kept there") as refusal:
+        make_pair(device="emulated", device_memory=TIGHT, host_memory=16 * SLOT)
+    assert refusal.value.smallest_bytes == 24 * SLOT
+    assert isinstance(mlp()[0].weight, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("device", [40 * SLOT, SLOT // 2])
+def test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do(device: int, tmp_path: Path) -> None:
+    """The smallest budgets are each with the other as it is, where that is enough; else both are needed."""
+    below = {"device": "emulated", "precision": "fp32", "disk": tmp_path, "disk_memory": "1MiB", "options": options()}
+    found = forecast(WithLoss(), {"x": batch()}, device_memory=device, host_memory=SLOT - 1, **below)
+    assert not found.fits
+    assert "staging of one unit" in found.refusal
+    assert ("and device_memory >= " in found.refusal) is (device < SLOT)
+    assert found.minimum["host"] == SLOT
+    for less, fits in ((0, True), (1, False)):
+        given = {"device_memory": found.minimum["device"] - less, "host_memory": SLOT, **below}
+        assert forecast(WithLoss(), {"x": batch()}, **given).fits is fits
+    model = WithLoss()
+    budgets = {"device_memory": found.minimum["device"], "host_memory": SLOT}
+    with patrickstar.manage(model, adamw(model), **budgets, **below) as session:
+        for number in range(2):
+            step_with_loss(model, session.optimizer, number)
+        assert session.stats().peak["host"] <= SLOT
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_reading_and_saving_bring_nothing_to_the_device(disk: bool, make_pair: MakePair, tmp_path: Path) -> None:
+    below = {"disk": tmp_path / "disk", "host_memory": 12 * SLOT} if disk else {}
+    pair = make_pair(device="emulated", device_memory=TIGHT, **below)
+    pair.train(2)
+    pair.session.state_dict()["0.weight"]  # so that no update is pending
+    before = pair.session.stats().moved
+    held = values(pair.session)
+    pair.session.save_checkpoint(tmp_path / "saved")
+    after = pair.session.stats().moved
+    assert (after["H>D"], after["D>H"]) == (before["H>D"], before["D>H"])
+    pair.train(1, first=2)
+    pair.session.state_dict()["0.weight"]
+    before = pair.session.stats().moved
+    pair.session.load_checkpoint(tmp_path / "saved")
+    after = pair.session.stats().moved
+    assert after["H>D"] == before["H>D"]
+    expect_bits(held, dict(pair.session.state_dict()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,20 +12,23 @@ from torch.nn import functional as F
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.core.planes import GRAD
 from tests.parity.compare import same_bits
-from tests.parity.oracle import clip_factor, global_norm
+from tests.parity.oracle import clip
 from tests.session.builders import (
     ROOMY,
-    SLOT,
     WIDTH,
     MakePair,
     Pair,
     assert_same,
     backward,
     batch,
+    expect_bits,
     loss_of,
     mlp,
+    seeded,
     train_step,
+    values,
 )
 
 
@@ -60,16 +63,11 @@ def test_an_activation_is_never_taken_for_a_weight_whose_lease_has_ended(make_pa
             hidden = torch.tanh(self.b(x))
             return torch.mm(hidden, turned)
 
-    pair = make_pair(lambda: seeded(Transposed), **ROOMY)
+    pair = make_pair(seeded(Transposed), **ROOMY)
     for number in range(3):
         pair.each(backward, number)
         pair.expect_same_gradients()
         pair.step()
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
 
 
 # reading and writing .grad
@@ -84,46 +82,7 @@ def test_a_gradient_of_another_shape_is_refused_as_in_pytorch(make_pair: MakePai
     pair.expect_same()
 
 
-def clamp_gradient(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.clamp_(-1e-3, 1e-3)
-
-
-def test_a_users_hooks_see_the_gradient_as_in_pytorch(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    def watch(model: nn.Module, _: Any) -> None:
-        model[0].weight.register_hook(lambda gradient: gradient * 2)
-        model[2].weight.register_post_accumulate_grad_hook(clamp_gradient)
-
-    pair = make_pair(before=watch, **on_disk)
-    pair.train(2)
-    pair.each(lambda model, optimizer: model[6].bias.register_hook(lambda gradient: gradient + 1))
-    pair.train(2, first=2)
-    pair.expect_same()
-
-
-@pytest.mark.parametrize("inputs", [lambda m: [m[0].weight, m[4].bias], lambda m: list(m.parameters())])
-def test_autograd_grad_gives_gradients_to_the_caller_only(
-    make_pair: MakePair, on_disk: dict[str, Any], inputs: Any
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.same(lambda model, _: torch.autograd.grad(loss_of(model), inputs(model)))
-    assert list(pair.session.gradients()) == []
-    pair.train(1)
-    pair.expect_same()
-
-
 # zeroing
-
-
-def test_forgetting_gradients_through_the_model_at_the_minimum_works(make_pair: MakePair) -> None:
-    """An update of one chunk fills the device."""
-    pair = make_pair(device="emulated", device_memory=4 * SLOT)
-    pair.each(backward)
-    pair.each(lambda model, optimizer: optimizer.step())
-    pair.plain.zero_grad()
-    pair.model.zero_grad()
-    pair.train(1, first=1)
-    pair.expect_same()
 
 
 def test_a_gradient_that_is_held_is_zeroed_in_place_as_in_pytorch(make_pair: MakePair) -> None:
@@ -149,10 +108,10 @@ def test_only_the_groups_parameters_are_zeroed_by_the_optimizer(make_pair: MakeP
     pair.train(3)
     pair.expect_same_gradients()
     assert {name for name, _ in pair.session.gradients()} == {"0.weight", "0.bias"}
+    assert same_bits(mlp()[0].weight.detach(), pair.session.state_dict()["0.weight"])
     pair.plain.zero_grad()
     pair.model.zero_grad()
-    pair.train(1, first=3)
-    pair.expect_same()
+    pair.train_same(1, first=3)
 
 
 def test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk(make_pair: MakePair) -> None:
@@ -182,8 +141,7 @@ def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> 
             self.layers, self.unused = mlp(), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layers(x)
-            return out
+            return self.layers(x)
 
     def freeze(model: nn.Module, _: Any) -> None:
         model.layers[2].requires_grad_(False)
@@ -197,78 +155,14 @@ def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> 
     pair.expect_same()
 
 
-def zero_late(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-    loss = loss_of(model, number)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def zero_late_through_the_model(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-    loss = loss_of(model, number)
-    model.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("step", [zero_late, zero_late_through_the_model], ids=lambda step: step.__name__)
-@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
-def test_zeroing_between_forward_and_backward_is_planned_once_it_is_known(
-    make_pair: MakePair, machine: dict[str, Any], step: Callable[..., Any], roomy: bool
-) -> None:
-    pair = make_pair(**(ROOMY if roomy else machine))
-    pair.train(5, by=step)
-    stats = pair.session.stats()
-    assert (stats.planned_steps, stats.reactive_steps) == (4, 1), stats.reason
-    pair.train(2, first=5)  # and now it is not
-    pair.same(step, 7)
-    if not roomy:
-        pair.expect_same()
-
-
-def test_a_gradient_let_go_of_in_the_middle_of_a_backward_is_let_go(
-    make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    def watch(model: nn.Module, _: Any) -> None:
-        def let_go(p: torch.Tensor) -> None:
-            p.grad = None
-
-        model[2].weight.register_post_accumulate_grad_hook(let_go)
-
-    pair = make_pair(before=watch, **on_disk)
-    pair.train(3)
-    pair.expect_same()
-
-
 # accumulation and clipping
-
-
-def test_two_graphs_and_one_backward_add_up_as_autograd_adds(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pair = make_pair(**on_disk)
-    pair.each(lambda model, _: (loss_of(model, 0) + 2 * loss_of(model, 1)).backward())
-    pair.expect_same_gradients()
-    pair.step()
-    pair.train(1, first=2)
-    pair.expect_same()
-
-
-def clip_plain(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """The global norm and the clip factor as `docs/bits.md` defines them."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    norm = global_norm(gradients)
-    for gradient in gradients.values():
-        gradient.mul_(clip_factor(norm, max_norm))
-    return norm
 
 
 def test_max_grad_norm_clips_at_every_step(make_pair: MakePair) -> None:
     pair = make_pair(max_grad_norm=1e-3, device="emulated", device_memory=48 * 1024)
     for number in range(2):
         pair.each(backward, number)
-        clip_plain(pair.plain, 1e-3)
+        clip({name: p.grad for name, p in pair.plain.named_parameters()}, 1e-3)
         pair.step()
     pair.expect_same()
 
@@ -285,8 +179,7 @@ def test_a_gradient_that_is_not_finite_goes_where_it_goes_in_pytorch(make_pair: 
         pair = make_pair()
         pair.train(1)
         pair.each(spoil, value)
-        pair.train(1, first=1)
-        pair.expect_same()
+        pair.train_same(1, first=1)
         weights = pair.session.state_dict()
         assert weights["0.weight"].isnan().any() or weights["0.weight"].isinf().any()
 
@@ -320,8 +213,7 @@ def test_gradients_are_not_to_be_had_with_in_backward(make_pair: MakePair) -> No
     train_step(pair.plain, pair.plain_optimizer, 2)
     pair.optimizer.step()
     pair.optimizer.zero_grad()
-    pair.train(1, first=3)
-    pair.expect_same()
+    pair.train_same(1, first=3)
 
 
 def test_hyper_parameters_are_read_when_the_backward_begins(make_pair: MakePair) -> None:
@@ -368,7 +260,7 @@ def test_a_gradient_that_is_assigned_after_the_update_is_refused_with_in_backwar
     pair = make_pair(step="in_backward", device="emulated", device_memory=48 * 1024)
     pair.model(torch.ones(4, WIDTH)).square().mean().backward()
     weight = next(pair.model.parameters())
-    with pytest.raises(StateError, match="was used and let go"):
+    with pytest.raises(StateError, match="was used and released"):
         weight.grad = torch.ones(weight.shape)
 
 
@@ -384,17 +276,64 @@ def test_a_step_that_would_use_gradients_again_is_refused_with_in_backward(make_
     pair.expect_same()
 
 
-def test_a_functional_use_counts_like_a_modules(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    """A regulariser outside of the model's forward."""
+# without a budget and without a disk gradients stay the tensors that autograd makes
 
-    def regularised(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-        loss = loss_of(model, number) + sum(p.square().sum() for p in model.parameters()) * 1e-2
-        loss = loss + F.linear(batch(number), model[0].weight).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
 
-    pair = make_pair(**on_disk)
-    pair.train(3, by=regularised)
-    pair.expect_same()
+@pytest.fixture
+def pair(make_pair: MakePair) -> Iterator[Pair]:
+    pair = make_pair(device="cpu")
+    yield pair
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+
+
+def test_no_gradient_lies_in_a_chunk(pair: Pair) -> None:
+    pair.train(2)
+    assert all(ref.plane != GRAD for ref in pair.session._parts.executor.store.state.home)
+    assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
+    assert not sum(pair.session.stats().moved.values())
+
+
+def test_gradients_count_as_model_data(pair: Pair) -> None:
+    pair.each(backward)
+    stats = pair.session.stats()
+    numel = sum(p.numel() for p in pair.plain.parameters())
+    assert stats.model_data["grad"] == 4 * numel
+    pair.step()
+
+
+def test_gradients_are_the_very_tensors_that_p_grad_gives(pair: Pair) -> None:
+    pair.each(backward)
+    for name, gradient in pair.session.gradients():
+        assert gradient is dict(pair.model.named_parameters())[name].grad
+    pair.each(lambda model, _: model[2].weight.grad.mul_(2))
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same_gradients()
+
+
+def test_gradients_from_before_are_added_to(make_pair: MakePair) -> None:
+    pair = make_pair(before=lambda model, _: backward(model), device="cpu")
+    pair.expect_same_gradients()
+    pair.each(train_step, 1)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+
+
+def test_tensors_longer_than_a_chunk(make_pair: MakePair) -> None:
+    """Each piece is updated from its own piece of the gradient."""
+    build = seeded(lambda: nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32)))
+    pair = make_pair(build, with_options={"chunk_size": 1024}, device="cpu")
+    assert max(run.length for run in pair.session.layout.runs) > 2
+    pair.train(3)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+
+
+def test_close_leaves_gradients_where_they_are() -> None:
+    plain, model = mlp(), mlp()
+    session = patrickstar.manage(model, patrickstar.AdamW(model.parameters()), device="cpu")
+    backward(plain)
+    backward(model)
+    gradient = model[0].weight.grad
+    session.close()
+    assert model[0].weight.grad is gradient
+    expect_bits(values(plain), values(model))
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    expect_bits(want, {name: p.grad for name, p in model.named_parameters()})

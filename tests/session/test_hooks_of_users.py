@@ -12,8 +12,8 @@ import torch.nn.modules.module as modules
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import patrickstar
-from tests.session.builders import EMULATED, ROOMY, adamw, expect_bits, mlp, options, train_step, values
+from tests.parity.compare import same_bits
+from tests.session.builders import EMULATED, ROOMY, adamw, expect_bits, managed, mlp, train, values
 
 Seen = list[Any]
 
@@ -42,8 +42,7 @@ class Hooked(nn.Module):
         x = self.first(x)
         for register in self.in_forward:
             register(x)
-        out: Tensor = self.rest(self.scaled(x, by=0.5))
-        return out
+        return self.rest(self.scaled(x, by=0.5))
 
 
 class Scaled(nn.Module):
@@ -76,6 +75,16 @@ def doubling(seen: Seen) -> Callable[..., Any]:
     return hook
 
 
+def letting_go(seen: Seen) -> Callable[[Tensor], None]:
+    """A hook of a parameter that writes its gradient down, and lets it go."""
+
+    def hook(parameter: Tensor) -> None:
+        write_down(seen, parameter.grad)
+        parameter.grad = None
+
+    return hook
+
+
 KINDS: Mapping[str, Callable[[Hooked, Seen], Any]] = {
     "forward": lambda m, seen: m.first[0].register_forward_hook(note(seen)),
     "forward, of the model": lambda m, seen: m.register_forward_hook(note(seen)),
@@ -83,6 +92,12 @@ KINDS: Mapping[str, Callable[[Hooked, Seen], Any]] = {
     "forward, always called": lambda m, seen: m.rest.register_forward_hook(note(seen), always_call=True, prepend=True),
     "forward, another output": lambda m, seen: m.rest[0].register_forward_hook(doubling(seen)),
     "before forward": lambda m, seen: m.first[0].register_forward_pre_hook(note(seen)),
+    "before forward, reads a weight": lambda m, seen: m.first[0].register_forward_pre_hook(
+        lambda module, args: write_down(seen, module.weight)
+    ),
+    "forward, reads a weight of another": lambda m, seen: m.register_forward_hook(
+        lambda *given: write_down(seen, m.rest[0].bias.sum())
+    ),
     "before forward, of the model": lambda m, seen: m.register_forward_pre_hook(note(seen), prepend=True),
     "before forward, with keywords": lambda m, seen: m.scaled.register_forward_pre_hook(note(seen), with_kwargs=True),
     "before forward, another input": lambda m, seen: m.rest[0].register_forward_pre_hook(doubling(seen)),
@@ -100,6 +115,12 @@ KINDS: Mapping[str, Callable[[Hooked, Seen], Any]] = {
     "of a parameter, another gradient": lambda m, seen: m.scaled.weight.register_hook(doubling(seen)),
     "of a parameter, once its gradient is there": lambda m, seen: m.rest[0].weight.register_post_accumulate_grad_hook(
         lambda p: write_down(seen, p.grad)
+    ),
+    "of a parameter, changes its gradient": lambda m, seen: m.rest[0].weight.register_post_accumulate_grad_hook(
+        lambda p: write_down(seen, p.grad.clamp_(-1e-3, 1e-3).norm())
+    ),
+    "of a parameter, lets its gradient go": lambda m, seen: m.rest[0].weight.register_post_accumulate_grad_hook(
+        letting_go(seen)
     ),
     "of a tensor": lambda m, seen: m.in_forward.append(lambda x: x.register_hook(note(seen))),
     "of a tensor, another gradient": lambda m, seen: m.in_forward.append(lambda x: x.register_hook(doubling(seen))),
@@ -121,18 +142,20 @@ def hooked(model: Hooked, register: Callable[[Hooked, Seen], Any]) -> Iterator[S
 
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("before", [False, True], ids=["after manage", "before manage"])
 @pytest.mark.parametrize("machine", [{}, ROOMY, EMULATED], ids=["cpu", "roomy", "tight"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_is_called_as_in_plain_pytorch(kind: str, machine: dict[str, Any]) -> None:
+def test_a_hook_is_called_as_in_plain_pytorch(kind: str, machine: dict[str, Any], before: bool) -> None:
     plain = Hooked()
     optimizer = adamw(plain)
     with hooked(plain, KINDS[kind]) as want:
-        losses = [train_step(plain, optimizer, number) for number in range(3)]
+        losses = train(plain, optimizer)
     model = Hooked()
-    with patrickstar.manage(model, adamw(model), precision="fp32", options=options(), **machine) as session:
-        with hooked(model, KINDS[kind]) as got:
-            found = [train_step(model, session.optimizer, number) for number in range(3)]
+    with ExitStack() as stack:
+        got = stack.enter_context(hooked(model, KINDS[kind])) if before else []
+        session = stack.enter_context(managed(model, precision="fp32", **machine))
+        got = got if before else stack.enter_context(hooked(model, KINDS[kind]))
+        assert same_bits(losses, train(model, session.optimizer))
         assert len(got) == len(want) > 0
         assert got == want
-        expect_bits({str(n): loss for n, loss in enumerate(losses)}, {str(n): loss for n, loss in enumerate(found)})
-        expect_bits(values(plain), {name: tensor.clone() for name, tensor in session.state_dict().items()})
+        expect_bits(values(plain), values(session))

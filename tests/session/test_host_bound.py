@@ -18,26 +18,11 @@ from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.room import HostRoom
 from patrickstar.units import MIB
-from tests.session.builders import (
-    LAYERS,
-    SLOT,
-    TIGHT,
-    WIDTH,
-    Pair,
-    adamw,
-    backward,
-    is_ordinary,
-    mlp,
-    options,
-)
+from tests.session.builders import LAYERS, SLOT, TIGHT, WIDTH, Layers, Pair, adamw, backward, is_ordinary, mlp, options
 
 
-class Unforeseen(nn.Module):
+class Unforeseen(Layers):
     """Looks at a value, which no trial run can, and makes some slots' worth of activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.layers[:6](x).repeat(200, 1)
@@ -71,8 +56,7 @@ def test_chunks_leave_for_activations_that_no_forecast_saw(
 ) -> None:
     budget = 104 * SLOT
     pair = make_pair(Unforeseen, **on_disk | {"host_memory": budget})
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
     assert pair.session.stats().reactive_steps > 0
     assert pair.session.stats().peak["host"] <= budget
 

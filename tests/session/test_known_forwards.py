@@ -6,8 +6,8 @@ from typing import cast
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
-from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.stretch import Ask, Draft, Stretch, StretchKind
 from patrickstar.step.known_forwards import KnownForward
 
 
@@ -29,9 +29,23 @@ TWICE = trace("f0", "f1", "f2", "b2", "b1", "b0", "b0", "b1", "b2")
 
 
 def step(followed: Trace | None, *, reason: str = "", position: int = 0, twice: bool = False) -> Stretch:
-    # Nothing here looks into the plan.
-    course = Planned(cast("Plan", None), followed) if followed and not reason else Reactive(reason, None, followed)
-    return Stretch(StretchKind.TRAINING, course, position=position, gave_gradients=True, differentiates=twice)
+    stretch = begun(followed, position=position)
+    stretch.gives_gradients()
+    if twice:
+        stretch.differentiates()
+    if reason:
+        stretch.depart(reason)
+    return stretch
+
+
+def begun(followed: Trace | None, *, position: int) -> Stretch:
+    """Nothing here asks where units are, or looks into the plan."""
+    if followed is None:
+        return Stretch(StretchKind.TRAINING)
+    ask = Ask(kind=StretchKind.TRAINING, trace=followed, start=cast("Residency", None))
+    stretch = Stretch(StretchKind.TRAINING, Draft(ask, followed, followed))
+    stretch.position = position
+    return stretch
 
 
 def departed(followed: Trace | None, *, position: int = 3, twice: bool = False) -> Stretch:
@@ -160,7 +174,7 @@ def test_a_plain_step_afterwards_goes_by_the_plain_trace_again() -> None:
 def test_a_forward_without_a_step_says_nothing_of_what_follows() -> None:
     known = KnownForward(trace=WHOLE)
     known.learn(departed(WHOLE, twice=True), TWICE)
-    known.learn(Stretch(StretchKind.TRAINING, Reactive("", None, TWICE), position=2), None)
+    known.learn(begun(TWICE, position=2), None)
     assert known.expected.trace is TWICE
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from patrickstar.core.machine import Tier
+from patrickstar.memory import arena, readiness, store
 from patrickstar.memory.lanes import Lane, Task, Ticket
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan import residency
@@ -27,10 +32,8 @@ from tests.session.builders import EMULATED, MACHINES, MakePair, backward
 @pytest.mark.parametrize("when", LANES)
 def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: MakePair, tmp_path: Path) -> None:
     pair = make_pair(make_lane=LANES[when](0), **MACHINES[machine](tmp_path / "disk"))
-    pair.train(2)
-    pair.expect_same()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(2)
+    pair.train_same(1, first=2)
 
 
 @pytest.mark.campaign
@@ -39,8 +42,7 @@ def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: Ma
 @pytest.mark.parametrize("when", ["in a random order", "late by chance"])
 def test_no_bit_depends_on_any_seed(when: str, machine: str, seed: int, make_pair: MakePair, tmp_path: Path) -> None:
     pair = make_pair(make_lane=LANES[when](seed), **MACHINES[machine](tmp_path / "disk"))
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
 
 
 def test_an_emulated_link_takes_its_time_and_changes_no_bit(make_pair: MakePair) -> None:
@@ -55,8 +57,7 @@ def test_an_emulated_link_takes_its_time_and_changes_no_bit(make_pair: MakePair)
 
 def test_late_transfers_change_no_bit(machine: dict[str, Any], make_pair: MakePair) -> None:
     pair = make_pair(with_options={"stress_seed": 3}, **machine)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)
 
 
 def test_close_ends_what_is_under_way(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
@@ -75,24 +76,14 @@ def test_close_ends_what_is_under_way(make_pair: MakePair, on_disk: dict[str, An
     assert not any(lane.pending for lane in lanes)
 
 
-class Interrupted:
-    """A lane with threads, of whose waits one is interrupted by the user before the work has ended."""
+class Interrupted(ThreadLane):
+    """A lane of whose waits one is interrupted by the user before the work has ended."""
 
     waits = 0
     at: frozenset[int] = frozenset()
 
-    def __init__(self) -> None:
-        self.lane = ThreadLane("test", works=2)
-
     def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
-        ticket = self.lane.issue(lambda: (time.sleep(1e-3), work())[0], after, nbytes=nbytes)
-        return InterruptedTicket(ticket)
-
-    def drain(self) -> None:
-        self.lane.drain()
-
-    def close(self) -> None:
-        self.lane.close()
+        return InterruptedTicket(super().issue(lambda: (time.sleep(1e-3), work())[0], after, nbytes=nbytes))
 
 
 class InterruptedTicket:
@@ -104,18 +95,18 @@ class InterruptedTicket:
     def done(self) -> bool:
         return self.ticket.done
 
-    def wait_until_settled(self) -> None:
-        self.wait()
-
-    def wait_on_device(self) -> None:
-        self.wait()
-
     def wait(self) -> None:
         if threading.current_thread() is threading.main_thread():
             Interrupted.waits += 1
             if Interrupted.waits in Interrupted.at:
                 raise KeyboardInterrupt
         self.ticket.wait()
+
+    wait_until_settled = wait_on_device = wait
+
+
+def interruptible(src: Tier, dst: Tier) -> Lane:
+    return Interrupted("test", works=2)
 
 
 @pytest.fixture
@@ -127,37 +118,36 @@ def interrupted() -> Iterator[type[Interrupted]]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("number", [1, 2, 5, 9, 14])
+@pytest.mark.parametrize("at", [1, 2, 5, 9, 14, (3, 4)], ids=str)
 @pytest.mark.parametrize("prefetch", [0, None])
 def test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_again(
     prefetch: int | None,
-    number: int,
+    at: int | tuple[int, ...],
     machine: str,
     interrupted: type[Interrupted],
     make_pair: MakePair,
     tmp_path: Path,
 ) -> None:
     pair = make_pair(
-        make_lane=lambda src, dst: Interrupted(),
+        make_lane=interruptible,
         with_options={"prefetch": prefetch},
         **MACHINES[machine](tmp_path / "disk"),
     )
     pair.train(2)
-    interrupted.waits, interrupted.at = 0, frozenset({number})
+    interrupted.waits, interrupted.at = 0, frozenset(at if isinstance(at, tuple) else [at])
     with pytest.raises(KeyboardInterrupt):
         backward(pair.model, number=2)
-    # With transfers that outlast moments, it may have come in another wait than for one of them.
-    assert prefetch is None or not pair.session._parts.executor.store.state.in_flight
+    # With transfers that outlast moments, or a second interruption, what is under way ends with the next use.
+    assert prefetch is None or isinstance(at, tuple) or not pair.session._parts.executor.store.state.in_flight
     pair.optimizer.zero_grad()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
 
 
 def test_after_an_interruption_steps_are_planned_again(
     interrupted: type[Interrupted], make_pair: MakePair, on_disk: dict[str, Any]
 ) -> None:
     """torch calls no hook of a module when a forward is interrupted: nobody says that it has ended."""
-    pair = make_pair(make_lane=lambda src, dst: Interrupted(), **on_disk)
+    pair = make_pair(make_lane=interruptible, **on_disk)
     pair.train(2)
     interrupted.waits, interrupted.at = 0, frozenset({9})
     with pytest.raises(KeyboardInterrupt):
@@ -169,21 +159,6 @@ def test_after_an_interruption_steps_are_planned_again(
         seen.append(stretches.training)  # kept: of one that is gone, the next may have the address
     assert len(set(map(id, seen))) == 4, "each forward is one of its own"
     assert not stretches.training.reason
-    pair.expect_same()
-
-
-def test_what_a_second_interruption_has_left_ends_with_the_next_use(
-    interrupted: type[Interrupted], make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(make_lane=lambda src, dst: Interrupted(), **on_disk)
-    pair.train(2)
-    interrupted.waits, interrupted.at = 0, frozenset({3, 4})
-    with pytest.raises(KeyboardInterrupt):
-        backward(pair.model, number=2)
-    assert interrupted.waits == 4
-    assert pair.session._parts.executor.store.state.in_flight
-    pair.optimizer.zero_grad()
-    pair.train(2, first=2)
     pair.expect_same()
 
 
@@ -207,5 +182,71 @@ def test_an_interruption_between_a_wait_and_its_note_is_settled(
         backward(pair.model, number=2)
     assert not pair.session._parts.executor.store.state.in_flight
     pair.optimizer.zero_grad()
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
+
+
+FILES = {module.__file__ for module in (arena, readiness, residency, store)}
+
+
+class Lines:
+    """Counts lines of what moves bytes, and interrupts at one of them."""
+
+    def __init__(self, interrupted: int | None = None) -> None:
+        self.count = 0
+        self._interrupted = interrupted
+
+    @contextmanager
+    def counting(self) -> Any:
+        before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            signal.signal(signal.SIGINT, handler)
+
+    def _call(self, frame: Any, event: str, argument: object) -> Any:
+        return self._line if frame.f_code.co_filename in FILES else None
+
+    def _line(self, frame: Any, event: str, argument: object) -> Any:
+        if event == "line":
+            self.count += 1
+            if self.count == self._interrupted:
+                signal.raise_signal(signal.SIGINT)
+        return self._line
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12))])
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize("machine", ["cpu+disk", "emulated"])
+def test_an_interruption_at_any_line_loses_nothing(
+    machine: str, step: str, seed: int, make_pair: MakePair, tmp_path: Path
+) -> None:
+    random, interrupted = Random(seed), 0
+    memory = {"precision": "fp32", "step": step, **MACHINES[machine](tmp_path / "disk")}
+    for trial in range(6):
+        pair = make_pair(**memory)
+        pair.train(2)
+        pair.session.save_checkpoint(tmp_path / f"{trial}")
+        lines = Lines()
+        with lines.counting():
+            backward(pair.model, number=2)
+        begun = make_pair(**memory)
+        begun.train(2)
+        begun.session.save_checkpoint(tmp_path / f"{trial}-again")
+        try:
+            with Lines(random.randrange(lines.count) + 1).counting():
+                backward(begun.model, number=2)
+        except KeyboardInterrupt:
+            interrupted += 1
+            if step == "in_backward":  # some parameters may have been updated
+                begun.session.load_checkpoint(tmp_path / f"{trial}-again")
+            begun.optimizer.zero_grad()
+        else:
+            begun.session.load_checkpoint(tmp_path / f"{trial}-again")
+            begun.optimizer.zero_grad()
+        begun.train_same(2, first=2)
+        for one in (pair, begun):
+            one.session.close()
+    assert interrupted, "nothing was interrupted"

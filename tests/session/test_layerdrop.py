@@ -13,10 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.trace import Trace
-from tests.session.builders import SLOT, WIDTH, MakePair, adamw, batch, options
+from tests.session.builders import (
+    ROOMY,
+    SLOT,
+    WIDTH,
+    MakePair,
+    Pair,
+    batch,
+    finish,
+    machine_with,
+    managed,
+    seeded,
+)
 
 ROWS = 96  # so many that activations, and not the update's four planes, need the largest budget
 LAYERS = 5
@@ -74,34 +84,24 @@ class Dropping(nn.Module):
             block = nn.Sequential(layer, nn.Tanh())
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         self.kept.append(kept)
-        return self.last(x).square().mean()  # type: ignore[no-any-return]
+        return self.last(x).square().mean()
 
 
 def dropping(*args: Any, **keywords: Any) -> Callable[[], Dropping]:
-    def build() -> Dropping:
-        torch.manual_seed(0)
-        return Dropping(*args, **keywords)
-
-    return build
+    return seeded(lambda: Dropping(*args, **keywords))
 
 
 def one_step(model: Any, optimizer: Any, number: int, *, rows: int = ROWS) -> Tensor:
     torch.manual_seed(number)
-    loss = model(batch(number, rows=rows))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return finish(model(batch(number, rows=rows)), optimizer)
 
 
 def foreseen(build: Callable[[], Dropping]) -> Trace:
     """The forecast that a session makes before the first forward, in a budget with room for everything."""
     model = build()
-    with patrickstar.manage(
-        model, adamw(model), device="emulated", device_memory="64MiB", options=options()
-    ) as session:
+    with managed(model, **ROOMY) as session:
         one_step(model, session.optimizer, 0)
-        (known,) = session._parts.stretches._known.values()
+        (known,) = session._parts.stretches.known.kinds.values()
         assert known.offline is not None, known.reason
         trace: Trace = known.offline
         return trace
@@ -149,24 +149,14 @@ def test_so_it_is_where_layers_are_drawn_from_a_generator_of_the_users() -> None
     assert torch.equal(states[-LAYERS], before), "the first draw of the real forward is that of a generator nobody used"
 
 
-TIERS: Mapping[str, Callable[[int, Path], dict[str, Any]]] = {
-    "emulated": lambda nbytes, disk: {"device": "emulated", "device_memory": nbytes},
-    "cpu+disk": lambda nbytes, disk: {"device": "cpu", "host_memory": nbytes, "disk": disk},
-    "emulated+disk": lambda nbytes, disk: {
-        "device": "emulated",
-        "device_memory": nbytes,
-        "host_memory": 12 * SLOT,
-        "disk": disk,
-    },
-}
 """Machines with so many bytes where the model computes."""
 
 
 def smallest_accepted(build: Callable[[], nn.Module], act: Callable[..., Tensor] = one_step, **machine: Any) -> int:
     """The budget that the refusal of the first forward names; `machine`: one that is too small."""
     model = build()
-    machine = machine or TIERS["emulated"](5 * SLOT, Path())
-    with patrickstar.manage(model, adamw(model), options=options(), **machine) as session:
+    machine = machine or machine_with("emulated", 5 * SLOT, Path())
+    with managed(model, **machine) as session:
         with pytest.raises(BudgetError) as refusal:
             act(model, session.optimizer, 0)
         assert session.stats().steps == 0
@@ -199,10 +189,9 @@ def test_in_the_smallest_budget_that_is_accepted_every_draw_fits(
         model.recomputes = recomputes
         return model
 
-    nbytes = smallest_accepted(build, step=step, **TIERS[tiers](5 * SLOT, tmp_path / "first"))
-    pair = make_pair(build, step=step, **TIERS[tiers](nbytes, tmp_path / "disk"))
-    pair.train(STEPS, by=one_step)
-    pair.expect_same()
+    nbytes = smallest_accepted(build, step=step, **machine_with(tiers, 5 * SLOT, tmp_path / "first"))
+    pair = make_pair(build, step=step, **machine_with(tiers, nbytes, tmp_path / "disk"))
+    pair.train_same(STEPS, by=one_step)
     kept = set(pair.plain.kept)
     assert min(kept) < LAYERS - 1, "no draw dropped several"
     assert max(kept) >= LAYERS - (probability >= 0.5), "none kept them"
@@ -218,9 +207,7 @@ def test_below_that_budget_the_first_forward_is_refused_whatever_it_draws() -> N
     nbytes = smallest_accepted(build)
     for number in range(4):
         model = build()
-        with patrickstar.manage(
-            model, adamw(model), device="emulated", device_memory=nbytes - 1, options=options()
-        ) as session:
+        with managed(model, device="emulated", device_memory=nbytes - 1) as session:
             torch.manual_seed(number)
             before = torch.get_rng_state()
             with pytest.raises(BudgetError):
@@ -231,15 +218,14 @@ def test_below_that_budget_the_first_forward_is_refused_whatever_it_draws() -> N
 
 def test_steps_that_drop_layers_are_no_model_for_the_next(make_pair: MakePair) -> None:
     """However many in a row: what was measured of them would be a bound for fewer layers than the next step may have."""
-    pair = make_pair(dropping(DROPS["compared"], 0.5), device="emulated", device_memory="64MiB")
-    for number in range(STEPS):
-        pair.each(one_step, number)
-    (known,) = pair.session._parts.stretches._known.values()
+    pair = make_pair(dropping(DROPS["compared"], 0.5), **ROOMY)
+    pair.train(STEPS, by=one_step)
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert pair.session.stats().reactive_steps >= STEPS // 2
     assert known.trace is known.offline
     smaller = one_step(pair.model, pair.optimizer, 0, rows=ROWS // 2)
     assert smaller.isfinite()
-    _, other = pair.session._parts.stretches._known.values()
+    _, other = pair.session._parts.stretches.known.kinds.values()
     assert other.trace is known.trace, "smaller shapes go by the bound of larger ones"
     for number in range(STEPS):
         one_step(pair.model, pair.optimizer, number, rows=ROWS // 2)
@@ -251,7 +237,7 @@ def test_nor_are_they_where_steps_are_not_metered(make_pair: MakePair, on_disk: 
     for number in range(STEPS):
         pair.same(one_step, number, rows=4)
     pair.expect_same()
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.trace is known.offline
     assert known.measured is None, "nothing is measured that is of no use"
 
@@ -264,22 +250,14 @@ def test_a_loss_that_no_forecast_sees_is_learned_from_a_step_that_keeps_all_laye
             loss = super().forward(x)
             return {"used": loss, "unused": self.last(torch.tanh(self.first(x)))}
 
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return Outputs(DROPS["compared"], 0.15)
-
     def act(model: Any, optimizer: Any, number: int) -> Tensor:
         torch.manual_seed(number)
-        loss = model(batch(number, rows=ROWS))["used"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach().clone()  # type: ignore[no-any-return]
+        return finish(model(batch(number, rows=ROWS))["used"], optimizer)
 
-    pair = make_pair(build, device="emulated", device_memory="64MiB")
+    pair = make_pair(seeded(lambda: Outputs(DROPS["compared"], 0.15)), **ROOMY)
     pair.train(2 * STEPS, by=act)
     assert {LAYERS} < set(pair.plain.kept)
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.trace is not known.offline
     assert known.trace is not None
     forwards = [[m.touches for m in trace.moments if m.phase == "forward"] for trace in (known.trace, known.offline)]
@@ -287,12 +265,17 @@ def test_a_loss_that_no_forecast_sees_is_learned_from_a_step_that_keeps_all_laye
     assert pair.session.stats().planned_steps
 
 
-def test_the_reason_says_that_the_forward_branches_on_what_it_draws(make_pair: MakePair) -> None:
-    pair = make_pair(dropping(DROPS["compared"], 0.9), device="emulated", device_memory="64MiB")
-    pair.each(one_step, 0)
+def expect_untraced(pair: Pair, *reasons: str) -> None:
+    """The one step that was done was not planned, for these reasons."""
     stats = pair.session.stats()
     assert stats.reactive_steps == 1
-    assert "the forward branches on numbers that it draws" in stats.reason
+    assert all(reason in stats.reason for reason in reasons), stats.reason
+
+
+def test_the_reason_says_that_the_forward_branches_on_what_it_draws(make_pair: MakePair) -> None:
+    pair = make_pair(dropping(DROPS["compared"], 0.9), **ROOMY)
+    pair.each(one_step, 0)
+    expect_untraced(pair, "the forward branches on numbers that it draws")
 
 
 def test_a_forward_that_does_not_branch_is_tried_once(make_pair: MakePair) -> None:
@@ -305,11 +288,11 @@ def test_a_forward_that_does_not_branch_is_tried_once(make_pair: MakePair) -> No
             path = (torch.rand(len(x), 1) + 1 - self.probability).floor_()
             return super().forward(x * path)
 
-    pair = make_pair(lambda: DropsPaths(None), device="emulated", device_memory="64MiB")
+    pair = make_pair(lambda: DropsPaths(None), **ROOMY)
     runs.clear()
     one_step(pair.model, pair.optimizer, 0)
     assert len(runs) == 2
-    pair = make_pair(lambda: DropsPaths(DROPS["compared"]), device="emulated", device_memory="64MiB")
+    pair = make_pair(lambda: DropsPaths(DROPS["compared"]), **ROOMY)
     runs.clear()
     one_step(pair.model, pair.optimizer, 0)
     assert len(runs) == 4
@@ -322,12 +305,9 @@ def test_a_number_of_repetitions_that_is_drawn_is_foreseen_at_its_largest(make_p
             self.kept.append(times)
             for _ in range(times):
                 x = torch.tanh(self.first(x))
-            return self.last(x).square().mean()  # type: ignore[no-any-return]
+            return self.last(x).square().mean()
 
-    def build() -> Dropping:
-        torch.manual_seed(0)
-        return Repeats(None)
-
+    build = seeded(lambda: Repeats(None))
     trace = foreseen(build)
     assert sum(moment.label == "first.weight" and moment.phase == "forward" for moment in trace.moments) == 4
     nbytes = smallest_accepted(build)
@@ -346,11 +326,9 @@ def test_draws_until_one_is_right_cannot_be_traced(make_pair: MakePair, probabil
                 x = x + 1
             return super().forward(x)
 
-    pair = make_pair(lambda: Tries(None), device="emulated", device_memory="64MiB")
+    pair = make_pair(lambda: Tries(None), **ROOMY)
     one_step(pair.model, pair.optimizer, 0)
-    stats = pair.session.stats()
-    assert stats.reactive_steps == 1
-    assert "it asks for more than 1000 of the numbers that it draws" in stats.reason
+    expect_untraced(pair, "it asks for more than 1000 of the numbers that it draws")
 
 
 def test_draws_with_which_the_model_does_not_work_are_left_out() -> None:
@@ -361,21 +339,14 @@ def test_draws_with_which_the_model_does_not_work_are_left_out() -> None:
             kept = [layer(x) for layer in self.layers if not self.is_dropped()]
             return torch.stack(kept).square().mean()
 
-    def build() -> Dropping:
-        torch.manual_seed(0)
-        return NeedsOne(DROPS["compared"], 0.3)
-
-    trace = foreseen(build)
+    trace = foreseen(seeded(lambda: NeedsOne(DROPS["compared"], 0.3)))
     assert sum(moment.phase == "forward" for moment in trace.moments) == LAYERS
 
 
 def test_draws_without_bounds_cannot_be_traced(make_pair: MakePair) -> None:
-    pair = make_pair(lambda: Dropping(lambda p: bool(torch.randn(()) < p)), device="emulated", device_memory="64MiB")
+    pair = make_pair(lambda: Dropping(lambda p: bool(torch.randn(()) < p)), **ROOMY)
     one_step(pair.model, pair.optimizer, 0)
-    stats = pair.session.stats()
-    assert stats.reactive_steps == 1
-    assert "cannot be traced" in stats.reason
-    assert "item()" in stats.reason
+    expect_untraced(pair, "cannot be traced", "item()")
 
 
 @pytest.mark.slow
@@ -402,20 +373,15 @@ def test_transformers_with_layerdrop(make_pair: MakePair, name: str, checkpointi
 
     def act(model: Any, optimizer: Any, number: int) -> Tensor:
         torch.manual_seed(number)
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach().clone()
+        return finish(loss_of(model), optimizer)
 
     nbytes = smallest_accepted(build, act, device="emulated", device_memory="192KiB")
     pair = make_pair(build, device="emulated", device_memory=nbytes)
-    pair.train(8, by=act)
-    pair.expect_same()
+    pair.train_same(8, by=act)
     stats = pair.session.stats()
     assert stats.reactive_steps
     assert "cannot be traced" not in stats.reason
-    (known,) = pair.session._parts.stretches._known.values()
+    (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.offline is not None
 
 
@@ -429,9 +395,7 @@ def test_a_random_state_of_python_or_numpy_is_that_of_the_first_step() -> None:
         random.seed(1)
         np.random.seed(1)
         model = Dropping(drops, 0.5)
-        with patrickstar.manage(
-            model, adamw(model), device="emulated", device_memory="64MiB", options=options()
-        ) as session:
+        with managed(model, **ROOMY) as session:
             one_step(model, session.optimizer, 0)
             stats = session.stats()
         assert stats.planned_steps == 1, stats.reason

@@ -13,8 +13,8 @@ from torch import nn
 import patrickstar
 from patrickstar import ConfigError, LossScale, StateError
 from tests.parity.compare import compare_mappings, same_bits
-from tests.parity.oracle import narrow
-from tests.session.builders import TIGHT, adamw, batch, mlp, options
+from tests.session.builders import TIGHT, adamw, batch, managed, mlp, options, values
+from tests.session.masters import Twin
 
 SCALE = LossScale(initial=2.0**10, window=2, hysteresis=1)
 
@@ -43,33 +43,20 @@ def step(session: Any, model: nn.Module, number: int, *, times: float = 1.0, cli
     session.optimizer.zero_grad()
 
 
-class ByHand:
+class ByHand(Twin):
     """fp16 weights, fp32 masters and torch's own scaler, which is told when to grow and back off."""
 
     def __init__(self) -> None:
-        self.masters, self.model = mlp(), mlp()
-        self.optimizer = adamw(self.masters)
-        self.scale = SCALE.initial
-        self.good = 0
-        self.narrow()
-
-    def narrow(self) -> None:
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-            weight.data = narrow(master.detach(), torch.float16)
+        super().__init__("fp16")
+        self.scale, self.good = SCALE.initial, 0
 
     def step(self, number: int, *, times: float = 1.0, clip: float | None = None) -> None:
-        loss = self.model(batch(number).half()).float().square().mean() * times
-        (loss * torch.tensor(self.scale)).backward()
-        finite = all(bool(torch.isfinite(p.grad).all()) for p in self.model.parameters() if p.grad is not None)
-        for master, weight in zip(self.masters.parameters(), self.model.parameters(), strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float() * torch.tensor(1 / self.scale)
-            weight.grad = None
+        self.backward_of(self.model(batch(number).half()).float().square().mean() * times)
+        finite = all(bool(torch.isfinite(p.grad).all()) for p in self.masters.parameters())
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.masters.parameters(), clip)
         if finite:
-            self.optimizer.step()
-            self.narrow()
+            self.update()
             self.good += 1
             if self.good % SCALE.window == 0:
                 self.scale *= 2
@@ -104,7 +91,7 @@ def test_gradients_are_divided_once_in_fp32() -> None:
     with manage(model) as session:
         model(batch()).float().square().mean().backward()
         unscaled = {name: gradient.clone() for name, gradient in session.gradients()}
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()
         session.scaler.scale(model(batch()).float().square().mean()).backward()
         session.scaler.unscale_(session.optimizer)
         for name, gradient in session.gradients():
@@ -153,7 +140,7 @@ def test_a_scale_that_never_recovers_says_so_and_names_the_first_tensor() -> Non
         assert session.scaler.get_scale() == 1.0
         with pytest.raises(StateError, match=r"smallest it may be; the first that did was that of 10\.(weight|bias)"):
             step(session, model, 3, times=float("inf"))
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()
         step(session, model, 4)
 
 
@@ -170,7 +157,7 @@ def test_a_skipped_step_is_told_with_the_first_tensor(caplog: pytest.LogCaptureF
 def test_a_gradient_of_ones_own_that_overflows_skips_too() -> None:
     model = mlp()
     with manage(model) as session:
-        before = {name: value.clone() for name, value in session.state_dict().items()}
+        before = values(session)
         session.scaler.scale(model(batch()).float().square().mean()).backward()
         model[4].weight.grad = torch.full((32, 32), float("inf"), dtype=torch.float16)
         session.scaler.step(session.optimizer)
@@ -183,7 +170,7 @@ def test_an_overflow_that_was_let_go_does_not_count() -> None:
     model = mlp()
     with manage(model) as session:
         session.scaler.scale(model(batch()).float().square().mean() * float("inf")).backward()
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        session.optimizer.zero_grad()
         step(session, model, 1)
         assert session.scaler.get_scale() == SCALE.initial
         assert session.stats().steps == 1
@@ -220,9 +207,7 @@ def test_elsewhere_the_same_loop_does_no_more_than_the_plain_one(precision: str)
     losses = []
     for scaled in (False, True):
         model = mlp()
-        with patrickstar.manage(
-            model, adamw(model), precision=precision, device="emulated", device_memory=TIGHT, options=options()
-        ) as session:
+        with managed(model, precision=precision, device="emulated", device_memory=TIGHT) as session:
             assert not session.scaler.is_enabled()
             for number in range(3):
                 loss = model(batch(number)).float().square().mean()
@@ -231,8 +216,8 @@ def test_elsewhere_the_same_loop_does_no_more_than_the_plain_one(precision: str)
                     session.scaler.step(session.optimizer)
                     session.scaler.update()
                 else:
-                    session.optimizer.step()  # type: ignore[union-attr]
-                session.optimizer.zero_grad()  # type: ignore[union-attr]
+                    session.optimizer.step()
+                session.optimizer.zero_grad()
             losses.append(loss.detach())
     assert same_bits(*losses)
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import patrickstar
 from patrickstar import BudgetError
 from tests.parity.compare import same_bits
-from tests.session.builders import adamw, assert_same, batch, mlp, options
+from tests.session.builders import adamw, assert_same, batch, machine_with, managed, mlp, seeded
 
 STEPS = 6
 
@@ -80,7 +79,7 @@ class Averages(nn.Module):
 
 def of_the_model(model: nn.Module, x: Tensor) -> Tensor:
     out = model(x)
-    return out if out.ndim == 0 else out.square().mean()  # type: ignore[no-any-return]
+    return out if out.ndim == 0 else out.square().mean()
 
 
 def adaptive(model: nn.Module, x: Tensor) -> Tensor:
@@ -119,11 +118,6 @@ PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tenso
     "residual codebooks that are looked at": (lambda: Codebooks(looks=True), of_the_model),
     "averaged codebooks": (Averages, of_the_model),
 }
-MACHINES: Mapping[str, Callable[[int, Path], dict[str, Any]]] = {
-    "cpu": lambda nbytes, disk: {"device": "cpu", "host_memory": nbytes},
-    "cpu+disk": lambda nbytes, disk: {"device": "cpu", "host_memory": nbytes, "disk": disk},
-    "emulated": lambda nbytes, disk: {"device": "emulated", "device_memory": nbytes},
-}
 
 
 def train_step(name: str, model: nn.Module, optimizer: Any, number: int) -> Tensor:
@@ -139,16 +133,11 @@ def trained(
     name: str, nbytes: int, disk: Path, machine: str, step: str
 ) -> tuple[int, BudgetError | None, list[Tensor]]:
     """The number of steps done, what refused the next one, and the losses. A run without a refusal has the bits of plain PyTorch."""
-    torch.manual_seed(0)
-    plain = PROGRAMS[name][0]()
-    torch.manual_seed(0)
-    model = PROGRAMS[name][0]()
+    plain, model = (seeded(PROGRAMS[name][0])() for _ in range(2))
     losses: list[Tensor] = []
     try:
-        given = MACHINES[machine](nbytes, disk)
-        with patrickstar.manage(
-            model, adamw(model), precision="fp32", step=step, options=options(), **given
-        ) as session:
+        given = {"host_memory": nbytes} if machine == "cpu" else machine_with(machine, nbytes, disk)
+        with managed(model, precision="fp32", step=step, **given) as session:
             for number in range(STEPS):
                 losses.append(train_step(name, model, session.optimizer, number))
             optimizer = adamw(plain)
@@ -163,7 +152,7 @@ def trained(
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", ["cpu", "cpu+disk", "emulated"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_budget_that_the_first_step_named_is_enough_for_every_step(
     name: str, machine: str, step: str, tmp_path: Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,14 @@ from torch.optim import lr_scheduler
 import patrickstar
 from patrickstar import ConfigError, StateError
 from tests.parity.compare import same_bits
-from tests.session.builders import EMULATED, MakePair, adamw, backward, mlp, options, train, train_step
+from tests.session.builders import EMULATED, MakePair, adamw, backward, managed, mlp, options, train, train_step
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, patrickstar.AdamW, patrickstar.Adam])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_every_accepted_optimizer_has_the_defined_update(make_pair: MakePair, kind: type, weight_decay: float) -> None:
-    plain_kind = getattr(patrickstar, kind.__name__)
-    pair = make_pair(make_optimizer=lambda m: plain_kind(m.parameters(), lr=1e-2, weight_decay=weight_decay))
-    pair.session.close()
-    model = mlp()
-    with patrickstar.manage(
-        model, kind(model.parameters(), lr=1e-2, weight_decay=weight_decay), options=options(), **EMULATED
-    ) as session:
-        plain = mlp()
-        oracle = plain_kind(plain.parameters(), lr=1e-2, weight_decay=weight_decay)
-        assert same_bits(train(plain, oracle), train(model, session.optimizer))
-        for name, p in plain.named_parameters():
-            assert same_bits(p.detach(), session.state_dict()[name]), name
+    kinds = iter((getattr(patrickstar, kind.__name__), kind))  # the plain one comes first
+    make_pair(make_optimizer=lambda m: next(kinds)(m.parameters(), lr=1e-2, weight_decay=weight_decay)).train_same()
 
 
 def test_torchs_own_adamw_agrees_to_the_last_place_in_one_step() -> None:
@@ -68,8 +57,7 @@ def test_groups_have_hyper_parameters_of_their_own(make_pair: MakePair) -> None:
     for optimizer in (pair.plain_optimizer, pair.original):
         optimizer.param_groups[0]["eps"] = 1e-4
         optimizer.param_groups[1]["weight_decay"] = 0.5
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_hyper_parameters_may_be_tensors(make_pair: MakePair) -> None:
@@ -77,15 +65,7 @@ def test_hyper_parameters_may_be_tensors(make_pair: MakePair) -> None:
     pair.train(2)
     for optimizer in (pair.plain_optimizer, pair.original):
         optimizer.param_groups[0]["lr"].fill_(2e-2)
-    pair.train(1, first=2)
-    pair.expect_same()
-
-
-def test_parameters_in_no_group_get_no_update(make_pair: MakePair) -> None:
-    pair = make_pair(make_optimizer=lambda m: patrickstar.AdamW(list(m.parameters())[4:], lr=1e-2))
-    pair.train(3)
-    pair.expect_same()
-    assert same_bits(mlp()[0].weight.detach(), pair.session.state_dict()["0.weight"])
+    pair.train_same(1, first=2)
 
 
 # schedulers
@@ -105,24 +85,20 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("when", ["original before", "original after", "session's"])
-def test_schedulers_keep_working_without_a_warning(name: str, when: str) -> None:
-    plain, model = mlp(), mlp()
-    oracle, original = adamw(plain), adamw(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        theirs = SCHEDULERS[name](oracle)
-        ours = SCHEDULERS[name](original) if when == "original before" else None
-        with patrickstar.manage(model, original, options=options(), **EMULATED) as session:
-            if ours is None:
-                ours = SCHEDULERS[name](original if when == "original after" else session.optimizer)
-            for number in range(6):
-                train_step(plain, oracle, number)
-                theirs.step()
-                train_step(model, session.optimizer, number)
-                ours.step()
-            assert theirs.get_last_lr() == ours.get_last_lr()
-            for key, p in plain.named_parameters():
-                assert same_bits(p.detach(), session.state_dict()[key]), key
+@pytest.mark.filterwarnings("error")
+def test_schedulers_keep_working_without_a_warning(make_pair: MakePair, name: str, when: str) -> None:
+    made: list[Any] = []
+    before = (lambda model, optimizer: made.append(SCHEDULERS[name](optimizer))) if when == "original before" else None
+    pair = make_pair(before=before)
+    if before is None:
+        ours = pair.original if when == "original after" else pair.optimizer
+        made += [SCHEDULERS[name](optimizer) for optimizer in (pair.plain_optimizer, ours)]
+    for number in range(6):
+        pair.train(1, first=number)
+        for scheduler in made:
+            scheduler.step()
+    assert made[0].get_last_lr() == made[1].get_last_lr()
+    pair.expect_same()
 
 
 # what it knows already
@@ -131,8 +107,7 @@ def test_schedulers_keep_working_without_a_warning(name: str, when: str) -> None
 def test_state_that_there_is_already_is_taken_over(make_pair: MakePair) -> None:
     pair = make_pair(before=lambda model, optimizer: train(model, optimizer, 3))
     assert not pair.original.state
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_state_of_some_parameters_is_taken_over(make_pair: MakePair) -> None:
@@ -146,8 +121,7 @@ def test_state_of_some_parameters_is_taken_over(make_pair: MakePair) -> None:
             p.requires_grad_(True)
 
     pair = make_pair(before=train_a_part)
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
     assert {float(entry["step"]) for entry in pair.optimizer.state_dict()["state"].values()} == {2.0, 4.0}
 
 
@@ -156,8 +130,7 @@ def test_gradients_that_there_are_already_are_taken_over(make_pair: MakePair) ->
     pair.expect_same_gradients()
     pair.each(backward, 1)
     pair.step()
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
 
 
 def test_gradients_that_there_are_already_are_taken_over_with_in_backward_or_refused() -> None:
@@ -167,9 +140,7 @@ def test_gradients_that_there_are_already_are_taken_over_with_in_backward_or_ref
     backward(model)
     oracle = adamw(plain)
     try:
-        session = patrickstar.manage(
-            model, adamw(model), step="in_backward", device="emulated", device_memory="64MiB", options=options()
-        )
+        session = managed(model, step="in_backward", device="emulated", device_memory="64MiB")
     except (StateError, ConfigError) as refusal:
         assert "gradient" in str(refusal)
         assert model[0].weight.grad is not None
@@ -191,8 +162,7 @@ def test_a_loaded_optimizer_is_taken_over(make_pair: MakePair) -> None:
         mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     pair = make_pair(before=load)
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 # the original's own calls
@@ -242,8 +212,7 @@ def test_a_group_can_be_added(make_pair: MakePair) -> None:
     pair.train(2, first=2)
     scheduler.step()
     plain_scheduler.step()
-    pair.train(1, first=4)
-    pair.expect_same()
+    pair.train_same(1, first=4)
     assert len(pair.original.param_groups) == 2
 
 
@@ -251,7 +220,6 @@ def test_after_close_the_original_goes_on_where_the_session_stopped(make_pair: M
     pair = make_pair(make_optimizer=adamw)
     pair.train(3)
     pair.session.close()
-    want, got = pair.each(lambda model, _: None)
     want = train(pair.plain, pair.plain_optimizer, 2, first=3)
     got = train(pair.model, pair.original, 2, first=3)
     assert same_bits(want, got)

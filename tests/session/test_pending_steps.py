@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar import BudgetError, DeviceError
+from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import STEP
 from patrickstar.core.trace import Phase
 from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.inside import manage_inside
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
@@ -26,8 +24,8 @@ from tests.lanes import LANES
 from tests.session.builders import (
     EMULATED,
     LAYERS,
-    MACHINES,
     TIGHT,
+    Layers,
     MakePair,
     Pair,
     adamw,
@@ -35,9 +33,10 @@ from tests.session.builders import (
     batch,
     mlp,
     options,
+    train_step,
+    values,
 )
 from tests.session.masters import managed_step
-from tests.session.test_disk_tier import arm
 
 
 def pending_of(pair: Pair) -> Any:
@@ -131,8 +130,7 @@ def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_pat
     LOOKS[look](pending, tmp_path)
     pending.expect_same()
     assert pending_of(pending) is None
-    pending.train(3, first=3)
-    pending.expect_same()
+    pending.train_same(3, first=3)
 
 
 @pytest.mark.sampled
@@ -153,7 +151,7 @@ def test_an_evaluation_in_inference_mode_finds_the_model_updated(
                 if looks:
                     with torch.inference_mode():
                         model(batch())
-            found.append({name: value.clone() for name, value in session.state_dict().items()})
+            found.append(values(session))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
@@ -176,8 +174,7 @@ def test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update(pending
             model(batch(3))
         handle.remove()
     assert 0 < len(pending_of(pending).waiting) < LAYERS
-    pending.train(3, first=3)
-    pending.expect_same()
+    pending.train_same(3, first=3)
 
 
 @pytest.mark.sampled
@@ -198,95 +195,18 @@ def test_a_forward_that_is_left_half_way_and_a_step_after_it(
         hidden.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    pair.train(2, first=4)
-    pair.expect_same()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("after", range(0, 16, 3))
-def test_an_update_whose_transfer_fails_is_still_pending(
-    after: int, call: str, make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(3)
-    arm(faulty, call, 5, after=after)
-    with pytest.raises(DeviceError):
-        pair.session.state_dict()["0.weight"]
-        backward(pair.model, number=3)
-    faulty.faults.clear()
-    pair.optimizer.zero_grad()
-    pair.train(3, first=3)
-    pair.expect_same()
-
-
-def test_the_disk_is_full_in_the_middle_of_what_is_written_back_between_updates(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(3)
-    arm(faulty, "pwritev", 28, after=3)
-    with pytest.raises(DeviceError, match="No space left"):
-        backward(pair.model, number=3)
-    faulty.faults.clear()
-    pair.optimizer.zero_grad()
-    pair.train(3, first=3)
-    pair.expect_same()
-
-
-class Slow:
-    """Has each update wait until it may go on, in the lane's thread, while the caller is interrupted."""
-
-    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.may_end = threading.Event(), threading.Event()
-        passes = pair.session._parts.training.updates.passes["cpu"]
-        update = type(passes).update
-
-        def slow(passes: Any, *args: Any, **keywords: Any) -> None:
-            self.begun.set()
-            assert self.may_end.wait(60)
-            update(passes, *args, **keywords)
-
-        monkeypatch.setattr(type(passes), "update", slow)
-
-
-@pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pair], None]]:
-    """Has the first wait for an update interrupted while that is in the middle of its work."""
-
-    def arm_it(pair: Pair) -> None:
-        slow, store = Slow(pair, monkeypatch), pair.session._parts.executor.store
-        real_wait, real_land = type(store)._wait, type(store)._land
-
-        def wait(self: Any, issue: Issue) -> None:
-            if issue.of.plane == STEP and not slow.may_end.is_set():
-                assert slow.begun.wait(60)
-                raise KeyboardInterrupt
-            real_wait(self, issue)
-
-        def land(self: Any, issue: Issue) -> None:
-            threading.Timer(0.1, slow.may_end.set).start()
-            real_land(self, issue)
-            assert issue.of.plane != STEP or slow.may_end.is_set(), "it goes on while it is under way"
-
-        monkeypatch.setattr(type(store), "_wait", wait)
-        monkeypatch.setattr(type(store), "_land", land)
-
-    yield arm_it
-    monkeypatch.undo()
+    pair.train_same(2, first=4)
 
 
 @pytest.mark.parametrize("where", ["forward", "state"])
 def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
-    where: str, pending: Pair, interrupt: Callable[[Pair], None]
+    where: str, pending: Pair, interrupt: Callable[[Pair], Any]
 ) -> None:
-    interrupt(pending)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt(pending), pytest.raises(KeyboardInterrupt):
         backward(pending.model, number=3) if where == "forward" else pending.session.state_dict()["0.weight"]
     assert not pending.session._parts.executor.store.state.updates
     pending.optimizer.zero_grad()
-    pending.train(2, first=3)
-    pending.expect_same()
+    pending.train_same(2, first=3)
 
 
 def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
@@ -305,39 +225,14 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
         with pytest.raises(KeyboardInterrupt):
             backward(pending.model, number=3)
     assert len(pending_of(pending).waiting) == LAYERS
-    pending.train(2, first=3)
-    pending.expect_same()
+    pending.train_same(2, first=3)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp32"])
-def test_what_somebody_holds_of_a_parameter_changes_no_step(
-    kind: str, make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    """What computes in fp32 sees copies of 16-bit weights; one that is held is the one that the next use sees."""
-    losses = []
-    for holds in (False, True):
-        pair = make_pair(**on_disk, precision=kind, with_options={"compute": "fp32"} if kind == "bf16" else {})
-        found, held = [], None
-        for number in range(4):
-            found.append(backward(pair.model, number=number))
-            pair.optimizer.step()
-            pair.optimizer.zero_grad()
-            if holds and held is None:  # from now on
-                with torch.no_grad():
-                    held = pair.model[2].weight.view(-1)
-        found.append(pair.model(batch()).sum().detach())
-        with torch.no_grad():
-            assert held is None or torch.equal(held.clone(), pair.model[2].weight.reshape(-1).clone())
-        losses.append(torch.stack(found))
-    assert torch.equal(*losses)
-
-
-class Skips(nn.Module):
+class Skips(Layers):
     """Layers, of which the user may have one left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.skipped: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -353,16 +248,9 @@ def test_a_forward_that_goes_another_way_has_what_it_needs_updated(
     pair = make_pair(Skips, **machine)
     for number in range(8):
         pair.plain.skipped = pair.model.skipped = 4 if number in (3, 6) else None
-        pair.same(lambda model, optimizer, number: _one_step(model, optimizer, number), number)
+        pair.same(train_step, number)
     assert pair.session.stats().planned_steps >= 5, pair.session.stats().reason
     pair.expect_same()
-
-
-def _one_step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-    loss = backward(model, number=number)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
@@ -374,8 +262,7 @@ def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on
             pair.model(batch(3))
 
     in_forked_child(use)
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_an_update_is_waited_for_when_something_needs_it_and_not_before(make_pair: MakePair) -> None:
@@ -414,18 +301,7 @@ def test_where_an_update_fits_before_the_forward_alone_it_comes_there(make_pair:
     where_it_computes = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
     pair = make_pair(device="emulated", device_memory=refusal.value.smallest_bytes, choice=where_it_computes)
     for number in range(3):
-        pair.each(lambda model, optimizer, number: _with_rows(model, optimizer, number, rows), number)
+        pair.each(train_step, number, rows=rows)
     assert woven_updates(pair)[:LAYERS] == list(range(LAYERS))
     assert pair.session.stats().planned_steps == 3, pair.session.stats().reason
     pair.expect_same()
-
-
-def _with_rows(model: nn.Module, optimizer: Any, number: int, rows: int) -> None:
-    backward(model, number=number, rows=rows)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_machines_are_those_that_move() -> None:
-    assert set(MACHINES) == {"emulated", "cpu+disk", "emulated+disk"}
-    assert len(list(mlp().parameters())) == 2 * LAYERS

@@ -23,8 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
-from tests.session.builders import adamw, expect_bits
+from tests.session.builders import adamw, assert_same, expect_bits, finish, seeded, values
+from tests.session.random_parts import Silent
 
 MakePair = Callable[..., Any]
 Forward = Callable[[Any, Tensor], Tensor]
@@ -82,11 +84,7 @@ VIEWS: dict[str, Forward] = {
 @pytest.mark.parametrize("use", VIEWS.values(), ids=VIEWS)
 def test_a_view_of_a_weight_keeps_its_traits_until_backward(make_pair: MakePair, use: Forward) -> None:
     def step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
-        loss = model(inputs(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish(model(inputs(number)), optimizer)
 
     for tight in ({"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}):
         pair = make_pair(lambda: Spectral(use), with_options={"chunk_size": 1024}, **tight)
@@ -96,15 +94,6 @@ def test_a_view_of_a_weight_keeps_its_traits_until_backward(make_pair: MakePair,
 
 
 # transforms, tracers, compilers, and classes that switch overrides off
-
-
-class Silent(Tensor):
-    """An input whose operations ask no other class."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
 
 def jagged(x: Tensor, *lengths: int) -> Tensor:
@@ -286,43 +275,39 @@ SECOND: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
+def of_the_first(model: nn.Module) -> patrickstar.AdamW:
+    """What it would do to them is no matter here: the others are not its own."""
+    return patrickstar.AdamW(list(model.parameters())[:6], lr=0.0, weight_decay=0.0)
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "budget"), [("fp32", "200KiB"), ("bf16", "160KiB")])
 @pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
-def test_a_second_optimizer_over_what_the_managed_one_lacks(second: Any, precision: str, tmp_path: Path) -> None:
+def test_a_second_optimizer_over_what_the_managed_one_lacks(
+    make_pair: MakePair, second: Any, precision: str, budget: str, tmp_path: Path
+) -> None:
     """A step that changes many parameters in one operation: whether torch counts the changes or not, they are kept, and written back."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    others: dict[nn.Module, Any] = {}
 
-    def train(session_of: Callable[..., Any] | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(dtype)
-        parameters = list(model.parameters())
-        optimizer = (
-            torch.optim.SGD(parameters[:6], lr=0.0) if session_of is None else adamw(nn.ParameterList(parameters[:6]))
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0  # what it would do is no matter here: the others are not its own
-            group["weight_decay"] = 0.0
-        session = session_of and session_of(model, optimizer)
-        rest = second(parameters[6:])
-        for number in range(4):
-            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).to(dtype)
-            model(x).square().mean().backward()
-            (session.optimizer if session else optimizer).step()
-            rest.step()
-            model.zero_grad()
-        found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        if session:
-            assert sum(session.stats().moved.values()), "nothing moved, which shows nothing"
-            session.close()
-        return found
+    def step(model: nn.Module, optimizer: Any, number: int) -> None:
+        rest = others[model] = others.get(model) or second(list(model.parameters())[6:])
+        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).to(dtype)).square().mean().backward()
+        optimizer.step()
+        rest.step()
+        model.zero_grad()
 
-    budget = {"fp32": "200KiB", "bf16": "160KiB"}[precision]
-    options = patrickstar.Options(compute=None if precision == "fp32" else "bf16", poison=True)
-    manage = lambda model, optimizer: patrickstar.manage(
-        model, optimizer, precision=precision, host_memory=budget, disk=tmp_path / "disk", options=options
+    pair = make_pair(
+        seeded(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(dtype)),
+        make_optimizer=of_the_first,
+        with_options={} if precision == "fp32" else {"compute": "bf16"},
+        precision=precision,
+        host_memory=budget,
+        disk=tmp_path / "disk",
     )
-    expect_bits(train(None), train(manage))
+    pair.train(4, by=step)
+    expect_bits(values(pair.plain), values(pair.model))
+    assert sum(pair.session.stats().moved.values()), "nothing moved, which shows nothing"
 
 
 @pytest.mark.parametrize("metered", [False, True])
@@ -427,7 +412,7 @@ def test_an_offset_of_storage_counts_from_the_start_of_the_parameter(make_pair: 
 def test_inputs_of_16_bits_under_autocast_are_taken_as_they_are(make_pair: MakePair, dtype: torch.dtype) -> None:
     def act(model: nn.Module, _: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return model(inputs().to(dtype)).detach()  # type: ignore[no-any-return]
+            return model(inputs().to(dtype)).detach()
 
     pair = make_pair(
         lambda: nn.Sequential(*(nn.Tanh() for _ in range(4)), *stack()), device="cpu"
@@ -483,7 +468,7 @@ class Drifting(nn.Module):
         return x + self.weight.square().mean()
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -492,7 +477,7 @@ def test_a_block_that_saves_nothing_but_weights_is_recomputed(make_pair: MakePai
 
     def act(model: nn.Module, optimizer: Any) -> Tensor:
         model(inputs()).sum().backward()
-        return model.weight.detach().clone()  # type: ignore[no-any-return]
+        return model.weight.detach().clone()
 
     assert same_bits(*pair.each(act))
     pair.expect_same_gradients()
@@ -500,14 +485,15 @@ def test_a_block_that_saves_nothing_but_weights_is_recomputed(make_pair: MakePai
 
 @pytest.mark.parametrize("machine", [{"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}], ids=str)
 def test_a_mode_around_a_forward_alone_is_left_after_it(make_pair: MakePair, machine: dict[str, Any]) -> None:
-    """A meter of ours, which stays until the backward has ended, is below it."""
+    """A meter of ours stays until the backward has ended, and is no mode."""
 
     def act(model: nn.Module, _: Any) -> list[Any]:
         counter = FlopCounterMode(display=False)
         with counter:
             loss = model(inputs()).square().sum()
         counted = counter.get_total_flops()
-        inside = len(_get_current_dispatch_mode_stack())
+        assert not _get_current_dispatch_mode_stack()
+        inside = len(shown_to())
         loss.backward()
         model(inputs()).square().sum().backward()
         assert counter.get_total_flops() == counted
@@ -518,7 +504,42 @@ def test_a_mode_around_a_forward_alone_is_left_after_it(make_pair: MakePair, mac
     assert want == got > 0
     assert inside == 1, "no meter was on, which shows nothing"
     pair.session.close()
-    assert not _get_current_dispatch_mode_stack()
+    assert not shown_to()
+
+
+class Alike(Tensor):
+    """A tensor that does as any other."""
+
+
+FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "prod": lambda y, x: torch.stack([y, x]).prod(0),
+    "prod of all": lambda y, x: (y * x).prod(),
+    "cumprod": lambda y, _: y.cumprod(-1),
+    "a new tensor of its own class": lambda y, _: y * Alike([0.5] * 8).as_subclass(Tensor),
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
+@pytest.mark.parametrize("machine", [{"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}], ids=str)
+def test_torch_chooses_the_same_formulas_in_a_measured_step(
+    make_pair: MakePair, machine: dict[str, Any], formula: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Under a dispatch mode it would take every tensor for one without a storage."""
+    seen: list[int] = []
+
+    def act(model: nn.Module, optimizer: Any) -> Tensor:
+        loss = formula(model(inputs()), inputs(1)).sum()
+        seen.append(len(shown_to()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair = make_pair(lambda: nn.Sequential(*stack(), Hidden()), **machine)
+    for _ in range(3):
+        assert same_bits(*pair.each(act))
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    assert any(seen), "no meter was on, which shows nothing"
 
 
 class Hidden(nn.Module):

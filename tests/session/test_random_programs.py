@@ -40,7 +40,7 @@ class Program:
     blocks: list[tuple[str, str, bool | None]]
     statements: list[tuple[str, int]]
     last: str = "nothing"
-    hooks: list[tuple[str, int]] = ()  # type: ignore[assignment]
+    hooks: list[tuple[str, int]] = ()
     around: str = ""
     budget: str = "roomy"
     kib: int = 64

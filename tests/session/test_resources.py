@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+import patrickstar
 from patrickstar.cli.predict import with_precision
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
+from patrickstar.session.start import layout_of, with_pass_bytes
 from patrickstar.step import resources
-from patrickstar.step.budgets import find_budgets
+from patrickstar.step.budgets import find_budgets, find_resources
+from patrickstar.step.overflow import overflow_bytes
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources, uncounted_settings
 from patrickstar.units import GIB, MIB, format_bytes
@@ -89,8 +92,7 @@ def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
             self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = self.layers(x).square().mean()
-            return loss
+            return self.layers(x).square().mean()
 
     with torch.device("meta"):
         model = Model()
@@ -155,3 +157,19 @@ def test_a_refusal_of_a_gpu_s_budget_names_what_is_left_and_a_budget_that_fits()
     assert not forecast(model, **arguments, device_memory=smallest - 1).fits
     roomy = forecast(model, **arguments, device_memory=GIB)
     assert (roomy.fits, roomy.workspace_bytes) == (True, 256 * MIB)
+
+
+def test_looks_for_overflows_count_in_backwards_and_in_norms() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    memory = check_arguments(device="emulated", precision="fp16", options=patrickstar.Options(accumulate=300))
+    has = find_resources(memory)
+    precision = find_precision(memory, model, has)
+    layout = layout_of(model, dict(model.named_parameters()), memory, precision)
+    budgets = replace(find_budgets(memory, weight_bytes=0, has=has), device=torch.device("cuda"))
+    scaled = with_pass_bytes(budgets, layout, memory, precision)
+    other = with_pass_bytes(budgets, layout, memory, replace(precision, scales=False))
+    looks = 300 * sum(len(layout.parts(name)) for name in layout.slices)
+    assert looks >= 4 * 300
+    assert scaled.fixed_bytes - other.fixed_bytes == overflow_bytes(looks)
+    assert scaled.passes.norm - other.passes.norm == overflow_bytes(looks)
+    assert scaled.passes.update == other.passes.update

@@ -24,12 +24,15 @@ LINES = (
     "grad(0) forward backward grad(0) step grad(0) zero grad(0)",
     "forward backward(of=4) grad(0) grad(4) step zero forward backward step",
     "forward backward clip(.01) step zero forward backward clip(.01) clip(.001) step",
+    "3[forward backward norm grad(3) clip(.01) step zero] planned(3)",
     "forward backward clamp(.001) step norm zero norm",
     "forward backward limit(.01) step zero forward backward grad(3)*=.5 limit(.001) limit(.0001) norm step",
     "forward backward limit(9) step zero forward backward limit(.001) read step planned(2)",
     # zeros, or nothing, at every place of the loop
     "forward backward step zero(zeros) forward backward step zero(zeros) step",
     "forward zero backward step forward zero backward step forward zero(zeros) backward step",
+    "5[forward zero backward step] planned(4,1) train(2) forward zero backward step",
+    "5[forward zero(model) backward step] planned(4,1) train(2) forward zero(model) backward step",
     "forward backward zero step forward backward step",
     "forward backward step zero(model) read forward backward step zero(model) planned(2) step",
     "forward backward step zero(original) read forward backward step zero(original) planned(2) step",
@@ -40,7 +43,7 @@ LINES = (
     "forward forward backward backward step zero",
     "forward backward forward backward forward backward limit(.01) step zero forward backward step",
     "forward backward(keep) backward step zero forward backward step",
-    "forward differentiate(3) forward backward step zero",
+    "forward differentiate(3) read forward backward step zero",
     # weights and moments by hand
     "forward backward norm step weight(3)*=.5 zero forward backward weight(0)+=.1 step weight(1)=.1 zero forward backward step",
     "forward backward step data(3)*=.5 zero forward backward step data(2)+=.1 forward drop zero forward backward step",
@@ -56,6 +59,7 @@ LINES = (
     # views and memory that are kept
     "hold(2) forward backward step held(2)*=.5 zero train held(2) free train",
     "train hold(4) train held(4) held(4)*=2 evaluate free evaluate",
+    "train hold(2) train(3) held(2) evaluate free train",
     "train unseen(2) read train unseen(2) forward backward step",
     "memory(2) forward backward unseen(2) step zero free read train",
     "memory(2) forward backward step unseen(2) zero free read train",
@@ -66,10 +70,12 @@ LINES = (
     "forward backward freeze(2) step zero forward backward step thaw(2) zero forward backward step",
     "forward(layers=2) backward step zero train forward(layers=2) backward forward backward step",
     "forward(rows=9) backward step zero forward backward forward(rows=2) backward step zero",
+    "forward(rows=1) backward step zero forward(rows=0) backward step zero train",
     # forwards that no backward follows
     "forward backward step evaluate zero evaluate forward backward evaluate step evaluate",
     "forward backward forward drop step zero forward drop forward backward step",
     "forward forward evaluate backward evaluate backward read step",
+    "train(2) forward backward zero train(2)",
     # outside of the trace, and the next ordinary step goes by its plan again
     *(
         f"train(2) planned(2) {departs} since train(2) planned(2)"
@@ -110,6 +116,16 @@ IN_BACKWARD = (
     "freeze(2) train thaw(2) train evaluate forward(rows=7) backward step zero",
 )
 """With `step="in_backward"`."""
+
+IN_TILES = (
+    "train(3) planned(3)",
+    "weight(2)*=2 data(4)+=.5 weight(4) write(6)=1 weight(6) evaluate train read",
+    "2[forward backward] grad(2) read step zero grad(2) train",
+    "grad(2)=1 2[forward backward grad(2)] grad(4)=None step zero train",
+    "forward backward limit(.01) read clip(.001) step zero copy train",
+    "freeze(2) train thaw(2) train(2) resume train copy",
+)
+"""Of matrices that lie in tiles of eight rows."""
 
 PLACES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     **MACHINES,
@@ -154,6 +170,19 @@ def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(ADAPTED))
 def test_so_it_does_for_adapters_beside_a_frozen_base(line: str, kind: str, machine: str, tmp_path: Path) -> None:
     run(line, kind, Adapted, **PLACES[machine](tmp_path / "disk"))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("step", "line", "kind", "machine"),
+    [
+        (step, *case)
+        for step, lines in (("deferred", IN_TILES), ("in_backward", IN_BACKWARD))
+        for case in runs(lines, fp16=False)
+    ],
+)
+def test_so_it_does_in_tiles(step: str, line: str, kind: str, machine: str, tmp_path: Path) -> None:
+    run(line, kind, step=step, given={"tile_rows": 8}, **PLACES[machine](tmp_path / "disk"))
 
 
 @pytest.mark.sampled

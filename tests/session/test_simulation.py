@@ -16,23 +16,21 @@ from patrickstar import BudgetError
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.actions import Action, is_copy
-from patrickstar.plan.check import check, show
+from patrickstar.plan.check import check
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
 from tests.parity.zoo import CASES, Case, language_loss, micro_seed
 from tests.session.builders import (
     CHUNK,
-    EMULATED,
     MACHINES,
     MakePair,
-    Pair,
     WithLoss,
     adamw,
     batch,
-    options,
     step_with_loss,
     store_of,
 )
+from tests.session.masters import in_kind
 
 
 @dataclass
@@ -69,7 +67,7 @@ class Watching:
         self.end()
         type(self._pilot).begin(self._pilot, stretch)
         self._stretch, self._log = stretch, len(self._store.log)
-        self._moved, self._per_moment, self._slots = dict(self._store.ledger.snapshot().moved_bytes), [], []
+        self._moved, self._per_moment, self._slots = self._bytes_moved(), [], []
 
     def planned(self, *args: Any, **keywords: Any) -> Any:
         self._end_moment()
@@ -87,7 +85,7 @@ class Watching:
 
     def hold_beside(self, nbytes: int) -> None:
         """Now, and until it is told anew."""
-        type(self._store).hold_beside(self._store, nbytes)
+        self._store.ledger.nonmodel(self._compute, nbytes)
         self._in_moment = max(self._in_moment, self._store.ledger.in_use(self._compute))
 
     def end(self) -> None:
@@ -95,7 +93,7 @@ class Watching:
         stretch, self._stretch = self._stretch, None
         if stretch is None or stretch.plan is None or not stretch.complete:
             return
-        moved = self._store.ledger.snapshot().moved_bytes
+        moved = self._bytes_moved()
         self.stretches.append(
             Stretch(
                 str(stretch.kind),
@@ -107,6 +105,9 @@ class Watching:
                 self._slots,
             )
         )
+
+    def _bytes_moved(self) -> Mapping[str, int]:
+        return {over: self._store.ledger.moved(over) for over in LINKS}
 
     def _end_moment(self) -> None:
         """Before anything happens for the next one."""
@@ -121,6 +122,7 @@ class Watching:
 def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
     """Collects what is done in every planned stretch."""
     watch, pilot, store = Watching(session), session._parts.executor.pilot, store_of(session)
+    hold_beside = store.hold_beside
     store.keep_log = True
     pilot.begin, pilot.planned, pilot.opening = watch.begin, watch.planned, watch.opening
     store.carry_out, store.hold_beside = watch.carry_out, watch.hold_beside
@@ -128,8 +130,8 @@ def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
         yield watch.stretches
         watch.end()
     finally:
-        del pilot.begin, pilot.planned, pilot.opening, store.carry_out, store.hold_beside
-        store.keep_log = False
+        del pilot.begin, pilot.planned, pilot.opening, store.carry_out
+        store.hold_beside, store.keep_log = hold_beside, False
 
 
 def expect_executed_as_simulated(
@@ -148,23 +150,7 @@ def expect_executed_as_simulated(
             assert stretch.per_moment == list(simulated.per_moment), stretch.name
         assert simulated.peak[compute.label] <= stretch.plan.machine.budget[compute]
         found = check(stretch.plan, stretch.trace, session.layout, stretch.plan.machine)
-        assert found == [], show(found, stretch.plan, stretch.trace)
-
-
-def train_with_loss(pair: Pair, steps: int) -> None:
-    """The model computes its loss itself: a forecast sees all of a step."""
-    pair.train(steps, by=step_with_loss)
-
-
-def in_kind(kind: str, **given: Any) -> dict[str, Any]:
-    """The arguments of `manage` for a kind such as "fp32", "bf16" or "bf16-fp32" (kept in bf16, computed in fp32), and for these options.
-
-    A loss scale stays and is small, so that no step is skipped.
-    """
-    kept, _, wide = kind.partition("-")
-    if kept != "fp32":
-        given |= {"compute": wide or kept, "loss_scale": patrickstar.LossScale(initial=2.0, dynamic=False)}
-    return {"precision": kept, "options": options(**given)}
+        assert found == [], f"{found}\n{stretch.plan}\n{stretch.trace}"
 
 
 @pytest.mark.sampled
@@ -176,25 +162,11 @@ def test_what_is_done_is_what_the_plan_says(
 ) -> None:
     pair = make_pair(WithLoss, with_options={"eviction": eviction}, step=step, **MACHINES[tiers](tmp_path / "disk"))
     with watched(pair.session) as stretches:
-        train_with_loss(pair, 3)
+        pair.train(3, by=step_with_loss)
         pair.session.state_dict()["layers.0.weight"]
     # The updates of the first two steps are part of the forwards after them.
     assert [stretch.name for stretch in stretches] == [*["training step"] * 3, *["step"] * (step == "deferred")]
     assert sum(len(stretch.log) for stretch in stretches) > 20
-    expect_executed_as_simulated(pair.session, stretches)
-
-
-def test_clipping_and_evaluation_are_planned_too(make_pair: MakePair) -> None:
-    pair = make_pair(WithLoss, max_grad_norm=1.0, **EMULATED)
-    with watched(pair.session) as stretches:
-        for number in range(2):
-            pair.model(batch(number)).backward()
-            pair.optimizer.step()
-            pair.optimizer.zero_grad()
-            with torch.no_grad():
-                pair.model(batch(number))
-        pair.session.stats()
-    assert [stretch.name for stretch in stretches] == ["training step", "norm", "step", "evaluation"] * 2
     expect_executed_as_simulated(pair.session, stretches)
 
 
@@ -203,7 +175,7 @@ def test_the_peaks_and_moves_reported_are_those_simulated(make_pair: MakePair, t
     pair = make_pair(WithLoss, **MACHINES[tiers](tmp_path / "disk"))
     before = pair.session.stats()
     with watched(pair.session) as stretches:
-        train_with_loss(pair, 4)
+        pair.train(4, by=step_with_loss)
         after = pair.session.stats()
     found = [simulate(s.plan, s.trace, pair.session.layout, s.plan.machine) for s in stretches]
     for link in LINKS:
@@ -232,14 +204,17 @@ def test_plan_and_trace_are_those_of_the_last_training_step(make_pair: MakePair)
     ("kind", "tiers"),
     [
         *((kind, tiers) for kind in ("bf16", "bf16-fp32") for tiers in MACHINES),
+        ("fp32", "emulated"),
         ("fp16", "cpu+disk"),
         ("fp16-fp32", "emulated"),
     ],
 )
-def test_accumulation_clipping_and_evaluation_in_16_bits(kind: str, tiers: str, tmp_path: Path) -> None:
+def test_accumulation_clipping_and_evaluation_are_planned_too(kind: str, tiers: str, tmp_path: Path) -> None:
     model = WithLoss()
     machine = MACHINES[tiers](tmp_path / "disk")
-    session: Any = patrickstar.manage(model, adamw(model), **machine, **in_kind(kind, chunk_size=CHUNK, accumulate=2))
+    session: Any = patrickstar.manage(
+        model, adamw(model), **machine, **in_kind(kind, scale=2.0, chunk_size=CHUNK, accumulate=2)
+    )
     with session, watched(session) as stretches:
         for number in range(2):
             for micro in range(2):
@@ -254,14 +229,9 @@ def test_accumulation_clipping_and_evaluation_in_16_bits(kind: str, tiers: str, 
         stats = session.stats()
         assert stats.planned_steps == 2, stats.reason
         assert sum(stats.moved.values())
-    assert [stretch.name for stretch in stretches] == [
-        "training step",
-        "training step",
-        "norm",
-        "step",
-        "evaluation",
-    ] * 2
-    expect_executed_as_simulated(session, stretches, bytes_are_foreseen=tiers == "cpu+disk")
+    names = ["training step", "training step", "norm", "step", "evaluation"]
+    assert [stretch.name for stretch in stretches] == names * 2
+    expect_executed_as_simulated(session, stretches, bytes_are_foreseen=kind == "fp32" or tiers == "cpu+disk")
 
 
 # reactive steps
@@ -355,7 +325,7 @@ def manage(case: Case, nbytes: int, kind: str) -> tuple[Any, patrickstar.Session
     model = case.build()
     plain = getattr(torch.optim, case.algorithm)(case.groups(model), lr=1e-3)
     machine: dict[str, Any] = {"device": "emulated", "device_memory": nbytes}
-    return model, patrickstar.manage(model, plain, **machine, **in_kind(kind, chunk_size=case.chunk_numel))
+    return model, patrickstar.manage(model, plain, **machine, **in_kind(kind, scale=2.0, chunk_size=case.chunk_numel))
 
 
 def run(case: Case, model: Any, session: patrickstar.Session, steps: int) -> None:
@@ -434,7 +404,7 @@ def test_every_model_is_executed_as_simulated_and_as_foreseen(name: str, kind: s
             assert stats.planned_steps == 2, stats.reason
         expect_executed_as_simulated(session, stretches, bytes_are_foreseen=foreseen and name not in NOT_PLANNED)
         if name not in NOT_PLANNED:
-            traces = [(known.offline, known.measured) for known in session._parts.stretches._known.values()]
+            traces = [(known.offline, known.measured) for known in session._parts.stretches.known.kinds.values()]
             assert traces
             for offline, measured in traces:
                 assert offline is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+from torch.profiler import ProfilerActivity, profile
+
 import patrickstar
 from patrickstar.units import KIB, MIB
-from tests.session.builders import adamw, batch, mlp
+from tests.session.builders import TIGHT, Pair, adamw, batch, mlp, store_of, train_step
 
 
 def test_statistics_print_as_a_table_with_units() -> None:
@@ -26,7 +28,7 @@ def test_statistics_print_as_a_table_with_units() -> None:
         ["peak", "3.00 MiB", "2.50 KiB", "0 B"],
         ["fetched", "1.00 MiB", "0 B", "-"],
         ["offloaded", "512 B", "3.00 KiB", "-"],
-        ["model data", "3.00 MiB, 12.50 bytes per parameter: weight 2.00 MiB, grad 1.00 MiB"],
+        ["model states", "3.00 MiB, 12.50 bytes per parameter: weight 2.00 MiB, grad 1.00 MiB"],
         ["steps", "3, 2 as planned, 1 not (another shape)"],
         ["last step", "forward 0.250 s, backward 1.500 s"],
     ]
@@ -35,6 +37,20 @@ def test_statistics_print_as_a_table_with_units() -> None:
 def test_a_session_that_has_done_nothing_prints_them_too() -> None:
     model = mlp()
     with patrickstar.manage(model, adamw(model), precision="fp32") as session:
-        assert "steps       0, 0 as planned" in str(session.stats())
+        assert "steps         0, 0 as planned" in str(session.stats())
         model(batch()).sum().backward()
         assert str(session.stats()).endswith(" s")
+
+
+def test_every_action_is_shown_by_its_text_where_a_profiler_looks_on() -> None:
+    pair = Pair(device="emulated", device_memory=TIGHT)
+    pair.train(1)
+    store = store_of(pair.session)
+    store.keep_log = True
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        pair.each(train_step, 1)
+        pair.session.optimizer.state_dict()
+    names = {event.name for event in profiled.events()}
+    assert store.log
+    assert {str(action) for action in store.log} <= names
+    pair.expect_same()

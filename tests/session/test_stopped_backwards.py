@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,30 @@ from patrickstar.core.machine import Tier
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import SLOT, MakePair, Pair, assert_same, batch, expect_bits, store_of
-from tests.session.test_exceptions import Fragile, Trips, trip_in_backward
+from tests.session.builders import (
+    MACHINES,
+    SLOT,
+    MakePair,
+    Pair,
+    assert_same,
+    batch,
+    expect_bits,
+    machine_with,
+    store_of,
+)
+from tests.session.test_exceptions import Fragile, trip_in_backward
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("disarmed")]
 
 ROOM = 8 * SLOT
 """Bytes of the tier that computes: every chunk can be updated whole, and must move."""
-ROOMY: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "cpu": lambda disk: {"device": "cpu"},
-    "cpu+disk": lambda disk: {"device": "cpu", "host_memory": ROOM + SLOT, "disk": disk},
-    "emulated": lambda disk: {"device": "emulated", "device_memory": ROOM},
-    "emulated+disk": lambda disk: {
-        "device": "emulated",
-        "device_memory": ROOM,
-        "host_memory": 16 * SLOT,
-        "disk": disk,
-    },
-}
 WHERE = {"on the device": UpdateChoice(tier=lambda chunk: Tier.DEVICE), "as planned": None}
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Any:
-    yield
-    Trips.armed = False
-
-
-@pytest.fixture(params=ROOMY)
+@pytest.fixture(params=["cpu", *MACHINES])
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    return ROOMY[request.param](tmp_path / "disk")
+    nbytes = ROOM + SLOT * (request.param == "cpu+disk")
+    return {"device": "cpu"} if request.param == "cpu" else machine_with(request.param, nbytes, tmp_path / "disk")
 
 
 @pytest.fixture(params=WHERE)

@@ -18,7 +18,9 @@ import patrickstar
 from patrickstar.errors import LayoutError, StateError
 from patrickstar.session.forecast import forecast
 from patrickstar.step.gradients import Gradients
+from tests.parity.compare import same_bits
 from tests.parity.tiles import tiled_products
+from tests.session.builders import expect_bits, values
 
 ROWS = 7
 VOCABULARY, WIDTH = 50, 24
@@ -60,10 +62,6 @@ def managed(model: nn.Module, *, rows: int = ROWS, lr: float = 1e-2, **memory: A
     return patrickstar.manage(model, optimizer, options=options, **given)
 
 
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.dtype is theirs.dtype and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
-
-
 def gradients_of(session: Any) -> dict[str, Tensor]:
     return {name: gradient.clone() for name, gradient in session.gradients()}
 
@@ -72,11 +70,6 @@ def plain_gradients(model: Language, loss: Callable[[Language], Tensor]) -> dict
     with tiled_products(model, ROWS):
         loss(model).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def expect_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert list(ours) == list(theirs)
-    assert [name for name in ours if not same(ours[name], theirs[name])] == []
 
 
 def train_both(
@@ -101,7 +94,7 @@ def train_both(
             optimizer.step()
             optimizer.zero_grad()
         assert losses[0].item().hex() == losses[1].item().hex()
-    expect_same({**session.state_dict()}, {**plain.state_dict()})
+    expect_bits(dict(session.state_dict()), plain.state_dict())
 
 
 def test_the_smallest_budget_is_no_longer_that_of_the_largest_matrix():
@@ -133,13 +126,13 @@ def test_a_lookup_has_the_bits_of_an_ordinary_one_and_its_padding_no_gradient():
     ids = torch.tensor([[3, 0, 49, 7, 7, 6], [3, 3, 48, 14, 13, 7]])
     with managed(model) as session:
         found = model.table(ids)
-        assert same(found.detach().clone(), plain.table(ids).detach())
+        assert same_bits(found.detach().clone(), plain.table(ids).detach())
         (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
         expected = plain.table(ids)
         (expected * torch.linspace(-1, 1, expected.numel()).view_as(expected)).sum().backward()
         ours = gradients_of(session)
         assert list(ours) == ["table.weight"]
-        assert same(ours["table.weight"], plain.table.weight.grad)
+        assert same_bits(ours["table.weight"], plain.table.weight.grad)
         assert not ours["table.weight"][3].any()
 
 
@@ -150,7 +143,7 @@ def test_the_function_takes_its_padding_as_torch_does(padding):
     with managed(model) as session:
         F.embedding(ids, model.table.weight, padding).sum().backward()
         F.embedding(ids, plain.table.weight, padding).sum().backward()
-        assert same(gradients_of(session)["table.weight"], plain.table.weight.grad)
+        assert same_bits(gradients_of(session)["table.weight"], plain.table.weight.grad)
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])
@@ -166,8 +159,8 @@ def test_a_table_whose_rows_are_rescaled_at_a_lookup_is_used_whole():
     plain = copy.deepcopy(model)
     ids = torch.tensor([1, 30, 49])
     with managed(model) as session:
-        assert same(model(ids).detach().clone(), plain(ids).detach())
-        assert same(session.state_dict()["weight"], plain.weight.detach())
+        assert same_bits(model(ids).detach().clone(), plain(ids).detach())
+        assert same_bits(session.state_dict()["weight"], plain.weight.detach())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -184,7 +177,7 @@ def test_other_uses_see_the_whole_and_their_gradient_adds_up_with_the_tiles(prec
         ours = gradients_of(session)
     theirs = plain_gradients(plain, loss)
     if precision == "fp32":
-        expect_same(ours, theirs)
+        expect_bits(ours, theirs)
     else:  # two sums in bf16 that plain PyTorch may take in another order
         assert list(ours) == list(theirs)
         for name in ours:
@@ -195,24 +188,6 @@ def test_other_uses_in_backward_update_each_parameter_once():
     model, plain = built(), built()
     with managed(model, step="in_backward") as session:
         train_both(session, model, plain, loss_of=lambda m, ids, targets: m(ids, targets) + m.up.weight.norm())
-
-
-def test_a_weight_that_is_written_by_hand_is_written_in_every_tile():
-    model, plain = built(), built()
-    with managed(model) as session:
-        for each in (model, plain):
-            with torch.no_grad():
-                each.up.weight.mul_(2.0)
-                each.table.weight[45:].zero_()
-                each.down.weight.data.add_(0.5)
-        expect_same({**session.state_dict()}, {**plain.state_dict()})
-        session.write("up.weight", torch.ones(4 * WIDTH, WIDTH))
-        assert bool((model.up.weight == 1).all())
-        loss = model(*batch(1))
-        with torch.no_grad():
-            plain.up.weight.fill_(1.0)
-        with tiled_products(plain, ROWS):
-            assert loss.item().hex() == plain(*batch(1)).item().hex()
 
 
 def test_a_write_between_forward_and_backward_is_told():
@@ -248,50 +223,6 @@ def test_a_change_in_place_between_forward_and_backward_is_told(change, precisio
                 loss.backward()
 
 
-def test_tiles_add_to_a_gradient_of_the_users_own():
-    model, plain = built(), built()
-    with managed(model):
-        for module in (model, plain):
-            for parameter in module.parameters():
-                parameter.grad = torch.ones(parameter.shape)
-        for seed in range(2):
-            model(*batch(seed)).backward()
-            with tiled_products(plain, ROWS):
-                plain(*batch(seed)).backward()
-            for name, parameter in model.named_parameters():
-                assert same(parameter.grad, plain.get_parameter(name).grad), (seed, name)
-        model.up.weight.grad = None
-        assert model.up.weight.grad is None
-
-
-def test_gradients_of_several_backwards_add_up():
-    model, plain = built(), built()
-    with managed(model) as session:
-        for seed in range(3):
-            model(*batch(seed)).backward()
-            with tiled_products(plain, ROWS):
-                plain(*batch(seed)).backward()
-        expect_same(gradients_of(session), {name: p.grad for name, p in plain.named_parameters()})
-        session.optimizer.zero_grad()
-        assert gradients_of(session) == {}
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_clipping_takes_the_norm_of_whole_parameters():
-    model = built()
-    whole = built()
-    with managed(model) as tiled, managed(whole, rows=10_000) as untiled:
-        for each, session in ((model, tiled), (whole, untiled)):
-            each(*batch(0)).backward()
-            for name, gradient in session.gradients():
-                session.write(name, torch.zeros_like(gradient))  # weights have no part in it
-        gradients = gradients_of(tiled)
-        for name, parameter in whole.named_parameters():
-            parameter.grad = gradients[name].clone()
-        assert same(tiled.clip_grad_norm_(0.1), untiled.clip_grad_norm_(0.1))
-        expect_same(gradients_of(tiled), gradients_of(untiled))
-
-
 def test_a_backward_that_fails_between_tiles_leaves_no_half_gradient(monkeypatch):
     model = built()
     add = Gradients.add
@@ -311,22 +242,7 @@ def test_a_backward_that_fails_between_tiles_leaves_no_half_gradient(monkeypatch
         for name in before:
             model.get_parameter(name).grad = None
         model(*batch(0)).backward()
-        expect_same(gradients_of(session), plain_gradients(built(), lambda plain: plain(*batch(0))))
-
-
-def test_frozen_tiles_have_no_gradient_and_can_be_trained_after_all():
-    model, plain = built(), built()
-    for each in (model, plain):
-        each.up.weight.requires_grad_(False)
-    with managed(model) as session:
-        model(*batch(0)).backward()
-        expect_same(gradients_of(session), plain_gradients(plain, lambda plain: plain(*batch(0))))
-        session.optimizer.zero_grad()
-        plain.zero_grad()
-        for each in (model, plain):
-            each.up.weight.requires_grad_(True)
-        model(*batch(1)).backward()
-        expect_same(gradients_of(session), plain_gradients(plain, lambda plain: plain(*batch(1))))
+        expect_bits(gradients_of(session), plain_gradients(built(), lambda plain: plain(*batch(0))))
 
 
 def test_hooks_on_a_tiled_parameter_are_refused_before_and_after_manage():
@@ -349,13 +265,13 @@ def test_a_gradient_asked_of_autograd_is_refused_and_one_of_inputs_goes_to_tiles
             torch.autograd.grad(model(*batch(0)), [model.up.weight])
         alias = model.up.weight.detach().requires_grad_()  # a leaf of its own
         (gradient,) = torch.autograd.grad(alias.square().sum(), [alias])
-        assert same(gradient, 2 * plain.up.weight.detach())
+        assert same_bits(gradient, 2 * plain.up.weight.detach())
         model(*batch(0)).backward(inputs=[model.up.weight])
         ours = gradients_of(session)
         with tiled_products(plain, ROWS):
             plain(*batch(0)).backward(inputs=[plain.up.weight])
         assert list(ours) == ["up.weight"]
-        assert same(ours["up.weight"], plain.up.weight.grad)
+        assert same_bits(ours["up.weight"], plain.up.weight.grad)
 
 
 def test_copies_pickles_and_shapes_are_those_of_the_whole(tmp_path: Path):
@@ -363,12 +279,12 @@ def test_copies_pickles_and_shapes_are_those_of_the_whole(tmp_path: Path):
     with managed(model):
         copied = copy.deepcopy(model)
         assert type(copied.up.weight) is nn.Parameter
-        expect_same({**copied.state_dict()}, {**plain.state_dict()})
+        expect_bits(copied.state_dict(), plain.state_dict())
         assert model.up.weight.shape == (4 * WIDTH, WIDTH)
         assert model.up.weight.stride() == (WIDTH, 1)
         torch.save(model.up.weight, tmp_path / "weight.pt")
-        assert same(torch.load(tmp_path / "weight.pt").detach(), plain.up.weight.detach())
-    expect_same({**model.state_dict()}, {**plain.state_dict()})
+        assert same_bits(torch.load(tmp_path / "weight.pt").detach(), plain.up.weight.detach())
+    expect_bits(model.state_dict(), plain.state_dict())
 
 
 def test_checkpoints_and_exports_know_nothing_of_tiles(tmp_path: Path):
@@ -379,19 +295,19 @@ def test_checkpoints_and_exports_know_nothing_of_tiles(tmp_path: Path):
         session.optimizer.zero_grad()
         session.save_checkpoint(tmp_path / "checkpoint")
         session.export(tmp_path / "export")
-        expected = {name: tensor.clone() for name, tensor in session.state_dict().items()}
+        expected = values(session)
         moments = session.optimizer.state_dict()["state"]
     whole = built(1)
     with managed(whole, rows=10_000) as session:
         session.load_checkpoint(tmp_path / "checkpoint")
-        expect_same({**session.state_dict()}, expected)
+        expect_bits(dict(session.state_dict()), expected)
         again = session.optimizer.state_dict()["state"]
-        assert all(same(again[index]["exp_avg"], moments[index]["exp_avg"]) for index in moments)
+        assert all(same_bits(again[index]["exp_avg"], moments[index]["exp_avg"]) for index in moments)
     exported = load_file(tmp_path / "export" / "model.safetensors")
-    assert same(exported["up.weight"], expected["up.weight"])
+    assert same_bits(exported["up.weight"], expected["up.weight"])
     tiled = built(2)
     with managed(tiled, weights=tmp_path / "export") as session:
-        expect_same({**session.state_dict()}, expected)
+        expect_bits(dict(session.state_dict()), expected)
 
 
 def test_a_model_built_without_memory_is_filled_tile_by_tile():
@@ -399,15 +315,7 @@ def test_a_model_built_without_memory_is_filled_tile_by_tile():
     with patrickstar.deferred_init():
         model = Language()
     with managed(model) as session:
-        expect_same({**session.state_dict()}, {**built(5).state_dict()})
-
-
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_without_a_bound_tiles_have_the_same_bits(step):
-    model, plain = built(), built()
-    with managed(model, device="cpu", step=step) as session:
-        train_both(session, model, plain)
-        assert all(int(state["step"]) == 3 for state in session.optimizer.state_dict()["state"].values())
+        expect_bits(dict(session.state_dict()), built(5).state_dict())
 
 
 def test_the_first_forward_is_planned_and_its_trace_names_tiles():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
+    MACHINES,
     ROOMY,
     MakePair,
     adamw,
@@ -22,8 +24,10 @@ from tests.session.builders import (
     batch,
     expect_bits,
     is_ordinary,
+    managed,
     mlp,
     options,
+    tied,
     train_step,
     values,
 )
@@ -40,8 +44,6 @@ def step_both(models: list[nn.Module], optimizers: list[Any], number: int) -> to
 
 @pytest.mark.parametrize("machines", [("cpu+disk", "cpu+disk"), ("emulated", "emulated"), ("cpu+disk", "emulated")])
 def test_one_backward_runs_through_two_sessions(make_pair: MakePair, tmp_path: Any, machines: tuple[str, str]) -> None:
-    from tests.session.builders import MACHINES
-
     pairs = [
         make_pair(lambda seed=seed: mlp(seed), **MACHINES[name](tmp_path / str(seed)))
         for seed, name in enumerate(machines)
@@ -58,24 +60,14 @@ def test_one_backward_runs_through_two_sessions(make_pair: MakePair, tmp_path: A
 
 
 def test_two_sessions_leave_nothing_behind(make_pair: MakePair) -> None:
-    """Each counts live bytes by a dispatch mode of its own: none may stay on torch's stack."""
+    """Each sees all operations, to count live bytes: none may go on with that."""
     pairs = [make_pair(lambda seed=seed: mlp(seed), **ROOMY) for seed in (0, 1)]
     for number in range(3):
         step_both([pair.model for pair in pairs], [pair.optimizer for pair in pairs], number)
-        assert len(_get_current_dispatch_mode_stack()) <= 2
+        assert len(shown_to()) <= 2
     for pair in pairs:
         pair.session.close()
-    assert not _get_current_dispatch_mode_stack()
-
-
-def test_sessions_take_turns(make_pair: MakePair) -> None:
-    pairs = [make_pair(lambda seed=seed: mlp(seed)) for seed in (0, 1)]
-    for number in range(3):
-        for pair in pairs:
-            pair.each(train_step, number)
-    for pair in pairs:
-        pair.expect_same()
-        assert pair.session.stats().planned_steps == 3
+    assert not shown_to()
 
 
 def test_closing_one_session_leaves_the_other(make_pair: MakePair) -> None:
@@ -83,8 +75,7 @@ def test_closing_one_session_leaves_the_other(make_pair: MakePair) -> None:
     first.train(1)
     second.train(1)
     first.session.close()
-    second.train(2, first=1)
-    second.expect_same()
+    second.train_same(2, first=1)
     expect_bits(values(first.plain), values(first.model))
 
 
@@ -157,8 +148,7 @@ def test_a_deep_copy_is_an_ordinary_model(make_pair: MakePair) -> None:
     assert pair.session.stats().moved == before.moved, "a copy's forward is no event of the session's"
     with torch.no_grad():
         copied[0].weight.zero_()
-    pair.train(2, first=1)
-    pair.expect_same()
+    pair.train_same(2, first=1)
 
 
 def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
@@ -167,20 +157,14 @@ def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
     copied = copy.deepcopy(pair.model)
     plain = copy.deepcopy(pair.plain)
     oracle = adamw(plain)
-    with patrickstar.manage(copied, adamw(copied), options=options(), **EMULATED) as session:
+    with managed(copied) as session:
         for number in range(2):
             assert same_bits(train_step(plain, oracle, number), train_step(copied, session.optimizer, number))
         expect_bits(plain.state_dict(), dict(session.state_dict()))
-    pair.train(1, first=1)
-    pair.expect_same()
+    pair.train_same(1, first=1)
 
 
 def test_a_deep_copy_keeps_ties_and_gradients_as_in_pytorch(make_pair: MakePair) -> None:
-    def tied() -> nn.Module:
-        model = mlp()
-        model[8].weight = model[2].weight
-        return model
-
     pair = make_pair(tied)
     pair.each(backward)
     copied, plain = copy.deepcopy(pair.model), copy.deepcopy(pair.plain)
@@ -189,15 +173,6 @@ def test_a_deep_copy_keeps_ties_and_gradients_as_in_pytorch(make_pair: MakePair)
         assert (want.grad is None) == (got.grad is None), name
         assert want.grad is None or same_bits(want.grad, got.grad), name
     pair.expect_same_gradients()
-
-
-def test_a_deep_copy_in_the_middle_of_a_step(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    pair.each(lambda model, optimizer: optimizer.step())
-    expect_bits(values(copy.deepcopy(pair.plain)), values(copy.deepcopy(pair.model)))
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.expect_same()
 
 
 # without an optimizer
@@ -221,26 +196,23 @@ def test_weights_only_are_managed_for_evaluation() -> None:
     expect_bits(values(plain), values(model))
 
 
-def test_without_an_optimizer_gradients_are_pytorchs_own() -> None:
-    plain, model = mlp(), mlp()
-    with patrickstar.manage(model, options=options(), device="emulated", device_memory="96KiB") as session:
-        for number in range(2):
-            backward(plain, number=number)
-            backward(model, number=number)
-        for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
-            assert same_bits(want.grad, got.grad), name
-        assert session.plan is not None
-        model.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-
-
-def test_without_an_optimizer_inputs_get_their_gradients() -> None:
-    plain, model = mlp(), mlp()
-    with patrickstar.manage(model.requires_grad_(False), options=options(), device="emulated", device_memory="36KiB"):
-        inputs = [batch().requires_grad_(), batch().requires_grad_()]
-        plain.requires_grad_(False)(inputs[0]).sum().backward()
-        model(inputs[1]).sum().backward()
-        assert same_bits(inputs[0].grad, inputs[1].grad)
+@pytest.mark.parametrize(("trained", "memory"), [(True, "96KiB"), (False, "36KiB")])
+def test_without_an_optimizer_gradients_are_pytorchs_own(trained: bool, memory: str) -> None:
+    """Of parameters, if they are trained, and of inputs."""
+    found = []
+    for under in (False, True):
+        model, x = mlp().requires_grad_(trained), batch().requires_grad_()
+        budget = {"device": "emulated", "device_memory": memory}
+        with patrickstar.manage(model, options=options(), **budget) if under else nullcontext() as session:
+            for _ in range(2):
+                model(x).square().mean().backward()
+            grads = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+            found.append({str(number): grad.clone() for number, grad in enumerate(grads)})
+            assert session is None or not trained or session.plan is not None
+            model.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+    expect_bits(*found)
+    assert (len(found[0]) > 1) is trained
 
 
 def test_a_checkpoint_of_weights_only(tmp_path: Any) -> None:

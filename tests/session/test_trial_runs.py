@@ -41,8 +41,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.act(self, x)
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def under(context: Callable[[Seen], AbstractContextManager[Any]], tell: Callable[[Any], Any] = lambda it: None) -> Step:
@@ -80,8 +79,7 @@ def patched() -> Model:
     def counted(x: Tensor) -> Tensor:
         model.calls += 1
         model.table["sizes"].append(len(x))
-        out: Tensor = forward(x) * 2
-        return out
+        return forward(x) * 2
 
     layer.forward = counted
     return model
@@ -247,12 +245,11 @@ def test_the_default_device_holds_in_a_trial_run() -> None:
 
 def test_a_hook_that_changes_what_runs_departs_from_the_trace(make_pair: Callable[..., Pair]) -> None:
     def with_another(model: nn.Module, _: Any) -> None:
-        model[0].register_forward_hook(lambda module, args, out: out + model[4](out))  # type: ignore[index]
+        model[0].register_forward_hook(lambda module, args, out: out + model[4](out))
 
     pair = make_pair(**EMULATED)
     pair.each(with_another)
-    pair.train(4)
-    pair.expect_same()
+    pair.train_same(4)
     stats = pair.session.stats()
     assert stats.reactive_steps > 0
     assert stats.planned_steps > 0

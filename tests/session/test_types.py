@@ -14,13 +14,17 @@ from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
     ROOMY,
+    Layers,
     MakePair,
     adamw,
+    assert_same,
     batch,
     expect_bits,
     mlp,
     options,
+    tied,
     train,
+    transposed,
     values,
 )
 
@@ -97,12 +101,8 @@ def test_gradients_that_there_are_come_back_in_their_type_at_close() -> None:
 Inputs = namedtuple("Inputs", "x, scale")
 
 
-class Nested(nn.Module):
+class Nested(Layers):
     """Inputs in containers of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
 
     def forward(self, x: Any, more: Any = None, *, inputs: Any = None, flags: Any = None) -> torch.Tensor:
         assert x.dtype is torch.float32
@@ -114,8 +114,7 @@ class Nested(nn.Module):
             assert isinstance(inputs, Inputs)
             x = x * inputs.scale + inputs.x
         assert x.dtype is torch.float32
-        out: torch.Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 def test_floating_inputs_are_cast_in_nested_containers_too(make_pair: MakePair) -> None:
@@ -141,15 +140,10 @@ def test_floating_inputs_are_cast_in_nested_containers_too(make_pair: MakePair) 
 def test_an_input_that_needs_no_cast_is_the_very_same_object(make_pair: MakePair) -> None:
     seen: list[Any] = []
 
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
+    class Looks(Layers):
         def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             seen.append(inputs)
-            out: torch.Tensor = self.layers(inputs["x"])
-            return out
+            return self.layers(inputs["x"])
 
     pair = make_pair(Looks)
     inputs = {"x": batch()}
@@ -168,48 +162,18 @@ def test_gradients_reach_inputs_through_the_cast(make_pair: MakePair) -> None:
 # tied weights and buffers
 
 
-class TiedModel(nn.Module):
-    """An embedding that is the output layer too, and a block that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(96, 32)
-        self.block = mlp()
-        self.head = nn.Linear(32, 96, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.block(self.block(self.embed(tokens))))
-        return out
-
-
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_tied_weights_are_one_parameter(make_pair: MakePair, step: str) -> None:
-    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        losses = []
-        for number in range(4):
-            tokens = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(number))
-            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return torch.stack(losses)
-
-    pair = make_pair(TiedModel, step=step, device="emulated", device_memory="120KiB")
-    pair.same(act)
-    pair.expect_same()
-    assert pair.model.head.weight is pair.model.embed.weight
-    assert [name for name in pair.session.state_dict() if "weight" in name][-1] == "head.weight"
+def test_tied_weights_are_one_parameter(make_pair: MakePair) -> None:
+    pair = make_pair(tied)
+    pair.train_same(2)
+    assert pair.model[8].weight is pair.model[2].weight
+    assert {"2.weight", "8.weight"} < set(pair.session.state_dict())
     pair.session.close()
-    assert pair.model.head.weight is pair.model.embed.weight
+    assert pair.model[8].weight is pair.model[2].weight
 
 
-class Buffered(nn.Module):
+class Buffered(Layers):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.norm = nn.BatchNorm1d(32)
         self.register_buffer("calls", torch.tensor(0))
         self.register_buffer("frequencies", torch.linspace(0, 1, 32, dtype=torch.float64), persistent=False)
@@ -217,8 +181,7 @@ class Buffered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        out: torch.Tensor = self.norm(self.layers(x + self.frequencies.float() + self.offset.float()))
-        return out
+        return self.norm(self.layers(x + self.frequencies.float() + self.offset.float()))
 
 
 def test_buffers_change_as_in_pytorch_and_keep_or_get_back_their_types(make_pair: MakePair) -> None:
@@ -227,8 +190,7 @@ def test_buffers_change_as_in_pytorch_and_keep_or_get_back_their_types(make_pair
     assert pair.model.offset.dtype is torch.float32
     assert pair.model.calls.dtype is torch.int64
     pair.plain.offset = pair.plain.offset.float()
-    pair.train(3)
-    pair.expect_same()
+    pair.train_same(3)
     assert pair.model.calls.item() == pair.plain.calls.item() == 3, "a trial run changes no buffer"
     assert same_bits(pair.plain.norm.running_var, pair.model.norm.running_var)
     pair.session.close()
@@ -240,8 +202,7 @@ def test_a_buffer_that_is_replaced_after_manage_is_the_one_that_is_saved(make_pa
     pair = make_pair(Buffered)
     for model in (pair.plain, pair.model):
         model.offset = torch.zeros(32)
-    pair.train(1)
-    pair.expect_same()
+    pair.train_same(1)
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
@@ -270,16 +231,12 @@ def test_no_random_number_is_drawn(make_pair: MakePair, drop: float) -> None:
     assert (np.random.get_state()[1] == states[2]).all()
 
 
-def test_a_strided_weight_keeps_its_strides(make_pair: MakePair) -> None:
-    def build() -> nn.Module:
-        model = mlp()
-        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
-        return model
-
-    pair = make_pair(build)
+@pytest.mark.parametrize("machine", [EMULATED, {"device": "cpu"}], ids=["tight", "unbounded"])
+def test_a_strided_weight_keeps_its_strides(make_pair: MakePair, machine: dict[str, Any]) -> None:
+    pair = make_pair(transposed, **machine)
     assert pair.model[2].weight.stride() == (1, 32)
     pair.train(3)
-    pair.expect_same()
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
     pair.session.close()
     assert pair.model[2].weight.stride() == (1, 32)
 
@@ -300,16 +257,13 @@ def test_parameters_that_share_memory_without_being_one_are_given_memory_of_thei
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (5, 1, 3)])
 def test_odd_shapes(make_pair: MakePair, shape: tuple[int, ...]) -> None:
-    class Odd(nn.Module):
+    class Odd(Layers):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = mlp()
             self.odd = nn.Parameter(torch.ones(shape))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layers(x) * (1 + self.odd.sum())
-            return out
+            return self.layers(x) * (1 + self.odd.sum())
 
     pair = make_pair(Odd)
-    pair.train(2)
-    pair.expect_same()
+    pair.train_same(2)

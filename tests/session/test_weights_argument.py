@@ -46,8 +46,7 @@ class Tied(nn.Module):
         self.register_buffer("mine", torch.arange(3.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.embed(x)))
-        return out
+        return self.head(self.norm(self.embed(x)))
 
 
 def tied(seed: int) -> Tied:
@@ -146,7 +145,7 @@ def test_a_path_is_a_string_or_a_path(others: Path) -> None:
         with patrickstar.manage(mlp(0), weights=weights, options=options(), **EMULATED) as session:
             expect_bits(mlp(7).state_dict(), dict(session.state_dict()))
     with pytest.raises(ConfigError, match="weights=7"):
-        patrickstar.manage(mlp(0), weights=7)  # type: ignore[arg-type]
+        patrickstar.manage(mlp(0), weights=7)
 
 
 def failing_reads(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -220,12 +219,12 @@ def test_one_buffer_in_two_places_gets_its_value_in_both(tmp_path: Path) -> None
     def build(value: float) -> nn.Module:
         model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
         model[1].running_mean = model[0].running_mean
-        model[0].running_mean.fill_(value)  # type: ignore[operator, union-attr]
+        model[0].running_mean.fill_(value)
         return model
 
     file = save(tmp_path / "file", {"1.running_mean": torch.full((4,), 5.0), "2.bias": torch.ones(4)})
     with manage(model := build(1.0), file, precision="fp32"):
-        assert model[0].running_mean.tolist() == model[1].running_mean.tolist() == [5.0] * 4  # type: ignore[index, operator, union-attr]
+        assert model[0].running_mean.tolist() == model[1].running_mean.tolist() == [5.0] * 4
 
 
 def test_parameters_that_a_hook_keeps_out_of_the_state_dict_are_missing(

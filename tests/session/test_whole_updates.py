@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     WIDTH,
+    Layers,
     MakePair,
     Pair,
     adamw,
@@ -38,13 +38,17 @@ from tests.session.builders import (
     batch,
     everything,
     expect_bits,
+    finish,
     loss_of,
     mlp,
     store_of,
+    train,
     train_step,
+    values,
 )
 from tests.session.test_disk_tier import arm
-from tests.session.test_exceptions import Fragile, Trips, trip_in_backward
+from tests.session.test_exceptions import Breaks, Fragile, trip_in_backward
+from tests.session.test_pending_steps import LOOKS as LOOKS_BETWEEN
 
 APART = UpdateChoice(apart=True)
 ON_DEVICE = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
@@ -68,12 +72,6 @@ def whole(make_pair: MakePair) -> MakePair:
     return make
 
 
-@pytest.fixture
-def disarmed() -> Any:
-    yield
-    Trips.armed = False
-
-
 def updated(pair: Pair) -> list[int]:
     """The chunks whose update was begun since this was last asked, in order; the others were updated parameter by parameter."""
     log = store_of(pair.session).log
@@ -85,6 +83,29 @@ def updated(pair: Pair) -> list[int]:
 def open_gradients(pair: Pair) -> list[Any]:
     """Units of gradients that the session has now."""
     return [ref for ref in store_of(pair.session).state.home if ref.plane == GRAD]
+
+
+def alike(
+    whole: MakePair,
+    act: Callable[[Pair], torch.Tensor],
+    *build: Any,
+    kind: str = "fp32",
+    choices: Sequence[UpdateChoice | None] = (None,),
+    **keywords: Any,
+) -> tuple[Pair, list[int]]:
+    """What is done to a session has the same losses, and leaves the same bits, as where parameters are updated one by one.
+
+    Gives the pair of the last choice, and the chunks that it has updated.
+    """
+    found: list[Any] = []
+    for choice in (APART, *choices):
+        pair = whole(*build, choice=choice, precision=kind, **keywords)
+        losses, chunks = act(pair), updated(pair)
+        assert bool(chunks) == (choice is not APART)
+        found.append((losses, everything(pair.session)))
+        assert torch.equal(found[0][0], losses)
+        expect_bits(found[0][1], found[-1][1])
+    return pair, chunks
 
 
 ALL = list(reversed(range(LAYERS)))
@@ -118,25 +139,12 @@ def test_a_step_that_is_closed_is_about_what_has_come_alone() -> None:
 def test_chunks_are_updated_whole_in_the_order_in_which_their_last_gradients_come(
     lanes: str, kind: str, whole: MakePair
 ) -> None:
-    pair = whole(make_lane=LANES[lanes](1), **({} if kind == "fp32" else {"precision": kind, **_compute(kind)}))
-    if kind == "fp32":
-        pair.train(4)
-        pair.expect_same()
-    else:
-        other = whole(choice=APART, precision=kind, **_compute(kind))
-        for number in range(4):
-            assert torch.equal(
-                train_step(pair.model, pair.optimizer, number), train_step(other.model, other.optimizer, number)
-            )
-        expect_bits(everything(other.session), everything(pair.session))
-    assert updated(pair) == 4 * ALL
+    given = {"make_lane": LANES[lanes](1), "with_options": {"compute": kind}}
+    pair, chunks = alike(whole, lambda pair: train(pair.model, pair.optimizer, 4), kind=kind, **given)
+    assert chunks == 4 * ALL
     stats = pair.session.stats()
     assert (stats.planned_steps, stats.reactive_steps) == (4, 0), stats.reason
     assert not open_gradients(pair), "no gradient has a home"
-
-
-def _compute(kind: str) -> dict[str, Any]:
-    return {"with_options": {"compute": kind}}
 
 
 def test_an_update_goes_on_beside_the_backward_until_something_needs_it(whole: MakePair) -> None:
@@ -182,15 +190,7 @@ def test_the_smallest_budget_is_that_of_the_other_way(whole: MakePair) -> None:
             break
         except BudgetError as more:
             pair = whole(device_memory=more.smallest_bytes)
-    pair.train(3)
-    pair.expect_same()
-    assert not updated(pair)
-
-
-def test_apart_is_parameter_by_parameter(whole: MakePair) -> None:
-    pair = whole(choice=APART)
-    pair.train(3)
-    pair.expect_same()
+    pair.train_same(3)
     assert not updated(pair)
 
 
@@ -220,17 +220,12 @@ class Zoo(nn.Module):
         if not self.leaves_out:
             x = self.sometimes(x)
         x = self.shared(self.norm(self.frozen(x)))
-        loss: torch.Tensor = self.head(x).square().mean()
-        return loss
+        return self.head(x).square().mean()
 
 
 def step_of_zoo(model: nn.Module, optimizer: Any, number: int, *, leaves_out: bool = False) -> torch.Tensor:
     model.leaves_out = leaves_out
-    loss = model(number)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()  # type: ignore[no-any-return]
+    return finish(model(number), optimizer)
 
 
 def some_of(model: nn.Module) -> patrickstar.AdamW:
@@ -258,33 +253,18 @@ def test_every_kind_of_parameter_has_the_bits_of_plain_pytorch(
     more: dict[str, Any],
     whole: MakePair,
 ) -> None:
-    pair = whole(
-        Zoo,
-        make_optimizer=make_optimizer,
-        choice=choice,
-        with_options={"chunk_size": numel, **more},
-        device_memory=7 * 4 * numel + 40 * 1024,
-    )
+    given = {"make_optimizer": make_optimizer, "with_options": {"chunk_size": numel, **more}}
+    given["device_memory"] = 7 * 4 * numel + 40 * 1024
+
+    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        return torch.stack([step_of_zoo(model, optimizer, number, leaves_out=number in (3, 4)) for number in range(6)])
+
     if more:  # a gradient in tiles has its own order of operations
-        other = whole(
-            Zoo,
-            make_optimizer=make_optimizer,
-            choice=APART,
-            with_options={"chunk_size": numel, **more},
-            device_memory=7 * 4 * numel + 40 * 1024,
-        )
-    for number in range(6):
-        leaves_out = number in (3, 4)
-        if more:
-            got = step_of_zoo(pair.model, pair.optimizer, number, leaves_out=leaves_out)
-            want = step_of_zoo(other.model, other.optimizer, number, leaves_out=leaves_out)
-            assert torch.equal(want, got)
-        else:
-            pair.same(step_of_zoo, number, leaves_out=leaves_out)
-    if more:
-        expect_bits(everything(other.session), everything(pair.session))
-    else:
-        pair.expect_same()
+        alike(whole, lambda pair: act(pair.model, pair.optimizer), Zoo, choices=(choice,), **given)
+        return
+    pair = whole(Zoo, choice=choice, **given)
+    pair.same(act)
+    pair.expect_same()
     assert bool(updated(pair)) == (choice is None)
 
 
@@ -302,14 +282,10 @@ def test_a_gradient_that_does_not_come_leaves_its_chunk_to_those_that_have(whole
         model[0].bias.requires_grad_(True)
         return loss
 
-    for number in range(7):
-        pair.each(step, number)
-    pair.expect_same()
+    pair.train_same(7, by=step)
     # The first that is missing is not foreseen: a forward with other frozen parameters has a trace of its own.
-    for number in range(7, 10):
-        pair.each(_for_some, number)
-    pair.train(2, first=10)
-    pair.expect_same()
+    pair.train(3, first=7, by=_for_some)
+    pair.train_same(2, first=10)
 
 
 def _for_some(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
@@ -328,26 +304,21 @@ def test_a_backward_for_some_parameters_updates_these_alone_and_loses_none(whole
     assert set(updated(pair)) <= {1, 3, 5}
     assert pair.session.stats().reactive_steps == 1
     pair.expect_same()
-    pair.train(3, first=3)
-    pair.expect_same()
+    pair.train_same(3, first=3)
 
 
-class Looks(nn.Module):
+class Looks(Layers):
     """Something that looks at the session in the middle of the backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.at = 6
-        self.look: Callable[[], Any] | None = None
+    at = 6
+    look: Callable[[], Any] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.layers[: self.at](x)
         if self.look is not None and hidden.requires_grad:
             look = self.look
             hidden.register_hook(lambda gradient: look() and None)
-        out: torch.Tensor = self.layers[self.at :](hidden)
-        return out
+        return self.layers[self.at :](hidden)
 
 
 LOOKS: dict[str, Callable[[Pair, Any], Any]] = {
@@ -376,67 +347,41 @@ def test_whoever_looks_in_the_middle_of_a_backward_changes_no_bit(look: str, bud
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_what_somebody_holds_of_a_parameter_is_that_of_the_update(kind: str, whole: MakePair) -> None:
-    """What computes in fp32 sees copies of 16-bit weights; one that is held is the one that the next use sees."""
-    found = []
-    for choice in (None, APART):
-        given = {"compute": "fp32"} if kind != "fp32" else {}
-        pair = whole(Looks, choice=choice, precision=kind, with_options=given)
-        losses, held = [], []
-        for number in range(5):
-            if number == 2:
-                pair.model.look = lambda pair=pair, held=held: held.append(_view(pair.model.layers[8].weight))
-            losses.append(train_step(pair.model, pair.optimizer, number))
-            pair.model.look = None
-        assert held
-        with torch.no_grad():
-            assert torch.equal(held[0].clone(), pair.model.layers[8].weight.reshape(-1).clone())
-        found.append((torch.stack(losses), everything(pair.session)))
-    assert torch.equal(found[0][0], found[1][0])
-    expect_bits(found[1][1], found[0][1])
-
-
-class Keeps(nn.Module):
+class Keeps(Looks):
     """Keeps a view of what a layer computes with."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.kept: list[torch.Tensor] | None = None
+    kept: list[torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         view = self.layers[8].weight.view(-1)
         if self.kept is not None:
             self.kept.append(view)
-        out: torch.Tensor = self.layers(x)
-        return out
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_a_copy_that_is_held_while_its_gradient_arrives_shows_the_update(kind: str, whole: MakePair) -> None:
-    found = []
-    for choice in (None, ON_DEVICE, APART):
-        pair = whole(Keeps, choice=choice, precision=kind, with_options={"compute": "fp32"} if kind == "bf16" else {})
-        losses = [train_step(pair.model, pair.optimizer, number) for number in range(2)]
-        pair.model.kept = kept = []
-        losses.append(train_step(pair.model, pair.optimizer, 2))
-        pair.model.kept = None
+@pytest.mark.parametrize("build", [Keeps, Looks])
+def test_a_copy_that_is_held_while_its_gradient_arrives_shows_the_update(
+    build: type[Looks], kind: str, whole: MakePair
+) -> None:
+    """What computes in fp32 sees copies of 16-bit weights; one that is held is the one that the next use sees."""
+
+    def act(pair: Pair) -> torch.Tensor:
+        held: list[torch.Tensor] = []
+        losses = [train(pair.model, pair.optimizer, 2)]
+        if build is Keeps:
+            pair.model.kept = held
+        else:
+            pair.model.look = torch.no_grad()(lambda: held.append(pair.model.layers[8].weight.view(-1)))
+        losses.append(train(pair.model, pair.optimizer, 1, first=2))
+        pair.model.look = pair.model.kept = None
         with torch.no_grad():
-            assert torch.equal(kept[0].clone(), pair.model.layers[8].weight.reshape(-1).clone())
-        losses.append(train_step(pair.model, pair.optimizer, 3))
-        kept.clear()
-        losses += [train_step(pair.model, pair.optimizer, number) for number in range(4, 6)]
-        found.append((torch.stack(losses), everything(pair.session)))
-        assert bool(updated(pair)) == (choice is not APART)
-    for losses, values in found[:-1]:
-        assert torch.equal(losses, found[-1][0])
-        expect_bits(found[-1][1], values)
+            assert torch.equal(held[0].clone(), pair.model.layers[8].weight.reshape(-1).clone())
+        losses.append(train(pair.model, pair.optimizer, 1, first=3))
+        held.clear()
+        return torch.cat([*losses, train(pair.model, pair.optimizer, 2, first=4)])
 
-
-def _view(weight: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return weight.view(-1)
+    alike(whole, act, build, kind=kind, choices=(None, ON_DEVICE), with_options={"compute": "fp32"})
 
 
 @pytest.mark.sampled
@@ -462,8 +407,7 @@ def test_a_plan_that_is_left_because_a_unit_is_held_loses_no_gradient(
     pair.train(1, first=2)
     pair.model.look = None
     held.clear()
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_a_parameter_that_leaves_its_group_is_updated_no_more(whole: MakePair) -> None:
@@ -492,8 +436,7 @@ def test_gradients_of_before_are_part_of_the_sum(whole: MakePair) -> None:
         model[:4](batch(7)).square().mean().backward()
 
     pair = whole(before=leave)
-    pair.train(3)
-    pair.expect_same()
+    pair.train_same(3)
     assert set(updated(pair)) == set(range(LAYERS))
     assert not [ref for ref in open_gradients(pair) if ref.chunk > 1], "only those that have waited have a home"
 
@@ -501,32 +444,15 @@ def test_gradients_of_before_are_part_of_the_sum(whole: MakePair) -> None:
 # errors
 
 
-class Breaks(nn.Module):
-    """Two parameters in one chunk, with something between their gradients that can raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
-        self.rest = mlp(2, layers=3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.rest(self.second(Trips.apply(self.first(x))))
-        return out
-
-
 @pytest.mark.usefixtures("disarmed")
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize(
-    ("build", "use", "says"),
-    [
-        (Fragile, lambda pair: pair.model(batch()), r"layers\.10\.weight.*load_checkpoint"),
-        (Breaks, lambda pair: pair.optimizer.step(), r"second\.weight.*load_checkpoint"),
-    ],
+    ("build", "updated", "not_yet"),
+    [(Fragile, r"layers\.10\.weight", "layers.0.weight"), (Breaks, r"second\.weight", "first.weight")],
     ids=["between chunks", "within a chunk"],
 )
 def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
-    build: type[nn.Module], use: Callable[[Pair], Any], says: str, look: bool, whole: MakePair, tmp_path: Any
+    build: type[nn.Module], updated: str, not_yet: str, look: bool, whole: MakePair, tmp_path: Any
 ) -> None:
     """Between two chunks, or while a chunk waits for its last gradient."""
     found = []
@@ -535,15 +461,20 @@ def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
         pair.train(2)
         pair.session.save_checkpoint(tmp_path / str(choice))
         trip_in_backward(pair.model, None)
-        with pytest.raises(StateError, match=says):
-            use(pair)
         if choice is None and build is Breaks:
             assert pair.session._parts.executor.pending, "the second layer's gradients wait for the first's"
+        for call in (
+            lambda: pair.model(batch()),
+            lambda: pair.optimizer.step(),
+            lambda: pair.session.save_checkpoint(tmp_path / "no"),
+        ):
+            with pytest.raises(StateError, match=rf"{updated}.*load_checkpoint") as refusal:
+                call()
+            assert not_yet not in str(refusal.value)
         if look:
-            found.append({name: value.clone() for name, value in pair.session.state_dict().items()})
+            found.append(values(pair.session))
         pair.session.load_checkpoint(tmp_path / str(choice))
-        pair.train(3, first=2)
-        pair.expect_same()
+        pair.train_same(3, first=2)
         assert not open_gradients(pair)
     if look:
         expect_bits(*found)  # every gradient that has come is used, and no other
@@ -565,72 +496,45 @@ def test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have(w
     assert torch.equal(want, got)
     assert seen[0] is not None, "gradients of the second layer wait for those of the first"
     assert seen[1] is None
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
-@pytest.mark.usefixtures("disarmed")
-def test_a_session_with_gradients_that_wait_can_be_closed(whole: MakePair) -> None:
-    pair = whole(Breaks)
-    pair.train(2)
-    trip_in_backward(pair.model, None)
-    pair.session.close()
-    assert all(type(p) is nn.Parameter and not p.isnan().any() for p in pair.model.parameters())
-
-
-def test_a_second_backward_before_the_step_is_refused(whole: MakePair) -> None:
+@pytest.mark.parametrize("keep", [False, True], ids=["of another loss", "of a graph that is kept"])
+def test_a_second_backward_before_the_step_is_refused(keep: bool, whole: MakePair) -> None:
     pair = whole()
     pair.train(1)
-    pair.each(lambda model, optimizer: loss_of(model, 1).backward())
-    loss = loss_of(pair.model, 2)
-    with pytest.raises(StateError, match=r"optimizer\.step\(\) after each backward"):
+    train_step(pair.plain, pair.plain_optimizer, 1)
+    loss = loss_of(pair.model, 1)
+    loss.backward(retain_graph=keep)
+    loss = loss if keep else loss_of(pair.model, 2)
+    with pytest.raises(StateError, match=r"optimizer\.step\(\) after each backward|modified by an inplace operation"):
         loss.backward()
     del loss
-    pair.step()
-    pair.train(2, first=3)
-    pair.expect_same()
-
-
-def test_a_graph_kept_for_a_second_backward_is_refused(whole: MakePair) -> None:
-    pair = whole()
-    pair.train(1)
-    loss = loss_of(pair.model, 1)
-    loss.backward(retain_graph=True)
-    with pytest.raises(StateError):
-        loss.backward()
     pair.optimizer.step()
     pair.optimizer.zero_grad()
-    train_step(pair.plain, pair.plain_optimizer, 1)
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
-@pytest.mark.parametrize("between", ["state dict", "checkpoint", "evaluation", "close", "nothing"])
+@pytest.mark.sampled
+@pytest.mark.parametrize("look", ["nothing", "close", *LOOKS_BETWEEN])
 def test_whoever_looks_between_backward_and_step_finds_the_model_updated(
-    between: str, whole: MakePair, tmp_path: Any
+    look: str, whole: MakePair, tmp_path: Any
 ) -> None:
     pair = whole()
     pair.train(2)
     pair.each(backward, 2)
     pair.plain_optimizer.step()
-    match between:
-        case "state dict":
-            expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
-        case "checkpoint":
-            pair.session.save_checkpoint(tmp_path / "saved")
-        case "evaluation":
-            with torch.no_grad():
-                assert torch.equal(pair.plain(batch(5)), pair.model(batch(5)))
-        case "close":
-            pair.session.close()
-            for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
-                assert torch.equal(want, got)
-            return
+    if look == "close":
+        pair.session.close()
+        expect_bits(values(pair.plain), values(pair.model))
+        return
+    if look != "nothing":
+        LOOKS_BETWEEN[look](pair, tmp_path)
+        expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
     pair.optimizer.step()
     pair.optimizer.zero_grad()
     pair.plain_optimizer.zero_grad()
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 @pytest.mark.sampled
@@ -656,51 +560,25 @@ def test_a_transfer_that_fails_in_the_backward_leaves_no_update_half_done(
         pair.optimizer.step()
         pair.session.load_checkpoint(tmp_path / "saved")
     del loss
-    pair.train(2, first=3)
-    pair.expect_same()
+    pair.train_same(2, first=3)
 
 
 def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
-    whole: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    whole: MakePair, interrupt: Callable[[Pair], Any], tmp_path: Any
 ) -> None:
     pair = whole(device="cpu", host_memory=ROOM + SLOT, disk=tmp_path / "disk")
     pair.train(2)
     pair.session.save_checkpoint(tmp_path / "saved")
     before = everything(pair.session)
-    begun, may_end = threading.Event(), threading.Event()
-    passes = type(pair.session._parts.training.updates.passes["cpu"])
-    store = type(store_of(pair.session))
-    real_update, real_wait, real_land = passes.update, store._wait, store._land
-
-    def slow(passes: Any, *args: Any, **keywords: Any) -> None:
-        begun.set()
-        assert may_end.wait(60)
-        real_update(passes, *args, **keywords)
-
-    def wait(self: Any, issue: Issue) -> None:
-        if issue.of.plane == STEP and not may_end.is_set():
-            assert begun.wait(60)
-            raise KeyboardInterrupt
-        real_wait(self, issue)
-
-    def land(self: Any, issue: Issue) -> None:
-        may_end.set()
-        real_land(self, issue)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(passes, "update", slow)
-        patched.setattr(store, "_wait", wait)
-        patched.setattr(store, "_land", land)
-        with pytest.raises(KeyboardInterrupt):
-            backward(pair.model, number=2)
+    with interrupt(pair), pytest.raises(KeyboardInterrupt):
+        backward(pair.model, number=2)
     assert not store_of(pair.session).state.updates
     with pytest.raises(StateError, match=r"10\.weight.*load_checkpoint"):
         pair.model(batch())
-    found = {name: value.clone() for name, value in pair.session.state_dict().items()}
+    found = values(pair.session)
     pair.session.load_checkpoint(tmp_path / "saved")
     expect_bits(before, everything(pair.session))
-    pair.train(1, first=2)
-    pair.expect_same()
+    pair.train_same(1, first=2)
     want = pair.session.state_dict()
     assert torch.equal(found["10.weight"], want["10.weight"]), "it has been updated, wholly"
     assert torch.equal(found["10.bias"], want["10.bias"])
@@ -709,57 +587,90 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
 
 @pytest.mark.parametrize("choice", [None, ON_DEVICE], ids=["as planned", "on the device"])
 def test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said(
-    choice: UpdateChoice | None, whole: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    choice: UpdateChoice | None, whole: MakePair, failing_update: Callable[..., Any], tmp_path: Any
 ) -> None:
     pair = whole(choice=choice)
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
-    passes, calls = type(pair.session._parts.training.updates.passes["cpu"]), [0]
-    real = passes.update
-
-    def fails(passes: Any, *args: Any, **keywords: Any) -> None:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise MemoryError
-        real(passes, *args, **keywords)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(passes, "update", fails)
-        with pytest.raises(MemoryError):
-            backward(pair.model, number=2)
+    with failing_update(pair, 2), pytest.raises(MemoryError):
+        backward(pair.model, number=2)
     for _ in range(2):
         with pytest.raises(StateError, match="load_checkpoint"):
             pair.model(batch())
     pair.session.load_checkpoint(tmp_path)
-    pair.train(2, first=2)
-    pair.expect_same()
+    pair.train_same(2, first=2)
     assert not open_gradients(pair)
+
+
+class Between(nn.Module):
+    """The gradient of one chunk has to wait, and comes between those of another, which is updated whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.between = nn.Linear(24, 24)
+        self.looks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            self.between(x)
+        x = self.between(x)
+        if self.looks:
+            x.register_hook(lambda _: [self.first.bias.detach().sum()].clear())
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def step_for_inputs(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor | None:
+    """A step, and the gradient of its inputs: whoever asks for that is measured."""
+    x = batch(number).requires_grad_()
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return x.grad
+
+
+def on_the_host(whole: MakePair) -> Pair:
+    pair = whole(Between, device="cpu", device_memory=None)
+    assert [part.chunk for name in ("first.bias", "last.bias") for part in pair.session.layout.parts(name)] == [0, 0]
+    return pair
+
+
+def test_a_gradient_that_waits_as_planned_between_those_of_a_chunk_leaves_no_plan(whole: MakePair) -> None:
+    pair = on_the_host(whole)
+    pair.train(3, by=step_for_inputs)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    stats = pair.session.stats()
+    assert (stats.planned_steps, stats.reason) == (3, "")
+    assert updated(pair) == [0, 1] * 3
+
+
+def test_a_plan_that_is_left_before_a_gradient_that_waits_teaches_nothing_of_chunks_updated_whole(
+    whole: MakePair,
+) -> None:
+    pair = on_the_host(whole)
+    pair.plain.looks = pair.model.looks = True
+    pair.train(4, by=step_for_inputs)
+    pair.plain.looks = pair.model.looks = False
+    pair.train(4, first=4, by=step_for_inputs)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    assert pair.session.stats().reactive_steps > 0
 
 
 def test_alternating_forwards_have_room_for_what_each_keeps(whole: MakePair) -> None:
     """A forward whose gradients must wait takes the homes that it needs, whatever was open before."""
 
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
+    class Either(Layers):
         def forward(self, x: torch.Tensor, *, detached: bool = False) -> torch.Tensor:
-            out: torch.Tensor = self.layers(x)
+            out = self.layers(x)
             if detached:
                 with torch.no_grad():
                     self.layers(x)
             return out
 
-    pair = whole(Either)
-    for number in range(6):
+    def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+        return finish(model(batch(number), detached=number % 2 == 1).square().mean(), optimizer)
 
-        def step(model: nn.Module, optimizer: Any, number: int = number) -> torch.Tensor:
-            loss = model(batch(number), detached=number % 2 == 1).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach().clone()
-
-        pair.same(step)
-    pair.expect_same()
+    whole(Either).train_same(6, by=step)

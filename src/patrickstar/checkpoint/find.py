@@ -12,7 +12,7 @@ from patrickstar.checkpoint.source import read_small
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, reported
 
-__all__ = ["LATEST_NAME", "newest_intact", "open_step", "step_directories"]
+__all__ = ["LATEST_NAME", "is_complete", "newest_intact", "open_step", "step_directories"]
 
 LATEST_NAME = "latest"
 
@@ -34,12 +34,24 @@ def open_step(path: Path, *, io: FileIO | None = None) -> StepReader:
         raise CheckpointError(f"{problem}{_advice(found, io)}") from problem
 
 
-def newest_intact(directory: Path, *, io: FileIO | None = None) -> Path | None:
-    """The directory of the newest step whose every byte is what was written; None where there is none.
+def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None = None) -> Path | None:
+    """The directory of the newest step whose every byte is what was written, other than `but`; None where there is none.
 
     The one that `latest` names is the newest, then those written last. Reads whole checkpoints until one passes.
     """
-    return _newest_intact(directory, io or FileIO(), but=None)
+    io = io or FileIO()
+    try:
+        candidates = step_directories(directory, io)
+    except CheckpointError:
+        return None
+    try:
+        latest = _latest(directory, io)
+    except CheckpointError:
+        latest = directory  # nothing that a candidate could be
+    for path in sorted(candidates, key=lambda path: path != latest):
+        if path != but and is_complete(path, io, bytes_too=True):
+            return path
+    return None
 
 
 def step_directories(directory: Path, io: FileIO) -> list[Path]:
@@ -111,25 +123,12 @@ def _is_directory(path: Path, io: FileIO) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _newest_intact(directory: Path, io: FileIO, *, but: Path | None) -> Path | None:
-    try:
-        candidates = step_directories(directory, io)
-    except CheckpointError:
-        return None
-    try:
-        latest = _latest(directory, io)
-    except CheckpointError:
-        latest = directory  # nothing that a candidate could be
-    for path in sorted(candidates, key=lambda path: path != latest):
-        if path != but and _is_intact(path, io):
-            return path
-    return None
-
-
-def _is_intact(path: Path, io: FileIO) -> bool:
+def is_complete(path: Path, io: FileIO, *, bytes_too: bool = False) -> bool:
+    """Tells whether a step's directory has what its index says. `bytes_too`: every byte as it was written."""
     try:
         with StepReader(path, io=io) as reader:
-            reader.verify()
+            if bytes_too:
+                reader.verify()
     except CheckpointError:
         return False
     return True
@@ -138,7 +137,7 @@ def _is_intact(path: Path, io: FileIO) -> bool:
 def _advice(damaged: Path, io: FileIO) -> str:
     """Advice what to load instead of what is damaged: the newest intact checkpoint beside it."""
     directory = damaged.parent
-    found = _newest_intact(directory, io, but=damaged)
+    found = newest_intact(directory, io=io, but=damaged)
     return (
         f"; the newest intact checkpoint is {found}: load that path" if found else f"; no intact one is in {directory}"
     )

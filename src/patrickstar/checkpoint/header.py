@@ -1,8 +1,5 @@
 """The header of a safetensors file: written here, so that tensors can follow piece by piece; read and checked by the format's own library.
 
-The library refuses a length that the file has no room for, an unknown type, offsets that are not the bytes of type and shape, and tensors that do not
-lie back to back from the header's end to the file's. So a checksum of the file covers every tensor, and no byte lies under two.
-
 Layout of a file: 8 bytes, little endian, the length of the header; the header, JSON padded with spaces; the tensors.
 Source: https://huggingface.co/docs/safetensors (format).
 """

@@ -6,8 +6,6 @@ What is taken over satisfies, or nothing is:
 (2) It is of the same type or of one that becomes it by widening or by rounding once: floats for floats, integers for no
     narrower integers. Eight-bit floats and integers for floats are quantised; what they mean stands elsewhere.
 (3) It alone goes there. Where a tied tensor stands in the files under several of its names, all are the same.
-
-What the files do not have keeps its value, what the model does not have is left: both are told, as `from_pretrained` does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Names under which a model's own library keeps its tensors in files: for models of transformers, as that library has it.
 
-Three things stand between the names in a file and those of a model. The prefix of the base model may be in one and not in
-the other. Older files, and files that are kept in an original's format, have other names. And what is one tensor in the
-model may be several in the file (experts), or the other way round: the library converts them, and so do we, by its own
-code, a tensor of the model at a time. For any other model a name is a name.
-
-This file alone knows transformers from inside; `tests/checkpoint/test_naming.py` has a test of each thing relied upon.
+The prefix of the base model, older names, and tensors that are several in one of the two are the library's to match: by its own code, a tensor of
+the model at a time. This file alone knows transformers from inside; `tests/checkpoint/test_naming.py` has a test of each thing relied upon.
 """
 
 from __future__ import annotations
@@ -16,51 +12,38 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from patrickstar.errors import ConfigError
 
-__all__ = ["LibraryNaming", "Naming", "PlainNaming", "describe", "naming_of", "own_keys"]
+__all__ = ["LibraryNaming", "Naming", "describe", "naming_of", "own_keys"]
 
 
-class Naming(Protocol):
-    """The way from names in files to names of a model."""
+class Naming:
+    """The way from names in files to names of a model: of one that belongs to no library, where a name is a name."""
 
-    def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
+    def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:  # noqa: ARG002
         """(name, key, pattern): the key a tensor goes to, if it is among `keys`. A pattern says that the tensor is converted on the way, with
         all others of that key."""
+        return ((name, name, None) for name in names)
 
     def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
         """Tensors by key, from (name, pattern, tensor)."""
-
-    def expects_missing(self, key: str) -> bool:
-        """Tells whether nobody need be told that no file has this key."""
-
-    def expects_unexpected(self, name: str) -> bool:
-        """Tells whether nobody need be told that the model has no use for this name of a file."""
-
-
-class PlainNaming:
-    """Names of models that belong to no library."""
-
-    def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:  # noqa: ARG002
-        for name in names:
-            yield name, name, None
-
-    def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
         raise AssertionError(f"{key}: nothing was to be converted of {len(parts)}")
 
     def expects_missing(self, key: str) -> bool:  # noqa: ARG002
+        """Tells whether nobody need be told that no file has this key."""
         return False
 
     def expects_unexpected(self, name: str) -> bool:  # noqa: ARG002
+        """Tells whether nobody need be told that the model has no use for this name of a file."""
         return False
 
 
-class LibraryNaming:
+class LibraryNaming(Naming):
     """Names of models of transformers."""
 
     def __init__(self, model: Any) -> None:
@@ -120,7 +103,7 @@ class LibraryNaming:
 
 def naming_of(model: nn.Module) -> Naming:
     """The naming of the library that the model's class comes from."""
-    return LibraryNaming(model) if _is_of_transformers(model) else PlainNaming()
+    return LibraryNaming(model) if _is_of_transformers(model) else Naming()
 
 
 def own_keys(model: nn.Module, tensors: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from patrickstar.errors import CheckpointError
@@ -20,15 +20,14 @@ _NUMPY_KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def capture(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of the global generators now; drawing nothing. NumPy's only where NumPy is imported. `device`: whose generator is one of them."""
+    """The state of the global generators now; drawing nothing. `device`: whose generator is one of them."""
     version, words, gauss = random.getstate()
     tree: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        # 625 numbers: as a tensor, they do not fill the index.
+        # 625 numbers, which are smaller as a tensor.
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        tree["numpy"] = _each(numpy.random.get_state(legacy=False), numpy.ndarray, torch.from_numpy)
+    tree["numpy"] = _each(np.random.get_state(legacy=False), np.ndarray, torch.from_numpy)  # noqa: NPY002 - the global one
     if device is not None:
         tree["device"] = torch.get_device_module(device).get_rng_state(device)
     return tree
@@ -51,8 +50,6 @@ def check(tree: object, device: torch.device | None = None) -> None:
         if "device" in tree and device is not None:
             torch.Generator(device).set_state(tree["device"])
         if "numpy" in tree:
-            import numpy as np  # noqa: PLC0415 - only for those who had it when they saved
-
             kind = tree["numpy"]["bit_generator"]
             _require(kind in _NUMPY_KINDS, "numpy: unknown generator")
             current = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 - the global one is meant
@@ -75,8 +72,6 @@ def restore(tree: object, device: torch.device | None = None) -> None:
     torch.set_rng_state(tree["torch"])
     random.setstate(_python_state(tree))
     if "numpy" in tree:
-        import numpy as np  # noqa: PLC0415 - see check
-
         np.random.set_state(_numpy_state(tree))  # noqa: NPY002 - the global one is meant
 
     if "device" in tree and device is not None:

@@ -1,8 +1,4 @@
-"""A directory aside, in which what is written comes about before it gets its name; it is gone afterwards, whatever happens.
-
-directory/.tmp-*                 being written, or being deleted; swept when the next one is written
-directory/.old-step-00000012     a checkpoint that is being replaced, which comes back when the next one is written
-"""
+"""A directory aside, in which what is written comes about before it gets its name; it is gone afterwards, whatever happens."""
 
 from __future__ import annotations
 

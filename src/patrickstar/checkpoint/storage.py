@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 
 from patrickstar.checkpoint.extra import Values, write_values
-from patrickstar.checkpoint.find import LATEST_NAME, step_directories
+from patrickstar.checkpoint.find import LATEST_NAME, is_complete, step_directories
 from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
-from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.shards import plan_shards, write_shard
 from patrickstar.checkpoint.staged_files import aside, remove, staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
@@ -77,12 +76,8 @@ def write_step(
         ConfigError: an argument; nothing was touched. CheckpointError: something in `extra` could not be read back; nothing was touched.
         DeviceError: what could not be written, with file, offset and bytes; what `latest` names is complete, as before.
     """
-    if type(step) is not int or step < 0:
-        raise ConfigError(f"step={step!r}: expected a whole number of steps")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-    if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes={shard_bytes}: expected a size in bytes")
     shards = plan_shards(entries, shard_bytes=shard_bytes)
     values = Values()
     taken = {"state": values.take(state, "state"), "extra": values.take(extra, "extra")}
@@ -131,7 +126,7 @@ def _retain(directory: Path, written: Path, keep: int | None, io: FileIO) -> Non
     doomed = [directory / f"{OLD_PREFIX}{written.name}"]
     try:
         if keep is not None:
-            complete = [path for path in step_directories(directory, io) if path != written and _is_complete(path, io)]
+            complete = [path for path in step_directories(directory, io) if path != written and is_complete(path, io)]
             doomed += complete[keep - 1 :]
         # Renamed first, and that synced: a name `step-...` never stands for a checkpoint that is half deleted.
         trash = [aside(directory) for _ in doomed]
@@ -143,11 +138,3 @@ def _retain(directory: Path, written: Path, keep: int | None, io: FileIO) -> Non
             remove(target, io)
     except (OSError, CheckpointError) as problem:
         _log.warning("%s is written, but an older checkpoint could not be deleted: %s", written, problem)
-
-
-def _is_complete(path: Path, io: FileIO) -> bool:
-    try:
-        StepReader(path, io=io).close()
-    except CheckpointError:
-        return False
-    return True

@@ -6,9 +6,7 @@ What a path stands for, in the order in which `from_pretrained` looks:
     PATH/model.safetensors               that file, whatever else lies there
     PATH/model.safetensors.index.json    the files it names, which lie beside it
 
-Opening reads every header and holds it against the file's real size (see `header.py`), and the index against the
-headers, before memory is taken for a tensor. Tensors are read one at a time, not mapped. Nothing is ever executed: a
-pickle is refused for what it is. Links are followed, since the hub's cache of downloads is made of them.
+Headers and index are checked before memory is taken for a tensor. Links are followed: the hub's cache of downloads is made of them.
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ def _read_index(path: Path, io: FileIO) -> dict[str, str]:
 
 def _nothing_there(path: Path, names: list[str]) -> str:
     told = f"{path}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}"
-
     if _LATEST in names or INDEX_NAME in names:
         return f"{told}; it is a checkpoint of this library: session.load_checkpoint takes it"
     if tensors := [name for name in names if name.endswith(".safetensors")]:

@@ -83,18 +83,18 @@ class Display:
             sizes = [format_bytes(peak.get(tier, 0)) for peak in (peaks, summary["peak"])]
             table.add_row(f"{tier} peak", *sizes, _of(budgets, tier))
         expected = format_bytes(peaks.get("host", 0)) if tiers and "device" not in tiers else ""
-        table.add_row("process growth", expected, format_bytes(summary["rss_peak_growth"]), _of(budgets, "host"))
+        table.add_row("peak RSS increase", expected, format_bytes(summary["rss_peak_growth"]), _of(budgets, "host"))
         for link in sorted(summary["moved_per_step"].keys() | moved.keys()):
             nbytes = [by_link.get(link, 0) for by_link in (moved, summary["moved_per_step"])]
             if any(nbytes):
-                table.add_row(f"{link} a step", *map(format_bytes, nbytes), "")
+                table.add_row(f"{link} per step", *map(format_bytes, nbytes), "")
         self._console.print(table)
         names = ("first_loss", "last_loss", "first_validation_loss", "validation_loss")
         first, last, before, after = ("-" if summary[name] is None else f"{summary[name]:.4f}" for name in names)
         self.note(f"loss {first} -> {last}, validation {before} -> {after}")
         self.note(
             f"{summary['steps']} steps, {summary['tokens_per_second']:.0f} tokens/s, {_duration(summary['seconds'])}; "
-            f"{summary['parameters'] / 1e6:.1f}M parameters, model data {format_bytes(summary['model_data_bytes'])}"
+            f"{summary['parameters'] / 1e6:.1f}M parameters, model states {format_bytes(summary['model_data_bytes'])}"
         )
 
 

@@ -37,11 +37,13 @@ class Spelling(click.ParamType):
 
     name = "choice"
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, also: str = "") -> None:
+        """`also`: a pattern of more words."""
         self.words: Final = words
+        self._also = also
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in self.words:
+        if value not in self.words and not re.fullmatch(self._also, str(value) or "-"):
             self.fail(f"{value!r} is none of {', '.join(self.words)}{nearest(str(value), self.words)}", param, ctx)
         return str(value)
 
@@ -49,14 +51,7 @@ class Spelling(click.ParamType):
         return "|".join(self.words)
 
 
-class Device(Spelling):
-    """`cpu`, `emulated`, `cuda` or `cuda:N`."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu", "emulated", "cuda", "cuda:N")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value) if re.fullmatch(r"cuda:\d+", str(value)) else super().convert(value, param, ctx)
+DEVICE: Final = Spelling("cpu", "emulated", "cuda", "cuda:N", also=r"cuda:\d+")
 
 
 class Size(click.ParamType):
@@ -125,9 +120,7 @@ def path(flag: str, metavar: str, *, says: str) -> Callable[[Verb], Verb]:
 clip_option = click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
 
 memory_options = _together(
-    click.option(
-        "--device", type=Device(), metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."
-    ),
+    click.option("--device", type=DEVICE, metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."),
     click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="The type that the model computes in."),
     click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
     click.option("--host-memory", type=Size(), metavar="B", help="Host memory that this process may hold."),

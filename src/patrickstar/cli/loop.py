@@ -44,26 +44,20 @@ class Progress:
 _REMEMBERED: Final = ("step", "first_loss", "last_loss", "first_validation_loss")
 
 
+@dataclass(eq=False)
 class TrainingRun:
     """A session, and all that a run works on."""
 
-    def __init__(
-        self,
-        request: Request,
-        model: nn.Module,
-        batches: BatchSource,
-        *,
-        log: EventLog,
-        display: Display,
-        signals: StopSignals,
-    ) -> None:
-        self.request = request
-        self.model = model
-        self.batches = batches
+    request: Request
+    model: nn.Module
+    batches: BatchSource
+    log: EventLog
+    display: Display
+    signals: StopSignals
+
+    def __post_init__(self) -> None:
+        model, request = self.model, self.request
         self.progress = Progress()
-        self.log = log
-        self.display = display
-        self.signals = signals
         optimizer = build_optimizer(model.parameters(), request.optimizer)
         # What the text has left with the allocator would otherwise count as there before, and hide growth.
         release_free_memory()

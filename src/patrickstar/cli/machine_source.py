@@ -128,7 +128,7 @@ class MachineSource:
             )
         if resources.on_gpu and memory.device_memory is None:
             lines.append(
-                f"  device  {DEVICE_SHARE:.0%} of what is free: {device} less {format_bytes(figures.context_bytes)} for the driver and CUDA's "
+                f"  device  {DEVICE_SHARE:.0%} of free memory: {device} less {format_bytes(figures.context_bytes)} for the driver and CUDA's "
                 "context. The rest is for fragments in torch's allocator"
             )
         if memory.host_memory is None:

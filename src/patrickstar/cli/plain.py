@@ -69,6 +69,7 @@ class Moments:
     steps: int = 0
 
 
+@dataclass(eq=False)
 class PlainRun:
     """The steps of a run, from the model, batches and schedule that the managed run began with.
 
@@ -76,25 +77,16 @@ class PlainRun:
     stay fp32 whole: each is its own master. In fp32 all do.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: BatchSource,
-        *,
-        optimizer: OptimizerSettings,
-        schedule: Rates,
-        clip: float | None,
-        accumulate: int,
-        precision: PlainPrecision = PLAIN_FP32,
-    ) -> None:
-        self.model = model
-        self.batches = batches
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.clip = clip
-        self.accumulate = accumulate
-        self.precision = precision
+    model: nn.Module
+    batches: BatchSource
+    optimizer: OptimizerSettings
+    schedule: Rates
+    clip: float | None
+    accumulate: int
+    precision: PlainPrecision = PLAIN_FP32
 
+    def __post_init__(self) -> None:
+        model, precision = self.model, self.precision
         whole = {id(t) for module in _whole(model, precision) for t in (*module.parameters(), *module.buffers())}
         self._whole = {name for name, parameter in model.named_parameters() if id(parameter) in whole}
         self._masters = {name: self._narrowed(name, parameter) for name, parameter in model.named_parameters()}

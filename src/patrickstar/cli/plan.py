@@ -36,7 +36,7 @@ _UNKNOWN_YET: Final = MappingProxyType(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
 def plan(**given: Any) -> int:
-    """Say whether a model fits, its peaks by tier, and the bytes that a step moves."""
+    """Say whether a model fits, its peaks by tier, and the bytes transferred per step."""
     from patrickstar.step.budgets import find_resources
 
     arguments = memory_of(given)
@@ -77,9 +77,9 @@ def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
 
 def _lines(name: str, forecast: Forecast, *, precision: str) -> list[str]:
     data = forecast.model_data_bytes
-    share = f"{data / forecast.parameters:.4g} bytes a parameter" if forecast.parameters else ""
+    share = f"{data / forecast.parameters:.4g} bytes per parameter" if forecast.parameters else ""
     lines = [
-        f"{name}: {forecast.parameters / 1e6:.1f}M parameters, model data {format_bytes(data)} ({share}), {precision}",
+        f"{name}: {forecast.parameters / 1e6:.1f}M parameters, model states {format_bytes(data)} ({share}), {precision}",
         "fits" if forecast.fits else f"does not fit: {forecast.refusal}",
     ]
     for tier in ("device", "host", "disk"):
@@ -94,5 +94,5 @@ def _lines(name: str, forecast: Forecast, *, precision: str) -> list[str]:
             lines.append(f"  {tier:6}  {', '.join(parts)}")
     moved = [f"{link} {format_bytes(nbytes)}" for link, nbytes in forecast.moved.items() if nbytes]
     if forecast.fits:
-        lines.append(f"  moved   {', '.join(moved) if moved else 'nothing'} a step")
+        lines.append(f"  transferred per step  {', '.join(moved) if moved else 'nothing'}")
     return lines

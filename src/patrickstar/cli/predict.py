@@ -43,7 +43,7 @@ def with_precision(arguments: MemoryOptions, has: Resources) -> tuple[MemoryOpti
     chosen = "bf16" if "bf16" in has.fast_types else "fp32"
     if chosen == "fp32" and has.on_gpu and "fp16" in has.fast_types and arguments.step != "in_backward":
         chosen = "fp16"
-    why = f"what computes is fast in {chosen}: weights are {chosen}, with fp32 masters; --precision fp32 keeps all in fp32"
+    why = f"the compute device is fast in {chosen}: weights are {chosen}, with fp32 masters; --precision fp32 keeps all in fp32"
     return replace(arguments, precision=chosen), "" if chosen == "fp32" else why
 
 

@@ -122,7 +122,7 @@ class MemoryOptions:
             accumulate = self.options.accumulate if isinstance(self.options, Options) else None
             if accumulate not in (None, 1):
                 problems.append(
-                    f'accumulate={accumulate} with step="in_backward", which promises one backward a step; '
+                    f'accumulate={accumulate} with step="in_backward", which promises one backward per step; '
                     'use step="deferred"'
                 )
         return problems

@@ -23,21 +23,21 @@ class Options:
     """Elements of a chunk, a multiple of 1024; in 16-bit modes rounded up to one of 2048. `None`: searched for, from the model alone."""
 
     eviction: str = "next-use"
-    """Who leaves when room is needed: `"next-use"`, whose next use is furthest; `"lru"`, who was used longest ago."""
+    """The units that are evicted first: `"next-use"`, with the furthest next use; `"lru"`, least recently used."""
 
     prefetch: int | None = None
-    """How many moments before its use a transfer may begin, at most: a moment is a use of a parameter, the arrival of a gradient, or the update of a
-    chunk. `None`: as early as the plan has slots for it. 0: when it is needed, and computing waits. No bit depends on it."""
+    """The prefetch distance: how many ops before its use a transfer may begin, at most. An op is a use of a parameter, the arrival of a gradient, or
+    the update of a chunk. `None`: as early as the plan has slots for it. 0: when it is needed, and computing waits. No bit depends on it."""
 
     compute: str | None = None
-    """The type that 16-bit weights compute in: their own (`"bf16"`, `"fp16"`), or `"fp32"`, to which they are widened at each use. `None`: their own
+    """The type that 16-bit weights compute in: their own (`"bf16"`, `"fp16"`), or `"fp32"`, to which they are upcast at each use. `None`: their own
     where the processor is fast in it, else fp32."""
 
     loss_scale: LossScale | None = None
     """How the loss is scaled in fp16. `None`: `LossScale()`, a dynamic scale as DeepSpeed defines it."""
 
     accumulate: int | None = None
-    """Backwards a step; `None`: plan for one, and make room at the second."""
+    """Backwards per step; `None`: plan for one, and make room at the second."""
 
     keep_fp32: tuple[str, ...] = ()
     """Names of modules that stay fp32 whole in 16-bit modes: any part of a path, as in `_keep_in_fp32_modules`."""
@@ -51,17 +51,14 @@ class Options:
     """Whether the loss is computed without whole logits. Arrives in a later version."""
 
     poison: bool = False
-    """Whether slots that are given back are filled with NaN, so that a stale view shows. For tests."""
+    """Whether freed slots are filled with NaN, so that a stale view shows, and each new plan is checked. For tests."""
 
     emulated_link: int | str | None = None
-    """The speed of the link of `device="emulated"`, in each direction: bytes a second, or text such as `"2GiB/s"`. A transfer then takes as long as
+    """The speed of the link of `device="emulated"`, in each direction: bytes per second, or text such as `"2GiB/s"`. A transfer then takes as long as
     over such a link, both directions at once, and keeps no core busy meanwhile. `None`: as fast as memory is copied."""
 
     stress_seed: int | None = None
-    """Makes every transfer, and every slot that is given back, late by a random time, the same for the same seed. For tests: no bit depends on it."""
-
-    reduce: str = "fp32"
-    """The type that gradients are summed in over ranks. Others than fp32 arrive in a later version."""
+    """Makes every transfer, and every freed slot, late by a random time, the same for the same seed. For tests: no bit depends on it."""
 
     collective_timeout: int = 600
     """Seconds after which ranks that wait for another give up. Other times arrive in a later version."""
@@ -97,7 +94,7 @@ class Options:
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"chunked_loss", "reduce", "collective_timeout"})
+_TO_COME: Final = frozenset({"chunked_loss", "collective_timeout"})
 _GONE: Final = MappingProxyType(
     {
         "embedding_rows": "no option any more; use tile_rows=, the rows of tables and other weights that are resident at a time"

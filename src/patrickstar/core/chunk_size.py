@@ -1,12 +1,8 @@
 """The chunk size of a model: a function of its tensors only, so that no budget changes a layout (or a bit).
 
-Where a GPU computes, its memory comes in granules of 2 MiB, and so do slots there: sizes are whole ones. What a plan
-counts is then what the driver maps. Chunks of small models are a granule, and so fewer than elsewhere; else the size is
-the one near the aim that wastes least, whatever that is: 13 % of ViT-B, 2 % from 1B parameters on.
-
-Small chunks move little more than what is used; large ones take fewer actions, and are better blocks for a disk. The
-size aimed at gives small models some 64 chunks, large ones chunks of 1 to 4 Mi elements. Around it, the search takes
-the size that wastes least, and goes further away only where no size nearby keeps padding below 2 %.
+Small chunks move little more than what is used; large ones take fewer actions, and are better blocks for a disk. Around the size aimed at, the
+search takes the one that wastes least, and goes further away only where none nearby keeps padding below 2 %. A GPU's memory comes in granules of
+2 MiB: sizes are whole ones there, so that what a plan counts is what the driver maps.
 """
 
 from __future__ import annotations

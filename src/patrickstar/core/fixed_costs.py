@@ -21,9 +21,8 @@ GPU_WORKSPACE_PERCENT: Final = 3
 class FixedCosts:
     """The part of a budget that is neither chunk nor activation.
 
-    Budgets from the floor on hold it: what chunks and activations take, 1 % of that and 48 MiB are the budget. Smaller budgets do not, since
-    it would be most of them: there the process takes it on top, up to the floor. So budgets just below the floor give as much room as the
-    floor does, and a larger budget never gives less.
+    Budgets from the floor on hold it: what chunks and activations take, 1 % of that and 48 MiB are the budget. Below, where it would be most
+    of them, the process takes it on top, up to the floor.
 
     Attributes:
         given_bytes: the budget as the user gave it. floor_bytes: the smallest that holds the costs; 0: they are not counted, whatever the budget.

@@ -154,11 +154,6 @@ class Layout:
         object.__setattr__(self, "_pieces", tuple(map(tuple, pieces)))
 
     @property
-    def alignment(self) -> int:
-        """Elements of which every slice's start is a multiple."""
-        return ALIGNMENT
-
-    @property
     def n_chunks(self) -> int:
         """Chunks of all runs together."""
         return len(self._run_of)
@@ -264,12 +259,8 @@ class Layout:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[Any, ...]]:
-        return Layout, (
-            self.chunk_numel,
-            self.runs,
-            dict(self.slices),
-            self.groups,
-        )  # a mapping proxy neither pickles nor copies
+        # A mapping proxy neither pickles nor copies.
+        return Layout, (self.chunk_numel, self.runs, dict(self.slices), self.groups)
 
 
 def aligned(numel: int) -> int:
@@ -295,17 +286,14 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
         tiles: list[Tile] = []
         for numel in spec.tiles():
             space = aligned(numel)
-            if not groups or groups[-1].kind() != spec.kind():
-                if names:
+            opens_group = not groups or groups[-1].kind() != spec.kind()
+            if opens_group or used + space > length * chunk_numel:
+                if names if opens_group else used:
                     runs.append(Run(head, length, tuple(names)))
                     head, names = head + length, []
-                    length, used = max(1, -(-space // chunk_numel)), 0
+                length, used = max(1, -(-space // chunk_numel)), 0
+            if opens_group:
                 groups.append(Group(head, *spec.kind()))
-            if used + space > length * chunk_numel:
-                if used:
-                    runs.append(Run(head, length, tuple(names)))
-                    head, names = head + length, []
-                length, used = -(-space // chunk_numel), 0
             tiles.append(Tile(head, used if space else 0, sum(tile.numel for tile in tiles), numel))
             if spec.name not in names[-1:]:
                 names.append(spec.name)

@@ -1,33 +1,8 @@
-"""Bytes by tier and by link, as actions and moments bring them: one book for the simulator and the executor.
-
-Nobody counts memory by hand around a copy. Whoever carries out an action tells the ledger once, and what the ledger
-says must agree with what the pools hold; tests compare the two.
-"""
+"""Bytes by tier and by link, as actions and moments bring them: one book for the simulator and the executor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from patrickstar.core.machine import LINKS, Tier, link
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerSnapshot:
-    """A ledger at one time. Every tier and every link has an entry, 0 where it was not used.
-
-    Attributes:
-        chunk_bytes, nonmodel_bytes: what a tier holds now, by tier.
-        peak_bytes: the most a tier has held at once, chunks and non-model data together.
-        moved_bytes: by link, such as "H>D".
-        moments: of each moment begun so far, the most each tier held in it.
-    """
-
-    chunk_bytes: Mapping[Tier, int]
-    nonmodel_bytes: Mapping[Tier, int]
-    peak_bytes: Mapping[Tier, int]
-    moved_bytes: Mapping[str, int]
-    moments: tuple[Mapping[Tier, int], ...]
 
 
 class Ledger:
@@ -38,7 +13,6 @@ class Ledger:
         self._nonmodel = dict.fromkeys(Tier, 0)
         self._peak = dict.fromkeys(Tier, 0)
         self._moved = dict.fromkeys(LINKS, 0)
-        self._moments: list[dict[Tier, int]] = []
 
     def in_use(self, tier: Tier) -> int:
         """Bytes the tier holds now: chunks and non-model data."""
@@ -60,7 +34,7 @@ class Ledger:
         """A slot of the tier is taken: a copy's target, a first creation, a home."""
         assert nbytes >= 0, f"{nbytes} bytes are added to the {tier.label}"
         self._chunks[tier] += nbytes
-        self._note(tier)
+        self._peak[tier] = max(self._peak[tier], self.in_use(tier))
 
     def remove(self, tier: Tier, nbytes: int) -> None:
         """A slot of the tier is given back."""
@@ -76,36 +50,6 @@ class Ledger:
 
     def nonmodel(self, tier: Tier, nbytes: int) -> None:
         """Enters that from now on everything on the tier that is no chunk comes to `nbytes`."""
-        assert nbytes >= 0, f"{nbytes} non-model bytes on the {tier.label}"
+        assert nbytes >= 0, f"{nbytes} bytes of activations and workspaces on the {tier.label}"
         self._nonmodel[tier] = nbytes
-        self._note(tier)
-
-    def begin_moment(self, nonmodel_bytes: Mapping[Tier, int] | None = None) -> None:
-        """Begins the next moment, whose peak starts from what is held now.
-
-        Args:
-            nonmodel_bytes: what `nonmodel` would be told, where it changes as the moment begins: what was there only
-                until now is no part of this moment. Tiers that are left out keep theirs.
-        """
-        self._moments.append(dict.fromkeys(Tier, 0))
-        for tier, nbytes in (nonmodel_bytes or {}).items():
-            self.nonmodel(tier, nbytes)
-        for tier in Tier:
-            self._note(tier)
-
-    def snapshot(self) -> LedgerSnapshot:
-        """A copy of the ledger as it is now, which later entries do not change."""
-        return LedgerSnapshot(
-            chunk_bytes=dict(self._chunks),
-            nonmodel_bytes=dict(self._nonmodel),
-            peak_bytes=dict(self._peak),
-            moved_bytes=dict(self._moved),
-            moments=tuple(dict(moment) for moment in self._moments),
-        )
-
-    def _note(self, tier: Tier) -> None:
-        held = self.in_use(tier)
-        self._peak[tier] = max(self._peak[tier], held)
-        if self._moments:
-            moment = self._moments[-1]
-            moment[tier] = max(moment[tier], held)
+        self._peak[tier] = max(self._peak[tier], self._chunks[tier] + nbytes)

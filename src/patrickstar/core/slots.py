@@ -1,14 +1,11 @@
 """Slots of an arena that are in use, and those that hold pages: bookkeeping that has never seen a byte.
 
 (1) A slot is in use, warm (free, its pages are committed), cold (free, without pages), or apart (has none, and is not to be taken).
-(2) `in_use` and `warm` are the counts of such slots; `committed` is their sum, what the process really holds.
+(2) `in_use` is the count of such slots; `committed` counts warm ones too, and is what the process really holds.
 (3) The queue of warm slots holds each warm slot once, the one that was given back longest ago first.
 (4) No cold slot lies below `_cold_from`.
 (5) What was given back last is taken last, so that a freed slot's address changes hands as late as it can: a stale
     view then reads old bytes (poison, in tests), not the contents of the next tenant, and slots are seen to move.
-
-There are more virtual slots than can ever be in use at once: any run of adjacent slots can be found, and only the
-count is scarce. A slot is taken cold only where no warm one will do, since its first use costs a page fault a page.
 """
 
 from __future__ import annotations
@@ -42,18 +39,9 @@ class SlotMap:
         return self._in_use
 
     @property
-    def warm(self) -> int:
-        """Free slots that hold pages."""
-        return len(self._warm)
-
-    @property
     def committed(self) -> int:
         """Slots that hold pages: those in use, and the warm ones."""
         return self._in_use + len(self._warm)
-
-    def is_in_use(self, slot: int) -> bool:
-        """Tells whether a slot is taken."""
-        return self._state[slot] == _USED
 
     def can_take(self, n: int = 1) -> bool:
         """Tells whether there are `n` adjacent free slots."""

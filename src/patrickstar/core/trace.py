@@ -134,7 +134,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The moments of one step, in order."""
+    """The ops of one step, in order."""
 
     moments: tuple[Moment, ...]
 
@@ -143,7 +143,7 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """The most non-model bytes of any moment; 0 of an empty trace."""
+        """The most bytes of activations and workspaces at any op; 0 of an empty trace."""
         return max((moment.nonmodel_bytes for moment in self.moments), default=0)
 
     def touched(self, plane: str) -> list[PlaneRef]:
@@ -151,7 +151,7 @@ class Trace:
         return sorted({touch.ref for moment in self.moments for touch in moment.touches if touch.ref.plane == plane})
 
     def name(self, index: int) -> str:
-        """A moment's name in messages: `17 backward layers.7.mlp.w1`."""
+        """An op's name in messages: `17 backward layers.7.mlp.w1`."""
         return f"{index} {self.moments[index].name}"
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class Trace:
         """
         head, *lines = text.strip().splitlines() or [""]
         if head != f"trace of {len(lines)} moments":
-            raise ValueError(f"{head!r} is followed by {len(lines)} moments: not a whole trace")
+            raise ValueError(f"{head!r} is followed by {len(lines)} lines: not a whole trace")
         return cls(tuple(map(Moment.parse, lines)))
 
     def digest(self) -> str:
@@ -174,7 +174,7 @@ class Trace:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def differences(self, other: Trace) -> list[str]:
-        """Differences of `other`, a line per moment, naming it; empty for equal traces."""
+        """Differences of `other`, a line per op, naming it; empty for equal traces."""
         lines = [
             f"moment {self.name(index)}: {', '.join(_changes(mine, theirs))}"
             for index, (mine, theirs) in enumerate(zip(self.moments, other.moments, strict=False))

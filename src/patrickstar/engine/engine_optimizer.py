@@ -23,8 +23,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose `step()` counts micro-batches, and updates at every so manieth.
 
     Between these boundaries `step()` and `zero_grad()` do nothing. At a boundary the loss scaler of fp16 decides whether there is an
-    update, and the schedule of the config goes on where there was one. `param_groups` are the session's own: what is written there
-    takes effect at the next update, and schedulers of torch may be built on this object. Its hooks run when there is an update.
+    update, and the schedule of the config goes on where there was one. `param_groups` are the session's own: changes of them
+    take effect at the next update, and schedulers of torch may be built on this object. Its hooks run when there is an update.
 
     Attributes:
         global_steps: boundaries so far, skipped ones included. skipped_steps: those without an update, because gradients overflowed.

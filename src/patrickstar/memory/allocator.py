@@ -1,7 +1,6 @@
 """The process's memory allocator: which one serves torch's tensors, what it keeps of what is freed, how to get it back.
 
-Freed activations stay with the allocator, and a budget is kept by what the process really holds. The figures of this file
-come from `benchmarks/allocators.py`; `docs/decisions/0002-allocators.md` has the table and says what follows from it.
+Figures are from `benchmarks/allocators.py`: `docs/decisions/0002-allocators.md`.
 """
 
 from __future__ import annotations
@@ -99,10 +98,7 @@ def identify(maps: Iterable[str], *, address: int) -> tuple[str, str]:
 
 
 def return_at_once() -> str:
-    """Make the allocator give back every larger block when it is freed: what was done, for people; "" where nothing was.
-
-    For the whole process: see the two functions below. Does nothing where it has been done before.
-    """
+    """Make the allocator give back every larger block when it is freed, in the whole process: what was done, for people; "" where nothing was."""
     if set_glibc_thresholds():
         fill_holes()
         return "glibc now returns freed blocks of 128 KiB and more"
@@ -112,11 +108,9 @@ def return_at_once() -> str:
 
 
 def set_glibc_thresholds() -> bool:
-    """Make glibc give back every block of 128 KiB or more when it is freed; whether it now does.
+    """Make glibc give back every block of 128 KiB or more when it is freed, for good; whether it now does.
 
-    For the whole process and for good: setting a threshold ends glibc's own adaptation of it. False on any other
-    allocator, which is left alone. What the heap has free already is still filled first, and kept when freed again:
-    a process that has worked before needs `fill_holes` as well.
+    What the heap has free already is still filled first, and kept when freed again: a process that has worked before needs `fill_holes` as well.
     """
     if allocator().name != "glibc":
         return False
@@ -148,10 +142,7 @@ def fill_holes() -> int:
 
 
 def set_tcmalloc_decommit() -> bool:
-    """Make tcmalloc give back every block when it is freed; whether it now does. False on any other allocator.
-
-    For the whole process, until somebody sets the property again.
-    """
+    """Make tcmalloc give back every block when it is freed; whether it now does."""
     if allocator().name != "tcmalloc" or not _can_decommit():
         return False
     return bool(_process.MallocExtension_SetNumericProperty(_DECOMMIT, ctypes.c_size_t(1)))

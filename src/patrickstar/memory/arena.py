@@ -1,11 +1,8 @@
 """An arena: slots of one size in a space, taken and given back without any allocation in between.
 
-What is resident is what is committed: a slot that was never taken has no pages, `trim` gives the pages of free slots back
-at once, and no page ever straddles two slots. The last is why huge pages are allowed only *inside* each slot. Advised over
-an arena of 5 MiB slots as a whole, they made 192 MiB resident where 160 MiB were touched, and 112 where 80 were kept.
-They are worth having: a given-back gigabyte is faulted in again in 0.17 s, against 0.52 s with pages of 4 KiB.
-
-A slot may be given back while its last tenant's works are still under way: it then has fences, and whoever writes into it next comes after them.
+What is resident is what is committed: a slot that was never taken has no pages, `trim` gives the pages of free slots back at once, and no page
+straddles two slots. A slot may be given back while its last tenant's works are still under way: it then has fences, and whoever writes into it
+next comes after them.
 
 Note [Lent memory]
     Of slots of one and of several among each other, enough may be free and none side by side. Memory then has to go from some addresses to others. To
@@ -67,19 +64,9 @@ class Arena:
         return self._slots.committed
 
     @property
-    def committed_bytes(self) -> int:
-        """The most this arena has resident."""
-        return self._slots.committed * self.slot_bytes
-
-    @property
     def address_range(self) -> tuple[int, int]:
         """First address of the arena, and the first one past it."""
         return self._space.address_range
-
-    def slot_at(self, address: int) -> int:
-        """The slot that an address lies in, or -1 where it is not of this arena."""
-        slot = (address - self._space.address_range[0]) // self.slot_bytes
-        return slot if 0 <= slot < self.virtual_slots else -1
 
     def expect_open(self) -> None:
         """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""

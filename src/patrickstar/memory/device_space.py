@@ -13,7 +13,7 @@ from torch import Tensor
 
 from patrickstar.errors import StateError
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
-from patrickstar.memory.space import Space
+from patrickstar.memory.space import Space, copy_by_unit
 from patrickstar.torch_private import storage_at
 
 __all__ = ["DeviceSpace"]
@@ -64,15 +64,7 @@ class DeviceSpace:
             self.tensor(at, nbytes).fill_(byte)
 
     def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
-        for offset in range(0, nbytes, self._unit_bytes):  # memory of the host is pinned unit by unit
-            source = other.tensor(from_ + offset, self._unit_bytes)
-            self.tensor(at + offset, self._unit_bytes).copy_(source, non_blocking=True)
-
-    def copy_to(self, other: Space, to: int, at: int, nbytes: int) -> None:
-        """Copies bytes into another space. A work of a lane."""
-        for offset in range(0, nbytes, self._unit_bytes):
-            target = other.tensor(to + offset, self._unit_bytes)
-            target.copy_(self.tensor(at + offset, self._unit_bytes), non_blocking=True)
+        copy_by_unit(other, from_, self, at, nbytes, unit_bytes=self._unit_bytes)
 
     def prepare(self, at: int, nbytes: int) -> None:
         addresses, mapped = self._open(), list[int]()

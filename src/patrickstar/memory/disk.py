@@ -9,9 +9,6 @@
     that ended without cleaning up, and the next pool there removes it. (A lock, not a process number: numbers are used
     again, and mean other processes in other containers that share the directory.)
 (5) The files are gone after `close()`, when the pool is collected, and at the end of the interpreter.
-
-Transfers bypass the page cache where the file system can: three times as fast when writing, a tenth of the CPU time, and
-nothing of it counts as memory in use.
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ class DiskPool:
             if size < 1 or size % ALIGNMENT:
                 raise ValueError(f"{ref} has {size} bytes: expected a multiple of {ALIGNMENT}")
         self.directory = directory
-        self.nbytes = sum(units.values())
+        self.nbytes = 0
         self._io = io if io is not None else FileIO()
 
         self._nbytes: dict[PlaneRef, int] = {}
@@ -96,18 +93,19 @@ class DiskPool:
         self._prepared: dict[PlaneRef, tuple[_File, int]] = {}
         self._files: dict[Path, int] = {}
         self.direct = True
-        self._prepare(budget_bytes)
+        prepare_directory(directory)
+        remove_stale_files(directory, io=self._io)
+        self._budget_bytes = default_disk_bytes(directory) if budget_bytes is None else budget_bytes
         # Made before the first file, so that what follows may fail anywhere.
         self._cleanup = weakref.finalize(self, _remove_files, self._io, self._files, os.getpid())
-        try:
-            for plane in dict.fromkeys(ref.plane for ref in units):
-                own = {ref: size for ref, size in units.items() if ref.plane == plane}
-                self._file_of |= dict.fromkeys(own, self._make_file(plane, sum(own.values())))
-            self._nbytes.update(units)
-        except BaseException:
-            self.close()
-            raise
-        self._announce()
+        self.add(units)
+        for ref in units:
+            self.take(ref)
+        if kept_in_memory(directory):
+            logger.warning(
+                "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk",
+                directory,
+            )
 
     def add(self, units: Mapping[PlaneRef, int]) -> None:
         """Makes room for more units, or for units that become larger: each lies in its new place from `take` on.
@@ -168,18 +166,12 @@ class DiskPool:
         """Removes the files. No transfer may be under way."""
         self._cleanup()
 
-    def _prepare(self, budget_bytes: int | None) -> None:
-        prepare_directory(self.directory)
-        remove_stale_files(self.directory, io=self._io)
-        self._budget_bytes = default_disk_bytes(self.directory) if budget_bytes is None else budget_bytes
-        self._refuse_unless_it_fits()
-
     def _refuse_unless_it_fits(self) -> None:
         budget = self._budget_bytes
         if self.nbytes > budget:
             raise BudgetError(
-                f"disk memory is {format_bytes(self.nbytes - budget)} short: {format_bytes(self.nbytes)} of model data "
-                f"rest in {self.directory}; budget {format_bytes(budget)}\n"
+                f"disk memory is {format_bytes(self.nbytes - budget)} short: {format_bytes(self.nbytes)} of model states "
+                f"are offloaded to {self.directory}; budget {format_bytes(budget)}\n"
                 f"  fits with: disk_memory >= {format_bytes(self.nbytes)}  |  more host_memory",
                 tier="disk",
                 needed_bytes=self.nbytes,
@@ -190,7 +182,7 @@ class DiskPool:
         wanted = self.nbytes - sum(self._nbytes.values())
         if wanted > free:
             raise DeviceError(
-                f"disk={self.directory}: {format_bytes(wanted)} of model data rest there, {format_bytes(free)} are "
+                f"disk={self.directory}: {format_bytes(wanted)} of model states are offloaded to it, {format_bytes(free)} are "
                 f"free; free {format_bytes(wanted - free)}, or name a directory on another disk"
             )
 
@@ -231,13 +223,6 @@ class DiskPool:
                 self._io.set_buffered(opened)
             logger.warning(
                 "disk=%s: this file system has no direct I/O; transfers go through the page cache, which is slower",
-                self.directory,
-            )
-
-    def _announce(self) -> None:
-        if kept_in_memory(self.directory):
-            logger.warning(
-                "disk=%s is held in memory itself (tmpfs): what rests there frees none; name a directory on a disk",
                 self.directory,
             )
 

@@ -180,7 +180,7 @@ class DeviceAddresses:
         return (
             f"the device has no memory left for a slot of {format_bytes(nbytes)}: of {format_bytes(total)} {format_bytes(free)} are free, "
             f"this session's slots have {format_bytes(mine)}, torch's allocator has {format_bytes(allocated)} in use, and others "
-            f"{format_bytes(max(0, total - free - mine - allocated))}. Give a smaller device_memory, or end what else uses the device"
+            f"{format_bytes(max(0, total - free - mine - allocated))}. Give a smaller device_memory, or end other programs on the device"
         )
 
     def unmap(self, at: int) -> None:

@@ -1,9 +1,4 @@
-"""All calls that files are made, filled, read, moved and removed with: one object, passed in, so that a test can make them fail.
-
-Around it what every user needs: whole transfers, past the page cache where the file system can, and errors that name file, offset and bytes.
-
-`patrickstar.testing.faults.FaultyIO` is the one that fails on demand. Both satisfy one contract suite.
-"""
+"""All calls that files are made, filled, read, moved and removed with: one object, passed in, so that a test can make them fail."""
 
 from __future__ import annotations
 

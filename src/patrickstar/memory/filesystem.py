@@ -1,8 +1,4 @@
-"""The file system below a disk directory: whether the directory can be used, what is free there, whether files there are held in memory.
-
-Using the directory is tried before any budget is computed: what cannot be written often has nothing free either, and would be taken for
-too little memory.
-"""
+"""The file system below a disk directory: whether the directory can be used, what is free there, whether files there are held in memory."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import torch
 from patrickstar.core.machine import Tier
 from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.stream_lane import StreamLane
-from patrickstar.memory.stressed_lane import StressedLane
-from patrickstar.memory.thread_lane import PacedLane, ThreadLane
+from patrickstar.memory.thread_lane import PacedLane, StressedLane, ThreadLane
 
 __all__ = ["Links", "MakeLane", "lanes_of"]
 

@@ -1,8 +1,6 @@
 """Readiness of bytes that a device moves: what must be over before they are used or changed, where no thread of the host waits for it.
 
-A transfer from or to a device counts as arrived once it is queued, and slots are given back while kernels that read them are queued. So whoever
-comes next says so to the device: the stream that computes waits for what was copied into a slot, a copy out of a slot comes after what has been
-computed there, and a slot that is given back has a fence behind both.
+A transfer counts as arrived once it is queued, and slots are given back while kernels that read them are queued: who comes next has the device wait.
 """
 
 from __future__ import annotations
@@ -39,17 +37,15 @@ class Readiness:
 
     def written(self, place: Place, ticket: Ticket) -> None:
         """Notes a work that writes there: the last one, which comes after all before it."""
-        if self.is_needed:
-            self._written[place] = ticket
-            self._read.pop(place, None)
-            self._seen.pop(place, None)
+        self._written[place] = ticket
+        self._read.pop(place, None)
+        self._seen.pop(place, None)
 
     def read(self, place: Place, ticket: Ticket) -> None:
         """Notes a work that reads there."""
-        if self.is_needed:
-            reading = self._read.setdefault(place, [])
-            reading[:] = [earlier for earlier in reading if not earlier.done]
-            reading.append(ticket)
+        reading = self._read.setdefault(place, [])
+        reading[:] = [earlier for earlier in reading if not earlier.done]
+        reading.append(ticket)
 
     def before_reading(self, place: Place) -> list[Ticket]:
         """Tickets that a work which reads there comes after, but for what has been computed."""

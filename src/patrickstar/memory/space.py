@@ -14,7 +14,7 @@ from torch import Tensor
 from patrickstar.errors import StateError
 from patrickstar.memory.mapping import HUGE_PAGE_BYTES, absent_bytes, advise_huge, discard, reserve
 
-__all__ = ["HostSpace", "Space"]
+__all__ = ["HostSpace", "Space", "copy_by_unit"]
 
 
 class Space(Protocol):
@@ -44,9 +44,6 @@ class Space(Protocol):
 
     def tensor(self, at: int, nbytes: int) -> Tensor:
         """A tensor of these bytes, for a copy."""
-
-    def copy_to(self, other: Space, to: int, at: int, nbytes: int) -> None:
-        """Copies bytes into another space, which has been asked to copy them from here."""
 
     def prepare(self, at: int, nbytes: int) -> None:
         """Is told of a slot that is used for the first time, or again after `discard` has asked for that. DeviceError: there is no memory."""
@@ -96,13 +93,10 @@ class HostSpace:
 
     def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
         self._open()
-        if not isinstance(other, HostSpace):
-            other.copy_to(self, at, from_, nbytes)
-            return
-        ctypes.memmove(self._start + at, other.address_range[0] + from_, nbytes)
-
-    def copy_to(self, other: Space, to: int, at: int, nbytes: int) -> None:
-        other.copy_from(self, at, to, nbytes)
+        if isinstance(other, HostSpace):
+            ctypes.memmove(self._start + at, other.address_range[0] + from_, nbytes)
+        else:
+            copy_by_unit(other, from_, self, at, nbytes, unit_bytes=self._unit_bytes)
 
     def tensor(self, at: int, nbytes: int) -> Tensor:
         return self.wrapping(at, nbytes, torch.uint8)()
@@ -140,3 +134,10 @@ class HostSpace:
                 "use the model in the process that manages it, or start workers with the spawn method"
             )
         return self._memory
+
+
+def copy_by_unit(source: Space, from_: int, target: Space, at: int, nbytes: int, *, unit_bytes: int) -> None:
+    """Copies bytes from or to a device, on the current stream: unit by unit, as memory of the host is pinned."""
+    for offset in range(0, nbytes, unit_bytes):
+        unit = source.tensor(from_ + offset, unit_bytes)
+        target.tensor(at + offset, unit_bytes).copy_(unit, non_blocking=True)

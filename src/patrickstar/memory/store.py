@@ -1,8 +1,5 @@
 """The chunk store: where every unit is, and its bytes. State and bytes change in one place, and only as actions say.
 
-On a tier a unit's bytes are in slots of that tier's arena, or in an extent of the disk pool. What may be trusted where is the matter of
-`plan/residency.py`, whose state the store owns.
-
     Issue    slots are taken where something is copied to or created; a lane does the work, perhaps over several moments; its ticket is kept
     Wait     the ticket's wait: from now on the bytes are there, or will be when the device has got so far (`readiness.py`)
     Drop     the slots are given back, poisoned where asked for, with a fence until that is over
@@ -17,6 +14,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -64,14 +62,16 @@ class ChunkStore:
     Args:
         state: where every unit is; belongs to the store from now on, to be read by everybody.
         arenas: an arena for each memory tier in use; disk: the disk tier, or None. links: the lanes between them.
-        dtype: torch type of a unit's elements. chunks: number of chunks of a unit's run.
+        dtype: see below. chunks: number of chunks of a unit's run.
         ledger: is told of every slot taken and given back, and of every byte that crosses a link; what rests below the compute tier is in it.
         device: whose streams the lanes of links and of the compute tier are; None: there are none. poison: whether slots given back are
             filled with NaN.
 
     Attributes:
         leases: on slots of the compute tier, and on what is held in the stead of one.
+        dtype: the torch type of a unit's elements. has_disk: true where anything can rest on a disk.
         committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
+        hold_beside: notes how many bytes of non-model data are on the compute tier now.
         log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
     """
 
@@ -92,29 +92,26 @@ class ChunkStore:
         self._arenas = arenas
         self._disk = disk
         self._links = links
-        self._dtype = dtype
         self._chunks = chunks
-        self._ledger = ledger
         self._compute = state.compute
         self._poison = poison
         self._readiness = Readiness(device)
         self._process = os.getpid()
 
         self.leases = Leases(self.tensor)
+        self.ledger = ledger
+        self.dtype = dtype
+        self.has_disk = disk is not None
         self.keep_log = False
         self.log: list[Action] = []
         self.committed_slots = 0
+        self.hold_beside = partial(ledger.nonmodel, state.compute)
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
         self._under_way: dict[tuple[WorkKind, PlaneRef, Tier], _UnderWay] = {}  # by work
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
-        self._beside_bytes = self._most_beside_bytes = 0
 
     # what is there
-
-    def dtype(self, ref: PlaneRef) -> torch.dtype:
-        """The torch type of a unit's elements."""
-        return self._dtype(ref)
 
     def tensor(self, ref: PlaneRef, tier: Tier | None = None) -> Tensor:
         """A 1-D tensor over a fresh storage of a unit's slots, on the compute tier or on one below. The slots may move unless a lease is taken.
@@ -155,22 +152,15 @@ class ChunkStore:
         first = self._at[tier].get(ref)
         if first is None:
             raise InvariantError(1, f"{ref} is used on the {tier.label}, without slots")
-        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
-        if filling is not None:
-            filling.ticket.wait()
+        for filling in self._zeros(ref, tier):
+            filling.wait()
             del self._under_way[WorkKind.CREATE, ref, tier]
-        return self._arenas[tier].wrapping(first, self.state.slots[ref], self._dtype(ref))
+        return self._arenas[tier].wrapping(first, self.state.slots[ref], self.dtype(ref))
 
-    @property
-    def has_disk(self) -> bool:
-        """True where anything can rest on a disk."""
-        return self._disk is not None
-
-    @property
-    def ledger(self) -> Ledger:
-        """Bytes by tier and by link, up to date."""
-        self._tell_ledger()
-        return self._ledger
+    def _zeros(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
+        """The filling of a unit's slots, if nobody has waited for it."""
+        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
+        return [] if filling is None else [filling.ticket]
 
     # what changes
 
@@ -185,7 +175,8 @@ class ChunkStore:
         Raises:
             StateError: the store is of another process, whose transfers nobody here can wait for.
         """
-        self._expect_own_process()
+        if os.getpid() != self._process:
+            self._arenas[self._compute].expect_open()
         for waits, group in groupby(actions, key=lambda action: isinstance(action, Wait)):
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
             with nullcontext() if waits else InterruptionsPutOff():
@@ -199,18 +190,13 @@ class ChunkStore:
                     self._do(action, during, update_work)
             else:
                 self._do(action, during, update_work)
-        except (torch.AcceleratorError, DeviceFailureError) as error:
-            self.land_all()
-            raise located(error, f"{action}, in moment {during}" if during else str(action)) from error
-        except BaseException:  # a transfer that failed, or an interruption by the user, of which the next may come while this one is settled
-            self.land_all()
+        except BaseException as error:
+            self.land_all()  # also after an interruption by the user, of which the next may come while this one is settled
+            if isinstance(error, torch.AcceleratorError | DeviceFailureError):
+                raise located(error, f"{action}, in op {during}" if during else str(action)) from error
             raise
         if self.keep_log:
             self.log.append(action)
-
-    def _expect_own_process(self) -> None:
-        if os.getpid() != self._process:
-            self._arenas[self._compute].expect_open()
 
     def wait_for_updates(self) -> None:
         """Waits for all updates under way."""
@@ -221,8 +207,7 @@ class ChunkStore:
             case Issue():
                 self._issue(action, during, update_work)
             case Wait():
-                over = residency.ended_by(self.state, action)
-                for issue in over:
+                for issue in (over := residency.ended_by(self.state, action)):
                     self._wait(issue)
                 self._note(over)
             case Drop(ref, tier, slots):
@@ -244,10 +229,8 @@ class ChunkStore:
         except Exception as error:
             if issue.src is None:
                 raise
-            (_, ref, tier), during = issue.work, self._under_way[issue.work].during
-            this = (
-                f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during or 'this moment'}"
-            )
+            (_, ref, tier), during = issue.work, self._under_way[issue.work].during or "this op"
+            this = f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during}"
             if isinstance(error, DeviceFailureError):
                 raise located(error, this) from error
             raise DeviceError(f"{error}\n  this was {this}") from error
@@ -278,18 +261,15 @@ class ChunkStore:
             self._ticket(issue).wait()
         except Exception:  # whatever a lane has raised: the work has not been done
             if issue.src is not None:
-                self._give_up(issue)
+                _, ref, tier = issue.work
+                with InterruptionsPutOff():
+                    residency.give_up(self.state, ref)
+                    if self.state.has_slots_to_take(ref, tier):
+                        self._give(ref, tier, issue.slots)
+                    del self._under_way[issue.work]
                 return
             residency.want_again(self.state, issue)
         self._note([issue])
-
-    def _give_up(self, issue: Issue) -> None:
-        _, ref, tier = issue.work
-        with InterruptionsPutOff():
-            residency.give_up(self.state, ref)
-            if self.state.has_slots_to_take(ref, tier):
-                self._give(ref, tier, issue.slots)
-            del self._under_way[issue.work]
 
     def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
         """Notes that a unit has been written, on the compute tier or on one below."""
@@ -325,8 +305,6 @@ class ChunkStore:
         for ref, tier in homes.items():
             if ref in state.home:
                 self._leave_home(ref)
-                if state.home[ref] is not self._compute:
-                    self.ledger.remove(state.home[ref], state.unit_bytes(ref))
             if tier is not self._compute:
                 self.ledger.add(tier, slots[ref] * state.slot_bytes)
             if tier is Tier.DISK:
@@ -338,8 +316,6 @@ class ChunkStore:
         for ref in refs:
             self.release(ref)
             self._leave_home(ref)
-            if self.state.home[ref] is not self._compute:
-                self.ledger.remove(self.state.home[ref], self.state.unit_bytes(ref))
         self.state.shrink(refs)
 
     def _leave_home(self, ref: PlaneRef) -> None:
@@ -348,8 +324,10 @@ class ChunkStore:
             if ref in places:
                 self._wrap.pop(ref, None)
                 self._give_slots(ref, tier, places.pop(ref), self.state.slots[ref])
+        if self.state.home[ref] is not self._compute:
+            self.ledger.remove(self.state.home[ref], self.state.unit_bytes(ref))
 
-    # pages, and what lies beside
+    # pages
 
     @property
     def arriving_slots(self) -> int:
@@ -362,28 +340,13 @@ class ChunkStore:
         return sum(arena.absent_bytes(at[ref], slots[ref]) for ref, _ in self._coming())
 
     def _coming(self) -> list[tuple[PlaneRef, _UnderWay]]:
-        if not self._under_way:
-            return []
         return [(ref, one) for (_, ref, _), one in self._under_way.items() if one.fresh_slots and not one.ticket.done]
 
     def trim(self) -> None:
         """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""
         if self.committed_slots > self.limit_slots:
-            arena = self._arenas[self._compute]
-            arena.trim(self.limit_slots)
-            self.committed_slots = arena.committed_slots
-
-    def hold_beside(self, nbytes: int) -> None:
-        """Notes how many bytes of non-model data are on the compute tier now."""
-        self._beside_bytes = nbytes
-        self._most_beside_bytes = max(self._most_beside_bytes, nbytes)
-
-    def _tell_ledger(self) -> None:
-        """Tells the ledger the most of what lay beside chunks since they changed last, before they change again: only that makes a peak."""
-        if self._most_beside_bytes != self._beside_bytes:
-            self._ledger.nonmodel(self._compute, self._most_beside_bytes)
-            self._most_beside_bytes = self._beside_bytes
-        self._ledger.nonmodel(self._compute, self._beside_bytes)
+            self._arenas[self._compute].trim(self.limit_slots)
+            self.committed_slots = self._arenas[self._compute].committed_slots
 
     def close(self) -> None:
         """Gives everything back, when nothing is under way any more. Whatever still refers to a slot keeps the slot's memory."""
@@ -404,27 +367,22 @@ class ChunkStore:
         self._at[tier][ref] = arena.take(slots, max_committed_slots=limit)
         if tier is self._compute:
             self.committed_slots = arena.committed_slots
-        if not self._is_reserved(ref, tier):
-            self._tell_ledger()
-            self._ledger.add(tier, slots * arena.slot_bytes)
+        if self.state.has_slots_to_take(ref, tier):
+            self.ledger.add(tier, slots * arena.slot_bytes)
 
     def _give(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         if tier is self._compute:
             self._wrap.pop(ref, None)
         self._give_slots(ref, tier, self._at[tier].pop(ref), slots)
-        if not self._is_reserved(ref, tier):
-            self._tell_ledger()
-            self._ledger.remove(tier, slots * self._arenas[tier].slot_bytes)
-
-    def _is_reserved(self, ref: PlaneRef, tier: Tier) -> bool:
-        return not self.state.has_slots_to_take(ref, tier)
+        if self.state.has_slots_to_take(ref, tier):
+            self.ledger.remove(tier, slots * self._arenas[tier].slot_bytes)
 
     def _give_slots(self, ref: PlaneRef, tier: Tier, first: int, slots: int) -> None:
         """Gives slots back to their arena, behind what is still under way on them."""
-        filling, arena = self._under_way.pop((WorkKind.CREATE, ref, tier), None), self._arenas[tier]
-        fence = None if filling is None else filling.ticket
+        before, arena = self._zeros(ref, tier), self._arenas[tier]
+        self._under_way.pop((WorkKind.CREATE, ref, tier), None)
+        fence = before[0] if before else None
         if self._poison or self._readiness.is_needed:
-            before = [] if fence is None else [fence]
             before += self._readiness.before_writing((ref, tier))
             if tier is self._compute:
                 before += self._readiness.computed()
@@ -438,9 +396,8 @@ class ChunkStore:
         """Has a work begin: on its lane, after what it has to come after."""
         (kind, ref, tier), src = issue.work, issue.src
         is_update, committed_slots = kind is WorkKind.UPDATE, self.committed_slots
-        takes = (
-            not is_update and tier is not Tier.DISK and ref not in self._at[tier]
-        )  # at home it may have rested before
+        # At home it may have rested before.
+        takes = not is_update and tier is not Tier.DISK and ref not in self._at[tier]
         if takes:
             self._take(ref, tier, issue.slots)
         task = self._task(issue, update_work)
@@ -457,7 +414,7 @@ class ChunkStore:
         if self._readiness.is_needed:
             self._note_places(issue, ticket)
         if src is not None:
-            self._ledger.move(src, tier, self.state.unit_bytes(ref))
+            self.ledger.move(src, tier, self.state.unit_bytes(ref))
         if not is_update:
             residency.apply(self.state, issue)
 
@@ -521,11 +478,6 @@ class ChunkStore:
             if tier is self._compute and not takes:
                 before += self._readiness.computed()
         return before
-
-    def _zeros(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """The filling of a unit's slots, if nobody has waited for it."""
-        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
-        return [] if filling is None else [filling.ticket]
 
     def _begin_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
         """Begins the transfer of a run as one of each chunk, so that none waits for updates of others."""

@@ -1,4 +1,4 @@
-"""Lanes whose works are done by threads, beside the caller: freely, or as a link of some speed would."""
+"""Lanes whose works are done by threads, beside the caller: freely, as a link of some speed would, or each late by chance."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
+from random import Random
 from threading import Lock
 
 from patrickstar.errors import DeviceError, StateError
-from patrickstar.memory.lanes import Task, Ticket, when_all_settled
+from patrickstar.memory.lanes import Lane, Task, Ticket, when_all_settled
 from patrickstar.memory.workers import Job, Workers
 
-__all__ = ["PacedLane", "ThreadLane"]
+__all__ = ["PacedLane", "StressedLane", "ThreadLane"]
+
+_LATEST_SECONDS = 2e-3
 
 
 class _Ticket:
@@ -119,6 +122,30 @@ class PacedLane(ThreadLane):
 
         when_all_settled(after, note)
         return super().issue(paced, after)
+
+
+class StressedLane:
+    """Has another lane do its works, each a random time later than that would, so that whoever does not wait finds something else."""
+
+    def __init__(self, lane: Lane, random: Random) -> None:
+        self._lane = lane
+        self._random = random
+
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
+        # Most are late by a little, some by much.
+        seconds = _LATEST_SECONDS * self._random.random() ** 3
+
+        def late() -> None:
+            time.sleep(seconds)
+            work()
+
+        return self._lane.issue(late, after, nbytes=nbytes)
+
+    def drain(self) -> None:
+        self._lane.drain()
+
+    def close(self) -> None:
+        self._lane.close()
 
 
 def _do(work: Task, after: Collection[Ticket], end: Future[None], lane: str) -> None:

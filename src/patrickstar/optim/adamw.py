@@ -117,16 +117,17 @@ class _DefinedUpdate(torch.optim.Optimizer):
 class AdamW(_DefinedUpdate, torch.optim.AdamW):
     """Adam with decoupled weight decay, in place of `torch.optim.AdamW` on fp32 and bf16 parameters on the CPU or on CUDA devices.
 
-    From one and the same state a step has the moments and weights of torch's fused optimizer, bit for bit (but for tails:
-    see `docs/bits.md`); of its others the moments, and weights within 2 ulp of max(|p|, lr). `state_dict()` has torch's
+    From one and the same state a step has the `exp_avg`, `exp_avg_sq` and weights of torch's fused optimizer, bit for bit (but for tails:
+    see `docs/bits.md`); of its other optimizers the states, and weights within 2 ulp of max(|p|, lr). `state_dict()` has torch's
     format: either class loads the other's. `foreach` and `fused` choose among torch's implementations and are without
     effect; `amsgrad`, `maximize`, `capturable` and `differentiable` must stay False.
 
-    A bf16 parameter has a master in fp32 of which it is the upper half: the lower one is the state's `rest`, int16, and moments are fp32 (10 bytes a
-    parameter). Its steps are those of an fp32 parameter with the same gradients. Values written into the parameter by hand leave `rest` as it was.
+    A bf16 parameter has a master in fp32 of which it is the upper half: the lower one is the state's `rest`, int16. Optimizer states are fp32
+    (10 bytes per parameter). Its steps are those of an fp32 parameter with the same gradients. Values written into the parameter by hand
+    leave `rest` as it was.
 
     Args:
-        states: "exact", fp32 moments.
+        states: "exact", fp32 optimizer states.
     Raises:
         ConfigError: an argument that is not supported.
         ValueError: a hyper-parameter that torch refuses too.
@@ -148,8 +149,9 @@ class AdamW(_DefinedUpdate, torch.optim.AdamW):
         fused: bool | None = None,  # noqa: ARG002  torch's name, without effect
         states: str = "exact",
     ) -> None:
-        flags = _checked(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
-        _check_states(states)
+        flags = _checked(
+            states, amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable
+        )
         torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, **flags)
 
 
@@ -173,23 +175,21 @@ class Adam(_DefinedUpdate, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         states: str = "exact",
     ) -> None:
-        flags = _checked(amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable)
-        _check_states(states)
+        flags = _checked(
+            states, amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable
+        )
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, decoupled_weight_decay=decoupled_weight_decay, **flags
         )
 
 
-def _checked(**flags: bool) -> dict[str, Any]:
+def _checked(states: str, **flags: bool) -> dict[str, Any]:
     refuse_unsupported(flags)
-    return flags
-
-
-def _check_states(states: str) -> None:
     if states == "compact":
-        raise ConfigError('states="compact" arrives in a later version; "exact" is what there is')
+        raise ConfigError('states="compact" arrives in a later version; there is only "exact"')
     if states not in STATES:
         raise ConfigError(f"states={states!r} is not known: {', '.join(STATES)}" + nearest(str(states), STATES))
+    return flags
 
 
 def _check(parameter: torch.Tensor) -> None:

@@ -29,11 +29,7 @@ __all__ = ["Kernel", "check_planes"]
 
 
 class Kernel(Protocol):
-    """One update in place. Kernels differ in speed, never in a bit.
-
-    This protocol is for the fp32 planes weight, grad, exp_avg, exp_avg_sq. Other formats (a split master with its
-    `rest` plane, compact moments) are protocols beside it over the same `Hyper` and `Coefficients`.
-    """
+    """One update in place, of fp32 planes. Kernels differ in speed, never in a bit."""
 
     name: str
 
@@ -53,7 +49,6 @@ class Kernel(Protocol):
             weight, grad, exp_avg, exp_avg_sq: flat, contiguous, fp32, on one device, of equal length, at any address.
             step: the number of this update for these elements, counting from 1.
         """
-        ...
 
 
 def check_planes(*planes: torch.Tensor, step: int) -> None:

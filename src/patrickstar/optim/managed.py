@@ -22,23 +22,18 @@ class StepTarget(Protocol):
 
     def step_groups(self) -> None:
         """Updates what has a gradient, with the hyper-parameters that `ManagedOptimizer.hypers()` gives now."""
-        ...
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets the gradients of the parameters in the groups, or makes them zero."""
-        ...
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state in torch's format (`state.pack`)."""
-        ...
 
     def optimizer_state(self) -> MutableMapping[Any, Any]:
         """The state by parameter, to be read and written."""
-        ...
 
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over states that `state.unpack` has passed; the groups are the optimizer's business."""
-        ...
 
 
 class ManagedOptimizer(torch.optim.Optimizer):
@@ -183,7 +178,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self._original.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the format of torch's class; the moments are read from the chunks."""
+        """The state in the format of torch's class; the optimizer states are read from the chunks."""
         self._require_attached("state_dict()")
         for pre_hook in list(self._optimizer_state_dict_pre_hooks.values()):
             pre_hook(self)

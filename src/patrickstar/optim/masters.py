@@ -1,6 +1,4 @@
-"""fp32 masters of 16-bit training: their updates from 16-bit gradients, block by block, and the split master.
-
-Nothing as large as a chunk is ever made: a block is widened at once, updated by a kernel for fp32, and narrowed again.
+"""fp32 masters of 16-bit training: blocks of them, and the split master.
 
 The split master is an fp32 value as a 16-bit weight and what is left over of its bit pattern, an integer. The sum of the two is the master again,
 bit for bit:
@@ -23,15 +21,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.scratch import block_numel
-
 __all__ = [
     "BLOCK_NUMEL",
     "Scratch",
-    "SplitKernel",
-    "WideningKernel",
     "blocks",
     "join",
     "rest_type",
@@ -93,49 +85,6 @@ class Scratch:
         return tuple(torch.empty(numel, dtype=dtype, device=device) for dtype in self._dtypes)
 
 
-def _numel_at_once(plane: Tensor) -> int:
-    return BLOCK_NUMEL if plane.is_cpu else block_numel(plane.numel(), most=BLOCK_NUMEL)
-
-
-class WideningKernel:
-    """An update of fp32 masters from gradients of another type, by a kernel for fp32: the very same arithmetic, block by block.
-
-    Args:
-        kernel: updates the blocks.
-    """
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self._scratch = Scratch(torch.float32)
-
-    @torch.no_grad()
-    def update(
-        self,
-        weight: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        step: int,
-        hyper: Hyper,
-        factors: Sequence[Tensor] = (),
-    ) -> None:
-        """Updates weight, exp_avg and exp_avg_sq in place; the gradient stays as it is.
-
-        Args:
-            weight, exp_avg, exp_avg_sq: fp32. grad: of any floating type, widened before anything else. All flat, contiguous, of one length.
-            step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
-        """
-        numel = _numel_at_once(weight)
-        with self._scratch.taken(weight.device, numel) as (whole,):
-            for block in blocks(weight.numel(), of=numel):
-                gradient = whole[: block.stop - block.start]
-                gradient.copy_(grad[block])
-                for factor in factors:
-                    gradient.mul_(factor)
-                self._kernel.update(weight[block], gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
-
-
 def rest_type(weight: torch.dtype) -> torch.dtype:
     """The type of what completes weights of a 16-bit type to their masters."""
     return torch.int16 if weight is torch.bfloat16 else torch.int32
@@ -173,46 +122,3 @@ def join(weight: Tensor, rest: Tensor, master: Tensor, *, scratch: Tensor | None
     if rest.dtype is torch.int16:
         wide = rest.to(torch.int32) if scratch is None else scratch.copy_(rest)  # adding one type to another is slow
     master.view(torch.int32).add_(wide)
-
-
-class SplitKernel:
-    """An update of masters that are split, by a kernel for fp32 masters: the very same arithmetic, block by block.
-
-    Args:
-        kernel: updates the joined blocks.
-    """
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self._scratch = Scratch(torch.float32, torch.float32, torch.int32)
-
-    @torch.no_grad()
-    def update(
-        self,
-        weight: Tensor,
-        rest: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        step: int,
-        hyper: Hyper,
-        factors: tuple[Tensor, ...] = (),
-    ) -> None:
-        """Updates weight, rest, exp_avg and exp_avg_sq in place; the gradient stays as it is.
-
-        Args:
-            weight, rest: as for `split`. grad: of any floating type, widened before anything else.
-            exp_avg, exp_avg_sq: fp32. All flat, contiguous, on the CPU, of one length.
-            step, hyper: as for a kernel. factors: what the widened gradient is multiplied with first, in order (0-dim fp32).
-        """
-        numel = _numel_at_once(weight)
-        with self._scratch.taken(weight.device, numel) as whole:
-            for block in blocks(weight.numel(), of=numel):
-                master, gradient, bits = (scratch[: block.stop - block.start] for scratch in whole)
-                join(weight[block], rest[block], master, scratch=bits)
-                gradient.copy_(grad[block])
-                for factor in factors:
-                    gradient.mul_(factor)
-                self._kernel.update(master, gradient, exp_avg[block], exp_avg_sq[block], step=step, hyper=hyper)
-                split(master, weight[block], rest[block], scratch=bits)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -21,32 +21,38 @@ _WIDTH = 16  # of a row of a block
 _BLOCKS = 4  # summed at once: 12 bytes of scratch an element, 3 MiB; more are not faster
 
 
-class Norm(Protocol):
-    """Squares of gradients, added up by the tree of `GlobalNorm` wherever that is fastest."""
+class Norm(ABC):
+    """Squares of gradients, added up by the tree of `GlobalNorm` wherever that is fastest, so that no two gradients need be in memory at once."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._filled = 0
+        self._numbers: list[torch.Tensor] = []
+
+    @abstractmethod
     def add(self, piece: torch.Tensor, factors: Sequence[torch.Tensor] = ()) -> None:
         """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
-        ...
 
+    @abstractmethod
     def end_tensor(self) -> None:
         """Ends the current tensor: the next piece starts another one, with a block of its own."""
-        ...
 
     def numbers(self) -> torch.Tensor:
         """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
-        ...
+        assert not self._filled, "inside a tensor: end_tensor() first"
+        return torch.cat(self._numbers) if self._numbers else torch.empty(0, dtype=torch.float64, device=self._device)
 
     def result(self) -> torch.Tensor:
         """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host. NaN or Inf where a gradient is."""
-        ...
+        return norm_of(self.numbers().tolist())
 
     def sum_of_squares(self) -> float:
         """The sum so far, in fp64."""
-        ...
+        return sum_left_to_right(self.numbers().tolist())
 
 
-class GlobalNorm:
-    """Adds up squares tensor by tensor, so that no two gradients need be in memory at once. `docs/bits.md` has the definition.
+class GlobalNorm(Norm):
+    """Adds up squares tensor by tensor. `docs/bits.md` has the definition.
 
     Squares are taken in fp64, where those of fp32 numbers are exact. A block of 65,536 elements, zeros in place of those that a tensor's last
     one lacks, is 4,096 rows of 16: rows are added to their neighbours (0 and 1, 2 and 3), pairs to theirs, until one is left, and then its
@@ -61,15 +67,13 @@ class GlobalNorm:
     def __init__(self, device: torch.device | str | None = "cpu", *, largest: int | None = None) -> None:
         most = _BLOCKS * BLOCK_NUMEL
         numel = most if largest is None else tree_numel(largest, most=most)
-        self._squares = torch.empty(numel, dtype=torch.float64, device=device or "cpu")
-        self._scratch = torch.empty(numel // 2, dtype=torch.float64, device=device or "cpu")
-        self._filled = 0
+        super().__init__(torch.device(device or "cpu"))
+        self._squares = torch.empty(numel, dtype=torch.float64, device=self._device)
+        self._scratch = torch.empty(numel // 2, dtype=torch.float64, device=self._device)
         self._has_cut = False  # a block, which ends a tensor
-        self._numbers: list[torch.Tensor] = []
 
     @torch.no_grad()
     def add(self, piece: torch.Tensor, factors: Sequence[torch.Tensor] = ()) -> None:
-        """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
         assert piece.dim() == 1, f"a piece must be flat, not {tuple(piece.shape)}"
         for block in scaled_blocks(piece, factors):
             self._add(block)
@@ -88,7 +92,6 @@ class GlobalNorm:
                 self._sum()
 
     def end_tensor(self) -> None:
-        """Ends the current tensor: the next piece starts another one, with a block of its own."""
         if self._filled:
             self._sum()
         self._has_cut = False
@@ -103,24 +106,6 @@ class GlobalNorm:
         groups = tensors * (2 + largest // (_BLOCKS * BLOCK_NUMEL))
         taken = 8 * numel, 4 * numel, 8 * groups, *(4 * block for block in scaled)
         return sum(map(cuda_block_bytes, taken)) + (groups + 3) * cuda_block_bytes(1)
-
-    def add_tensor(self, tensor: torch.Tensor) -> None:
-        """Adds a whole tensor at once, in the order of its indices."""
-        self.add(tensor.detach().reshape(-1))
-        self.end_tensor()
-
-    def numbers(self) -> torch.Tensor:
-        """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
-        assert not self._filled, "inside a tensor: end_tensor() first"
-        return torch.cat(self._numbers) if self._numbers else self._scratch[:0]
-
-    def result(self) -> torch.Tensor:
-        """The norm of all tensors so far: a tensor of no dimensions, fp32. NaN or Inf where a gradient is."""
-        return norm_of(self.numbers().tolist())
-
-    def sum_of_squares(self) -> float:
-        """The sum so far, in fp64."""
-        return sum_left_to_right(self.numbers().tolist())
 
     def _sum(self) -> None:
         """Adds the blocks that have come to the total, the last one as it is."""

@@ -1,7 +1,6 @@
 """Passes over planes: all that a step does to every element where it lies, by one family of kernels for each type of device.
 
-Families differ in speed, never in a bit: `TorchPasses` has torch's fused kernel on the host, and torch's operations wherever nothing faster is;
-`triton_passes.py` is for GPUs. `choose_kernels` decides which is used, once for each session; nobody else asks.
+Families differ in speed, never in a bit; `choose_kernels` decides which is used.
 
 NaN: what is NaN in one family is NaN in the other. Which one is defined where parts of a master are written (`masters.py`), and nowhere else: a GPU
 makes 0x7FFFFFFF of all in fp32, and processors differ too.
@@ -19,7 +18,7 @@ from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim import masters
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.masters import SplitKernel, WideningKernel
+from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm, Norm
 from patrickstar.optim.reference import Reference
 from patrickstar.optim.scratch import PassBytes, block_numel
@@ -52,35 +51,27 @@ class Passes(Protocol):
             step: the number of this update for these elements, counting from 1.
             factors: what the widened gradient is multiplied with first, in order, each product rounded (0-dim fp32, on this device or on the host).
         """
-        ...
 
     def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         """Writes the source over the target, or adds it to what is there: in fp32, rounded to the target's type to nearest, ties to even."""
-        ...
 
     def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
         """Puts as `put` does, and then looks at the target as `look` does."""
-        ...
 
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
         """Makes a flag (0-dim, int32, where the piece is) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
-        ...
 
     def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
         """Writes a master into its two parts (`masters.split`)."""
-        ...
 
     def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
         """Writes what two parts come to (`masters.join`)."""
-        ...
 
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
         """An empty global norm, whose squares are taken on this device; None: on the host. `largest`: elements of the largest tensor, if known."""
-        ...
 
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
         """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
-        ...
 
 
 class TorchPasses:
@@ -93,9 +84,10 @@ class TorchPasses:
     def __init__(self, kernel: Kernel) -> None:
         self.name = kernel.name
         self._kernel = kernel
-        self._splitting = SplitKernel(kernel)
-        self._widening = WideningKernel(kernel)
+        self._splitting = Scratch(torch.float32, torch.float32, torch.int32)
+        self._widening = Scratch(torch.float32)
 
+    @torch.no_grad()
     def update(
         self,
         weight: Tensor,
@@ -108,14 +100,24 @@ class TorchPasses:
         hyper: Hyper,
         factors: Sequence[Tensor] = (),
     ) -> None:
-        if rest is not None:
-            self._splitting.update(
-                weight, rest, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=tuple(factors)
-            )
-        elif grad.dtype is not torch.float32 or factors:
-            self._widening.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper, factors=factors)
-        else:
+        if rest is None and grad.dtype is torch.float32 and not factors:
             self._kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+            return
+        numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
+        with (self._widening if rest is None else self._splitting).taken(weight.device, numel) as whole:
+            for span in masters.blocks(weight.numel(), of=numel):
+                gradient, *joined = (scratch[: span.stop - span.start] for scratch in whole)
+                gradient.copy_(grad[span])
+                for factor in factors:
+                    gradient.mul_(factor)
+                if rest is None:
+                    self._kernel.update(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                    continue
+                master, bits = joined
+                masters.join(weight[span], rest[span], master, scratch=bits)
+                self._kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                masters.split(master, weight[span], rest[span], scratch=bits)
 
     def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         if adds:

@@ -27,11 +27,9 @@ class Rates(Protocol):
 
     def lr(self, done: int, base: float) -> float:
         """The rate after `done` steps; `base`: the optimizer's own rate."""
-        ...
 
     def betas(self, done: int) -> Betas | None:
         """The betas after `done` steps; None: as the optimizer has them."""
-        ...
 
 
 class ScheduledRates:

@@ -10,7 +10,7 @@ In memory the same is keyed by the parameters' names.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,15 +119,7 @@ def restore_groups(groups: Sequence[Group], state_dict: Mapping[str, Any], *, ke
 
 def _numbered(groups: Sequence[Group]) -> list[tuple[int, torch.Tensor]]:
     """(torch's number, parameter), each parameter once. A number is a place among all groups' parameters."""
-
-    def walk() -> Iterator[tuple[int, torch.Tensor]]:
-        seen: set[int] = set()
-        start = 0
-        for group in groups:
-            for number, parameter in enumerate(group["params"], start):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield number, parameter
-            start += len(group["params"])
-
-    return list(walk())
+    first: dict[int, tuple[int, torch.Tensor]] = {}
+    for number, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
+        first.setdefault(id(parameter), (number, parameter))
+    return list(first.values())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.masters import blocks
-from patrickstar.optim.norm import BLOCK_NUMEL, norm_of, sum_left_to_right
+from patrickstar.optim.norm import BLOCK_NUMEL, Norm
 from patrickstar.optim.triton_launch import WIDENED, current, factor_arguments, launch
 
 __all__ = ["TritonNorm"]
@@ -20,14 +20,14 @@ _SPAN_NUMEL = 1 << 24  # summed by one launch: 1 MiB of scratch
 _NUMBERS = 32  # of blocks, by one program: one of each thread
 
 
-class TritonNorm:
+class TritonNorm(Norm):
     """Adds up squares as `GlobalNorm` does, with its bits: 4 (or 2) bytes an element are read once, and 1/16 byte is written.
 
     Blocks that lie in a piece are summed where they lie; what is left of one at a piece's ends is collected in fp32 until it is whole.
     """
 
     def __init__(self, device: torch.device, *, largest: int | None = None) -> None:
-        self._device = device
+        super().__init__(device)
         # Of smaller tensors one launch sums no more than there is.
         self._span = (
             _SPAN_NUMEL if largest is None else min(_SPAN_NUMEL, max(1, -(-largest // BLOCK_NUMEL)) * BLOCK_NUMEL)
@@ -35,12 +35,9 @@ class TritonNorm:
         self._collected = torch.empty(BLOCK_NUMEL, device=device)
         self._subtrees = torch.empty(self._span // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=device)
         self._rows = torch.empty(self._span // BLOCK_NUMEL * 16, dtype=torch.float64, device=device)
-        self._filled = 0
-        self._numbers: list[Tensor] = []
 
     @torch.no_grad()
     def add(self, piece: Tensor, factors: Sequence[Tensor] = ()) -> None:
-        """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
         assert piece.dim() == 1, f"a piece must be flat, not {tuple(piece.shape)}"
         is_here = piece.device == self._device and piece.dtype in WIDENED
         start = 0
@@ -55,28 +52,9 @@ class TritonNorm:
             start += taken
 
     def end_tensor(self) -> None:
-        """Ends the current tensor: the next piece starts another one, with a block of its own."""
         filled, self._filled = self._filled, 0
         if filled:
             self._sum(self._collected[:filled], ())
-
-    def add_tensor(self, tensor: Tensor) -> None:
-        """Adds a whole tensor at once, in the order of its indices."""
-        self.add(tensor.detach().reshape(-1))
-        self.end_tensor()
-
-    def numbers(self) -> Tensor:
-        """The sums of all blocks so far, 1-D in fp64 on the device: `norm_of` them is the norm."""
-        assert not self._filled, "inside a tensor: end_tensor() first"
-        return torch.cat(self._numbers) if self._numbers else self._rows[:0]
-
-    def result(self) -> Tensor:
-        """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host, which waits for the device once."""
-        return norm_of(self.numbers().tolist())
-
-    def sum_of_squares(self) -> float:
-        """The sum so far, in fp64."""
-        return sum_left_to_right(self.numbers().tolist())
 
     def _collect(self, part: Tensor, factors: Sequence[Tensor], *, is_here: bool) -> None:
         """Keeps a part of a block, which ends where the block does or before, and sums the block when it is whole."""

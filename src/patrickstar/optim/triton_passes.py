@@ -39,7 +39,7 @@ class TritonPasses:
         assert rest is not None or weight.dtype is torch.float32, f"a weight of {weight.dtype}"
         assert rest is None or _are_parts(weight, rest), f"a weight of {weight.dtype}, a rest of {rest.dtype}"
         assert grad.dtype in WIDENED, f"a gradient of {grad.dtype}"
-        assert exp_avg.dtype is exp_avg_sq.dtype is torch.float32, f"averages of {exp_avg.dtype}, {exp_avg_sq.dtype}"
+        assert exp_avg.dtype is exp_avg_sq.dtype is torch.float32, f"states of {exp_avg.dtype}, {exp_avg_sq.dtype}"
         assert step >= 1, f"step {step}: the first update is number 1"
         scalars = Coefficients.at(hyper, step)
         is_nearer_grad = not abs(scalars.blend) < 0.5  # Note [Lerp] in kernel.py

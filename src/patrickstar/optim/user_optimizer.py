@@ -1,8 +1,4 @@
-"""The optimizer a user passes to `manage`: is it one we can take over, and what does it already know?
-
-Everything here looks and changes nothing, but for `return_state` and `begin_anew`. Parameters are known by `names`: `id(parameter)` ->
-name, of all parameters of the model.
-"""
+"""The optimizer a user passes to `manage`. Parameters are known by `names`: `id(parameter)` -> name, of all parameters of the model."""
 
 from __future__ import annotations
 
@@ -27,11 +23,7 @@ _log = logging.getLogger("patrickstar")
 
 
 def check_optimizer(optimizer: object, names: Mapping[int, str]) -> None:
-    """Raises ConfigError unless the optimizer can be taken over as it stands.
-
-    Its type is one of `ACCEPTED`, no group asks for another update (`amsgrad` ...), its hyper-parameters are such as
-    torch takes, all its parameters are the model's, and the state it has is Adam's.
-    """
+    """Raises ConfigError unless the optimizer can be taken over as it stands."""
     if type(optimizer) not in ACCEPTED:
         allowed = ", ".join(_qualified(accepted) for accepted in ACCEPTED)
         raise ConfigError(

@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.planes import GRAD
 from patrickstar.errors import StateError
-from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
+from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.bound import placeholder
 from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 from patrickstar.parameters.transforms import expect_no_transform
+from patrickstar.parameters.weight_access import WeightAccess
 
-__all__ = ["STEP", "AssembledOwner", "AssembledRecord", "AssembledTensors", "title"]
+__all__ = ["STEP", "AssembledRecord", "AssembledTensors", "no_memory", "title"]
 
 STEP: Final = "step"
 """The name, in the place of a plane, of a parameter's count of updates."""
@@ -38,29 +39,6 @@ _STAYS = frozenset({Tensor.requires_grad_, accessor("requires_grad", "__set__"),
 _ANOTHER = frozenset({Tensor.detach, accessor("data", "__get__")})
 _SET_DATA = accessor("data", "__set__")
 _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"})
-
-
-class AssembledOwner(Protocol):
-    """The one who puts whole tensors together, and takes changes of them."""
-
-    def make_copy(self, key: CopyKey) -> Tensor:
-        """A 1-D tensor with a parameter's value, whose units are resident, or what is kept of one, put together.
-
-        Raises:
-            BudgetError: the tensor does not fit.
-        """
-
-    def settle(self) -> None:
-        """Does what is pending: state is about to be read or written."""
-
-    def expect_room(self, key: AssembledKey) -> None:
-        """Raises BudgetError where there is no room to put this tensor together, alone."""
-
-    def renew(self, key: AssembledKey, copy: Tensor) -> None:
-        """Writes what has changed in chunks into a tensor that was put together and is still held."""
-
-    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        """Takes a change, in place, of a tensor that was put together. `wholly`: every element was written, with other bits or not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +69,7 @@ class AssembledTensors:
     """The assembled tensors of one binding.
 
     Args:
-        assembled_class: the class of these tensors. lock: held while bytes come and go.
+        access: has owner, leases and lock. assembled_class: the class of these tensors. device: where they are.
 
     Attributes:
         making_bytes: bytes of what is being put together now, as the owner says.
@@ -99,17 +77,15 @@ class AssembledTensors:
 
     def __init__(
         self,
-        owner: AssembledOwner,
-        leases: Leases,
-        lock: AbstractContextManager[object],
+        access: WeightAccess,
         assembled_class: type[Tensor],
         *,
         device: torch.device | None = None,
     ) -> None:
         self._device = device
-        self._owner = owner
-        self._leases = leases
-        self._lock = lock
+        self._owner = access.owner
+        self._leases = access.leases
+        self._lock = access.lock
         self._class = assembled_class
 
         self.making_bytes = 0
@@ -168,27 +144,19 @@ class AssembledTensors:
             return func(*args, **kwargs)
         if func in SHAPE_ONLY:
             return func(of.source.shape_only, *args[1:], **kwargs)
-        self._expect_there(of.source)
+        _expect_there(of.source)
         if func in _ANOTHER:
             return self._another(of, func)
         if func == _SET_DATA:
             return self._set_data(of, *args[1:])
         if func in ESCAPES:
-            raise self.no_memory(func.__name__, of.source.key)
+            raise no_memory(func.__name__, of.source.key)
         if func.__name__ in REPOINTS:
             what = title(of.source.key)
             raise StateError(
                 f"{func.__name__}() was called on {what}, which lies in chunks and has its own shape: use {what}.clone()"
             )
         return NotImplemented
-
-    def no_memory(self, asked: str, key: AssembledKey) -> StateError:
-        """The error that refuses memory which would outlive the use."""
-        what = title(key)
-        return StateError(
-            f"{asked} of {what} asks for memory that outlives the use: it lies in chunks, and has memory of its own only while an operation uses "
-            f"it. {what}.clone() is an ordinary tensor; to change it, use operations of torch"
-        )
 
     def _another(self, of: AssembledRecord, func: Callable[..., Any]) -> Tensor:
         """Another stand-in for the same bytes (`detach()`, `.data`), with the version counter that torch gives it."""
@@ -210,7 +178,7 @@ class AssembledTensors:
         record = self.of(value)
         if record is None:
             return False
-        self._expect_there(record.source)
+        _expect_there(record.source)
         return record.source.key == key
 
     # one use
@@ -227,7 +195,7 @@ class AssembledTensors:
         self._owner.settle()
         with self._lock:
             for of in records:
-                self._expect_there(of.source)
+                _expect_there(of.source)
             leased = [self._leases.take_copy(of.source.key, self._owner.make_copy) for of in records]
             for of, copy in zip(records, leased, strict=True):
                 of.depth += 1
@@ -263,20 +231,12 @@ class AssembledTensors:
         """Raises BudgetError where there is no room for one of these tensors, alone: before the first of many is changed."""
         self._owner.settle()
         for of in records:
-            self._expect_there(of.source)
+            _expect_there(of.source)
             self._owner.expect_room(of.source.key)
 
     def lasting(self, tensor: Tensor) -> Tensor:
         """A tensor that autograd may keep of one in use: of an assembled tensor, an alias that keeps its bytes."""
         return tensor.detach() if type(tensor) is self._class else tensor
-
-    def _expect_there(self, source: AssembledValue) -> None:
-        if source.gone:
-            what = title(source.key)
-            raise StateError(
-                f"{what} was used after {source.gone}: it lies in chunks, and shows what is there when it is used. Read it anew, or take a "
-                f"copy while it is there, {what}.clone()"
-            )
 
     # changes where it lies
 
@@ -300,3 +260,21 @@ class AssembledTensors:
         """Lets all tensors go: the session ends."""
         for key in list(self._tensors):
             self.dropped(key, "the session was closed")
+
+
+def no_memory(asked: str, key: AssembledKey) -> StateError:
+    """The error that refuses memory which would outlive the use."""
+    what = title(key)
+    return StateError(
+        f"{asked} of {what} asks for memory that outlives the use: it lies in chunks, and has memory of its own only while an operation uses "
+        f"it. {what}.clone() is an ordinary tensor; to change it, use operations of torch"
+    )
+
+
+def _expect_there(source: AssembledValue) -> None:
+    if source.gone:
+        what = title(source.key)
+        raise StateError(
+            f"{what} was used after {source.gone}: it lies in chunks, and has the values of the time of its use. Read it anew, or take a "
+            f"copy while it is there, {what}.clone()"
+        )

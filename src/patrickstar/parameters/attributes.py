@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,23 +14,33 @@ from torch import Tensor
 from patrickstar.errors import StateError
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.functions import ESCAPES, HOOKS, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
-from patrickstar.parameters.owner import Owner
+from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.parameters.transforms import expect_no_transform
+from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import backward_id
-
-if TYPE_CHECKING:
-    from patrickstar.parameters.binding import Binding
 
 __all__ = ["Attributes", "DetachedAliases", "not_its_own"]
 
 
 class Attributes:
-    """The answers for parameters of a binding, and for their detached aliases."""
+    """The answers for managed parameters, and for their detached aliases.
 
-    def __init__(self, binding: Binding, owner: Owner, detached: DetachedAliases) -> None:
-        self._binding = binding
-        self._owner = owner
+    Args:
+        bound: the records of parameters and tiles, by `id()`.
+    """
+
+    def __init__(
+        self,
+        bound: Mapping[int, BoundParameter],
+        access: WeightAccess,
+        gradients: GradientAccess,
+        detached: DetachedAliases,
+    ) -> None:
+        self._bound = bound
+        self._owner = access.owner
+        self._access = access
+        self._gradients = gradients
         self._detached = detached
 
     def answer(
@@ -58,10 +68,10 @@ class Attributes:
         return NotImplemented
 
     def _get_grad(self, bound: BoundParameter) -> Tensor | None:
-        return self._binding.gradients.get(bound)
+        return self._gradients.get(bound)
 
     def _set_grad(self, bound: BoundParameter, value: Tensor | None = None) -> None:
-        self._binding.gradients.set(bound, value)
+        self._gradients.set(bound, value)
 
     def _detach(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
@@ -75,16 +85,15 @@ class Attributes:
         """A view that holds the slot, for use inside of a backward. Checkpointing detaches what a custom Function saves while it recomputes,
         and autograd unpacks that without its class: a stand-in would be taken for values.
         """
-        binding = self._binding
-        binding.enter([bound])
+        self._access.enter([bound])
         try:
             with torch.inference_mode(False):
-                return cast("Tensor", binding.dress(bound.over(binding.lease(bound.key))))
+                return cast("Tensor", self._access.dress(bound.over(self._access.lease(bound.key))))
         finally:
-            binding.leave([bound])
+            self._access.leave([bound])
 
     def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
-        same = self._binding.bound(value)
+        same = self._bound.get(id(value)) or self._detached.of(value)
         # `p.data += x` adds in place, and assigns the alias of the very same bytes.
         if same is not None and same.name == bound.name:
             return
@@ -95,16 +104,18 @@ class Attributes:
             raise StateError(not_its_own(bound, what))
         # The bytes belong to the session: they take the values. What is left of PyTorch's meaning is that `value` becomes an alias.
         with torch.no_grad():
-            self._binding.handle(Tensor.copy_, (self._get_data(bound), value), {})
+            alias = self._get_data(bound)
+            # A use of the alias, as torch would tell of it: it does not ask classes now.
+            type(alias).__torch_function__(Tensor.copy_, (type(alias),), (alias, value))
 
     def _escape(self, func: Callable[..., Any], bound: BoundParameter, *args: Any, **kwargs: Any) -> Any:
         """Hands memory out: that of a view of its own, so that what holds the view holds the slot.
 
         Of an alias that nothing but a number is asked for (`data_ptr()`), the slot stays as long as the alias lives.
         """
-        self._binding.enter([bound])
+        self._access.enter([bound])
         try:
-            leased = self._binding.lease(bound.key)
+            leased = self._access.lease(bound.key)
             if bound.is_detached:
                 bound.lease = leased
             self._owner.escaped(bound.key)
@@ -112,18 +123,18 @@ class Attributes:
                 view = bound.over(leased).requires_grad_(bound.tensor().requires_grad)
             return func(view, *args, **kwargs)
         finally:
-            self._binding.leave([bound])
+            self._access.leave([bound])
 
     def _set_requires_grad(self, bound: BoundParameter, value: bool = True) -> Tensor:
-        tensor, parameter = bound.tensor(), self._binding.by_name[bound.name].tensor()
+        tensor, parameter = bound.tensor(), self._access.records[bound.name].tensor()
         if value and not tensor.requires_grad and tensor is parameter:
             self._owner.thawed(bound.name)
         tensor.requires_grad = value
         if tensor is parameter:
-            self._binding.gradients.watch(bound)
+            self._gradients.watch(bound)
             for tile in bound.tiles:
                 tile.parameter.requires_grad = value
-                self._binding.gradients.watch(tile)
+                self._gradients.watch(tile)
         return tensor
 
 

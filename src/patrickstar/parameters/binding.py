@@ -12,9 +12,7 @@ Note [Binding]
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -25,12 +23,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GradientUse, PlaneRef
+from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError
-from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
-from patrickstar.parameters.assembled import STEP, AssembledRecord, AssembledTensors
+from patrickstar.memory.leases import AssembledKey, Leases
+from patrickstar.parameters.assembled import AssembledRecord, AssembledTensors, no_memory
 from patrickstar.parameters.attributes import Attributes, DetachedAliases
-from patrickstar.parameters.bound import BoundParameter, Places, make_records, names_by_id, with_tiles
+from patrickstar.parameters.bound import BoundParameter, make_records, names_by_id
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
 from patrickstar.parameters.functions import (
@@ -49,8 +47,9 @@ from patrickstar.parameters.parameter import alias_classes, parameter_class
 from patrickstar.parameters.saved import SavedTensors
 from patrickstar.parameters.tiles import TILED, tile_by_tile
 from patrickstar.parameters.transforms import expect_no_transform
+from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.plan.touches import UseCounts
-from patrickstar.torch_private import Plain, backward_id, transform_level
+from patrickstar.torch_private import Plain, transform_level
 
 __all__ = ["Binding"]
 
@@ -76,14 +75,14 @@ class Binding:
 
     Args:
         named: the parameters by name, each once, in layout order.
-        owner: who owns the bytes. leases: of the slots in use. counts: of uses, which the binding counts.
+        owner: who owns the bytes. leases: of the slots in use. counts: of uses, which are counted.
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
         device: where parameters are used; None: where they are now.
 
     Attributes:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
-        places: whose the bytes of units are.
+        access: gives parameters their bytes.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         changes: what uses change in place.
         device: where parameters are used, as given.
@@ -106,18 +105,6 @@ class Binding:
         self._owner = owner
         self.device = device
         self.leases = leases
-        self._counts = counts
-        self.lock = threading.RLock()
-        # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
-        self._base: type[Tensor] = next(
-            (FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor
-        )
-        self._parameter_class = parameter_class(self, nn.Parameter if self._base is Tensor else self._base)
-        self._alias_class, self._detached_class, self._assembled_class = alias_classes(self, self._base)
-        self._detached = DetachedAliases(self._detached_class)
-        self._attributes = Attributes(self, owner, self._detached)
-        self.assembled = AssembledTensors(owner, leases, self.lock, self._assembled_class, device=device)
-
         self.session_name = "a session"
         self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device)
         self.by_name = {name: self.records[name] for name in named}
@@ -125,50 +112,25 @@ class Binding:
         self._bound = {id(bound.parameter): bound for bound in self.records.values()}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
-        self.places = Places(self.records)
-        self.changes = Changes(owner, self.records, take=self.lease, owners_of=self._owners_of, keys_of=self._keys_of)
+
+        # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
+        base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
+        self._parameter_class = parameter_class(self, nn.Parameter if base is Tensor else base)
+        self._alias_class, self._detached_class, self._assembled_class = alias_classes(self, base)
+        self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
+        self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
+        self.changes = Changes(self.access, self.assembled, owners_of=self._owners_of)
+        self.gradients = GradientAccess(self.access, self.assembled, gradients)
         self._saved = SavedTensors(
-            self._find,
-            self._fetch,
-            self.assembled.lasting,
+            self.access,
+            self.changes,
+            lasting=self.assembled.lasting,
             standin=lambda parameter: self._bound[id(parameter)].standin,
-            was_recomputed=self.changes.was_recomputed,
         )
-        self.gradients = GradientAccess(
-            self.records, owner, self.lock, assembled=self.assembled, undress=self._undress, use=gradients
-        )
+        self._detached = DetachedAliases(self._detached_class)
+        self._attributes = Attributes(self._bound, self.access, self.gradients, self._detached)
 
     # binding and releasing
-
-    def changing(self, names: Iterable[str]) -> None:
-        """Raises the versions of parameters whose values change: what autograd saved of them before is out of date."""
-        with Plain():
-            torch.autograd.graph.increment_version([bound.parameter for bound in with_tiles(self.records, names)])
-
-    def changed_by_update(self, names: Iterable[str]) -> None:
-        """Carries changed values of parameters to copies that somebody still holds, and raises their versions."""
-        names = list(names)
-        self.changing(names)
-        living = self.leases.living()
-        for bound in with_tiles(self.records, names) if living else ():
-            if bound.name in living:
-                self._owner.renew(bound.name, self.lease(bound.name))
-        self._owner.updated()
-
-    def is_shown(self, name: str) -> bool:
-        """Tells whether somebody holds a copy of a parameter, or of a tile, or state of it that was put together."""
-        living = self.leases.living()
-        names = {bound.name for bound in with_tiles(self.records, [name])}
-        shown = (key for key in living if not isinstance(key, PlaneRef))
-        return any((key.name if isinstance(key, AssembledKey) else key) in names for key in shown)
-
-    def stepped(self, names: Iterable[str]) -> None:
-        """Tells whoever holds copies or state of parameters, or tiles, that an update has changed all of it."""
-        names = list(names)
-        self.changed_by_update(names)
-        for owner in dict.fromkeys(self.records[name].owner for name in names):
-            for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
-                self.assembled.changed(AssembledKey(owner, plane))
 
     def bind(self) -> None:
         """Turns every parameter into a managed one. The old data is let go."""
@@ -223,7 +185,7 @@ class Binding:
             if by_tiles is not None:
                 return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:
-            return differentiate(func, args, kwargs, bound=self.bound, undress=self._undress)
+            return differentiate(func, args, kwargs, bound=self.bound, undress=self.access.undress)
         with Plain():
             answer = self._answer(func, args[0], args, kwargs) if args else NotImplemented
             if answer is not NotImplemented:
@@ -267,7 +229,7 @@ class Binding:
         bound = self.bound(tensor)
         if bound is not None:
             return bound.view[2]
-        found = self._find(tensor) if type(tensor) is self._alias_class else None
+        found = self.access.find(tensor) if type(tensor) is self._alias_class else None
         if found is None:
             return 0
         bound = self._bound[id(found[2])]
@@ -350,7 +312,7 @@ class Binding:
     ) -> Any:
         if found.aliases:
             self._owner.carry_out_pending()
-        self.enter(found.parameters)
+        self.access.enter(found.parameters)
         try:
             tensors = [bound.tensor() for bound in found.parameters] + found.aliases
             watched = None
@@ -361,124 +323,35 @@ class Binding:
                 with self._saved.around_use():
                     result = run(*args, **kwargs)
                 if effects.escapes:
-                    for key in self._keys_of(found.aliases):
+                    for key in self.access.keys_of(found.aliases):
                         if isinstance(key, AssembledKey):
-                            raise self.assembled.no_memory(func.__name__, key)
+                            raise no_memory(func.__name__, key)
                         self._owner.escaped(key)
-                return self.dress(result)
+                return self.access.dress(result)
             finally:
                 if watched is not None:
                     self.changes.tell(watched)
                 elif versions != [NOT_COUNTED if tensor.is_inference() else tensor._version for tensor in tensors]:
                     self.changes.tell(WatchedUse(func, tensors, versions, {}))
         finally:
-            self.leave(found.parameters)
+            self.access.leave(found.parameters)
 
     def _owners_of(self, value: Any) -> list[BoundParameter]:
         """The parameters whose bytes these tensors are."""
         found = self._found(value)
-        places = [self._find(alias) for alias in found.aliases]
+        places = [self.access.find(alias) for alias in found.aliases]
         owners = [self._bound[id(place[2])] for place in places if place is not None]
         return list({bound.name: self.records[bound.name] for bound in (*found.parameters, *owners)}.values())
-
-    def enter(self, found: Sequence[BoundParameter]) -> None:
-        """Gives parameters bytes. Each `enter` has one `leave`."""
-        if not found:
-            return
-        if transform_level() is not None:
-            expect_no_transform(f"a use of {found[0].name}")
-        with self.lock:
-            touches = found[0].touches
-            if len(found) > 1:
-                touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
-            if backward_id() == -1:  # else it is part of a recomputation
-                self._count(found)
-            self._owner.use(found[0].name, touches)
-            units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
-            leased = {bound.key: self.lease(bound.key) for bound in found}
-            del units
-            for bound in found:
-                bound.depth += 1
-                if bound.depth == 1:
-                    if torch.is_inference_mode_enabled():
-                        with torch.inference_mode(False):
-                            bound.tensor().data = bound.over(leased[bound.key])
-                    else:
-                        bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
-
-    def _count(self, found: Sequence[BoundParameter]) -> None:
-        """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
-        counts, in_graph = self._counts, torch.is_grad_enabled()
-        for bound in found:
-            in_graph = in_graph and not bound.is_detached
-        for bound in found:
-            counts.uses[bound.name] = counts.uses.get(bound.name, 0) + 1
-            if not in_graph:
-                counts.apart[bound.name] = counts.apart.get(bound.name, 0) + 1
-
-    def lease(self, key: WeightKey) -> Tensor:
-        """The 1-D tensor that is leased at a use: over a resident unit's slot, or the copy of a parameter whose units are resident."""
-        return self.leases.take(key) if isinstance(key, PlaneRef) else self.leases.take_copy(key, self._owner.make_copy)
-
-    def leave(self, found: Sequence[BoundParameter]) -> None:
-        """Takes the bytes of parameters away again; whatever else holds a slot keeps it."""
-        with self.lock:
-            for bound in found:
-                bound.depth -= 1
-                if not bound.depth:
-                    bound.tensor().data = bound.standin
-
-    # what uses return and autograd saves
-
-    def dress(self, result: Any) -> Any:
-        """The result of a use, in which views of slots now have the class `Alias`."""
-        if isinstance(result, Tensor):
-            is_new = not hasattr(type(result), "managed_by")
-            if is_new and result.layout is torch.strided and self.leases.locate(result) is not None:
-                result.__class__ = self._alias_class
-        elif isinstance(result, list | tuple):
-            for item in result:
-                self.dress(item)
-        return result
-
-    def _undress(self, tensor: Tensor) -> None:
-        if type(tensor) is self._alias_class:
-            tensor.__class__ = self._base
-
-    def _keys_of(self, tensors: Iterable[Tensor]) -> list[Key]:
-        places = (self.leases.locate(tensor) for tensor in tensors)
-        return [place.key for place in places if place is not None]
-
-    def _find(self, tensor: Tensor) -> tuple[WeightKey, int, nn.Parameter] | None:
-        """The unit or copy that a tensor lies in, the bytes from the start of that to its first element, and the parameter there."""
-        if tensor.layout is not torch.strided:
-            return None
-        place = self.leases.locate(tensor)
-        if place is None or isinstance(place.key, AssembledKey):
-            return None
-        if not isinstance(place.key, PlaneRef):
-            return place.key, place.offset_bytes, self.records[place.key].parameter
-        starts, owners = self.places.in_unit[place.key]
-        return place.key, place.offset_bytes, owners[bisect_right(starts, place.offset_bytes) - 1].tensor()  # type: ignore[return-value]
-
-    def _fetch(self, key: WeightKey) -> Tensor:
-        with self.lock, Plain():
-            first = self.places.parameters_in(key)[0]
-            units = []
-            for ref in first.refs:
-                self._owner.unpack(ref, first.name)
-                units.append(self.leases.take(ref))
-            return units[0] if key == first.ref else self.lease(key)
 
     def ordinary(self, parameter: Tensor) -> nn.Parameter:
         """An ordinary parameter with the values of a managed one: what copying and pickling give."""
         with Plain(), torch.no_grad():
             bound = self._bound[id(parameter)]
-            self.enter([bound])
+            self.access.enter([bound])
             try:
                 data = bound.parameter.data.clone()
             finally:
-                self.leave([bound])
+                self.access.leave([bound])
             return nn.Parameter(data, bound.parameter.requires_grad)
 
 

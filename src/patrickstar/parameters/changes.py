@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, PlaneRef
 from patrickstar.errors import StateError
-from patrickstar.memory.leases import AssembledKey, Key, WeightKey
+from patrickstar.memory.leases import AssembledKey
+from patrickstar.parameters.assembled import STEP, AssembledTensors
 from patrickstar.parameters.bound import BoundParameter, with_tiles
 from patrickstar.parameters.functions import uncounted, writes_to
-from patrickstar.parameters.owner import Owner, Rewriting
+from patrickstar.parameters.owner import Rewriting
+from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain, backward_id
 
 __all__ = ["NOT_COUNTED", "Changes", "UnseenChangeError", "WatchedUse"]
@@ -51,27 +54,21 @@ class Changes:
     """The one who notices what uses change.
 
     Args:
-        owner: is told. records: of parameters and tiles, by name. take: gives a 1-D tensor over what is leased.
-        owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in. keys_of: gives what tensors lie in.
+        access: whose owner is told. assembled: what stands for the optimizer's state.
+        owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in.
 
     Attributes:
         rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
     """
 
     def __init__(
-        self,
-        owner: Owner,
-        records: Mapping[str, BoundParameter],
-        *,
-        take: Callable[[WeightKey], Tensor],
-        owners_of: Callable[[Any], list[BoundParameter]],
-        keys_of: Callable[[Iterable[Tensor]], list[Key]],
+        self, access: WeightAccess, assembled: AssembledTensors, *, owners_of: Callable[[Any], list[BoundParameter]]
     ) -> None:
-        self._owner = owner
-        self._records = records
-        self._take = take
+        self._owner = access.owner
+        self._records = access.records
+        self._access = access
+        self._assembled = assembled
         self._owners_of = owners_of
-        self._keys_of = keys_of
 
         self.rewriting: Rewriting | None = None
         self._recomputed: dict[int, int] = {}
@@ -102,7 +99,9 @@ class Changes:
             return {}
         with torch.inference_mode(False), torch.no_grad(), Plain():
             return {
-                bound.name: self._take(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()].clone()
+                bound.name: self._access.lease(bound.key)[
+                    bound.offset : bound.offset + bound.shape_only.numel()
+                ].clone()
                 for bound in parameters
                 if rewriting.keeps_more(bound)
             }
@@ -133,7 +132,7 @@ class Changes:
             if version == _CHANGES or _version(tensor) != version
         ]
         changed = {bound.name: bound for bound in self._owners_of(grown)} if grown else {}
-        for key in self._keys_of(grown):
+        for key in self._access.keys_of(grown):
             if isinstance(key, AssembledKey):  # a view of a gradient, or of the optimizer's state
                 self._owner.assembled_changed(key, wholly=False)
         tiles = [tile.parameter for bound in changed.values() for tile in bound.tiles]
@@ -157,6 +156,38 @@ class Changes:
     def was_recomputed(self, parameter: Tensor, version: int) -> bool:
         """Tells whether a recomputation of a forward, in backward, has left a parameter at this version."""
         return self._recomputed.get(id(parameter)) == version
+
+    # changes by the library
+
+    def outdate(self, names: Iterable[str]) -> None:
+        """Raises the versions of parameters whose values change: what autograd saved of them before is out of date."""
+        with Plain():
+            torch.autograd.graph.increment_version([bound.parameter for bound in with_tiles(self._records, names)])
+
+    def renew(self, names: Iterable[str]) -> None:
+        """Carries changed values of parameters to copies that somebody still holds, and raises their versions."""
+        names = list(names)
+        self.outdate(names)
+        living = self._access.leases.living()
+        for bound in with_tiles(self._records, names) if living else ():
+            if bound.name in living:
+                self._owner.renew(bound.name, self._access.lease(bound.name))
+        self._owner.updated()
+
+    def is_shown(self, name: str) -> bool:
+        """Tells whether somebody holds a copy of a parameter, or of a tile, or state of it that was put together."""
+        living = self._access.leases.living()
+        names = {bound.name for bound in with_tiles(self._records, [name])}
+        shown = (key for key in living if not isinstance(key, PlaneRef))
+        return any((key.name if isinstance(key, AssembledKey) else key) in names for key in shown)
+
+    def stepped(self, names: Iterable[str]) -> None:
+        """Tells whoever holds copies or state of parameters, or tiles, that an update has changed all of it."""
+        names = list(names)
+        self.renew(names)
+        for owner in dict.fromkeys(self._records[name].owner for name in names):
+            for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
+                self._assembled.changed(AssembledKey(owner, plane))
 
 
 def _version(tensor: Tensor) -> int:

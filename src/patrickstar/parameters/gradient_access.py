@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,28 +14,13 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain
 
-__all__ = ["GradientAccess", "GradientOwner"]
+__all__ = ["GradientAccess"]
 
 
-_SPENT = 'it was used and let go (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
-
-
-class GradientOwner(Protocol):
-    """The one who keeps gradients."""
-
-    def gradient(self, name: str, gradient: Tensor) -> None:
-        """Takes a gradient that has arrived in backward."""
-
-    def has_gradient(self, name: str) -> bool:
-        """Tells whether a parameter has a gradient."""
-
-    def is_spent(self, name: str) -> bool:
-        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
-
-    def drop_gradient(self, name: str) -> None:
-        """Drops the gradient accumulated so far, which is no longer wanted."""
+_SPENT = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
 
 
 class GradientAccess:
@@ -48,32 +31,21 @@ class GradientAccess:
     them are the user's own, always.
 
     Args:
-        by_name: the parameters. lock: held while a gradient is taken off. assembled: what stands for gradients in chunks. undress: makes an alias
-            of what was put together an ordinary tensor. use: where gradients go.
+        assembled: what stands for gradients in chunks. use: where gradients go.
 
     Attributes:
         own: the parameters whose gradient is the user's own, by name.
     """
 
-    def __init__(
-        self,
-        by_name: Mapping[str, BoundParameter],
-        owner: GradientOwner,
-        lock: AbstractContextManager[object],
-        *,
-        assembled: AssembledTensors,
-        undress: Callable[[Tensor], None],
-        use: GradientUse,
-    ) -> None:
-        self._by_name = by_name
-        self._owner = owner
-        self._lock = lock
+    def __init__(self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse) -> None:
+        self._by_name = access.records
+        self._owner = access.owner
+        self._access = access
         self._assembled = assembled
-        self._undress = undress
         self._use = use
 
         self._by_id: dict[int, BoundParameter] = {}
-        self.own: set[str] = set(by_name) if use is GradientUse.TENSOR else set()
+        self.own: set[str] = set(access.records) if use is GradientUse.TENSOR else set()
 
     @property
     def stay(self) -> bool:
@@ -98,7 +70,7 @@ class GradientAccess:
         hooks.update(others)
 
     def _take(self, parameter: Tensor) -> None:
-        with self._lock, Plain():
+        with self._access.lock, Plain():
             bound = self._by_id[id(parameter)]
             gradient = parameter.grad
             if gradient is not None and self.stay:
@@ -144,7 +116,7 @@ class GradientAccess:
         if value is None:
             self.is_not_own(bound.name)
         else:
-            self._undress(value)
+            self._access.undress(value)
             self.own.add(bound.name)
 
     def is_not_own(self, name: str) -> None:

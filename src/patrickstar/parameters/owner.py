@@ -9,16 +9,17 @@ from torch import Tensor
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
-from patrickstar.memory.leases import AssembledKey, WeightKey
-from patrickstar.parameters.assembled import AssembledOwner
+from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.gradient_access import GradientOwner
 
 __all__ = ["Owner", "Rewriting"]
 
 
-class Owner(GradientOwner, AssembledOwner, Protocol):
-    """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for."""
+class Owner(Protocol):
+    """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for.
+
+    What one who inherits from this leaves out does nothing.
+    """
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         """Makes the units of a use resident, all at once; `label` is the first parameter's name. BudgetError where they cannot be."""
@@ -43,6 +44,36 @@ class Owner(GradientOwner, AssembledOwner, Protocol):
 
     def escaped(self, key: WeightKey) -> None:
         """Notes that memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
+
+    # gradients, and tensors put together of what lies in chunks
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """Takes a gradient that has arrived in backward."""
+
+    def has_gradient(self, name: str) -> bool:
+        """Tells whether a parameter has a gradient."""
+
+    def is_spent(self, name: str) -> bool:
+        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
+
+    def drop_gradient(self, name: str) -> None:
+        """Drops the gradient accumulated so far, which is no longer wanted."""
+
+    def make_copy(self, key: CopyKey) -> Tensor:
+        """A 1-D tensor with a parameter's value, whose units are resident, or what is kept of one, put together.
+
+        Raises:
+            BudgetError: the tensor does not fit.
+        """
+
+    def settle(self) -> None:
+        """Does what is pending: state is about to be read or written."""
+
+    def expect_room(self, key: AssembledKey) -> None:
+        """Raises BudgetError where there is no room to put this tensor together, alone."""
+
+    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
+        """Takes a change, in place, of a tensor that was put together. `wholly`: every element was written, with other bits or not."""
 
 
 class Rewriting(Protocol):

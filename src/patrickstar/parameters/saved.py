@@ -23,7 +23,9 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import WeightKey
+from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.transforms import expect_no_transform
+from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import (
     Plain,
     Seen,
@@ -132,33 +134,30 @@ class SavedTensors:
     """The pair of saved-tensor hooks around uses.
 
     Args:
-        find: gives (unit or copy, offset in bytes, parameter) of a tensor over a slot or copy, or None.
-        fetch: gives a 1-D tensor over the unit's slot, fetching the unit where it is not resident, or the copy.
+        access: finds what tensors lie in, and brings it again. changes: knows which versions recomputations of a forward have left.
         lasting: gives what may be kept of any other tensor. standin: gives a tensor of a parameter's shape and type that holds no slot.
-        was_recomputed: whether a recomputation of a forward has left a parameter at a version.
     """
 
     def __init__(
         self,
-        find: Callable[[torch.Tensor], tuple[WeightKey, int, torch.nn.Parameter] | None],
-        fetch: Callable[[WeightKey], torch.Tensor],
-        lasting: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        access: WeightAccess,
+        changes: Changes,
         *,
+        lasting: Callable[[torch.Tensor], torch.Tensor],
         standin: Callable[[torch.nn.Parameter], torch.Tensor],
-        was_recomputed: Callable[[torch.Tensor, int], bool],
     ) -> None:
-        self._find = find
-        self._fetch = fetch
+        self._find = access.find
+        self._fetch = access.unpack
+        self._was_recomputed = changes.was_recomputed
         self._lasting = lasting
         self._standin = standin
-        self._was_recomputed = was_recomputed
 
     def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before."""
         if not are_saved_tensors_hooks_allowed():
             raise StateError(
                 "a use of a managed parameter where hooks of saved tensors are forbidden (torch.autograd.graph.disable_saved_tensors_hooks, which "
-                "transforms of torch.func are, too): what is saved of it could not be found again. Use it outside of that context"
+                "transforms of torch.func are, too): its saved tensor could not be found again. Use it outside of that context"
             )
         underneath = top_saved_tensors_hooks()
         is_recomputed = underneath is not None and is_checkpoints(underneath)

@@ -57,7 +57,7 @@ def expect_ordinary_call(
     if torch.jit.is_tracing() or tracers:
         by = tracers[0] if tracers else "torch.jit.trace"
         raise StateError(
-            f"a forward of {name} under {by}: what lies in chunks cannot be traced. Trace before manage(), {_COPY}"
+            f"a forward of {name} under {by}: parameters that lie in chunks cannot be traced. Trace before manage(), {_COPY}"
         )
     if not overrides_are_on():
         raise StateError(

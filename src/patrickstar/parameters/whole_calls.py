@@ -47,7 +47,7 @@ class WholeCalls:
             return
         if not container:
             with Plain():
-                self._binding.enter(found)
+                self._binding.access.enter(found)
             stack.callback(self._leave, found)
             parameters = [bound.parameter for bound in found]
             stack.callback(self._tell, self._binding.changes.watch_call(type(module).__name__, parameters))
@@ -58,7 +58,7 @@ class WholeCalls:
 
     def _leave(self, found: list[BoundParameter]) -> None:
         with Plain():
-            self._binding.leave(found)
+            self._binding.access.leave(found)
 
     def _tell(self, watched: WatchedUse) -> None:
         with Plain():

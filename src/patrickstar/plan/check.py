@@ -33,7 +33,6 @@ added up what all units take together.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -44,8 +43,6 @@ from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.snapshot import Snapshot
-
-_PLACE = re.compile(r"\(\d+\) moment (\d+) ")
 
 _At = tuple[int, int]
 """A place in a plan: the number of a moment, and of an action before it, or one of these two."""
@@ -152,27 +149,6 @@ class _Updates:
     def end(self, at: _At) -> None:
         for update in sorted(self._under_way, key=lambda update: update.of):
             self._found.add(at, 10, f"the update of c{update.of.chunk} was never waited for")
-
-
-def show(violations: Iterable[str], plan: Plan, trace: Trace) -> str:
-    """Violations for people: each with the moments around it, and the actions before each, the place marked.
-
-    (1) moment 1 forward p1: c1.weight is used but is not on the host
-           0 forward p0 0 c0.weight  <-  c0.weight K>H, c0.weight H?
-      >    1 forward p1 0 c1.weight  <-
-           2 forward p2 0 c2.weight  <-  c1.weight H!, c2.weight K>H, c2.weight H?
-    """
-    lines = []
-    for violation in violations:
-        lines.append(violation)
-        place = _PLACE.match(violation)
-        if place is None:
-            continue
-        here = int(place[1])
-        for index in range(max(0, here - 1), min(here + 2, len(trace), len(plan.moments))):
-            mark, actions = ">" if index == here else " ", ", ".join(map(str, plan.moments[index]))
-            lines.append(f"  {mark} {index:4} {trace.moments[index]}  <-  {actions}".rstrip())
-    return "\n".join(lines)
 
 
 @dataclass(slots=True)

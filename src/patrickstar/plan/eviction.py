@@ -1,8 +1,7 @@
 """Orders in which units leave a tier. A policy orders candidates; it moves nothing.
 
-A policy says how much a copy is worth keeping, as a number: the copy of least worth goes first. Ties go clean before
-dirty, since a clean copy leaves without a transfer, and then by id, so that every rank decides alike. From the host below a
-device goes first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
+The copy of least worth goes first. Ties go clean before dirty, and then by id, so that every rank decides alike. From the host below a device goes
+first what has a copy on the device and on the disk: as long as the device has it, that of the host saves nothing.
 
 - `next-use`: worth more the sooner it is used next (Belady). No policy fetches less where units are equal and clean. A copy that is written
   elsewhere before it is used again, or goes there anyway, is worth next to nothing: of such, what was used longest ago goes first. Where steps
@@ -23,7 +22,6 @@ from typing import Final
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.errors import ConfigError, nearest
 from patrickstar.plan.residency import Residency
 
 NEVER: Final = sys.maxsize
@@ -54,8 +52,6 @@ class Uses:
             stays: what was on the tier that computes at the beginning, where it is to be there at the end.
         """
         follower = trace if following is None else following
-        self.n_moments = len(trace)
-        self.n_following = len(follower)
         self._at: dict[PlaneRef, list[int]] = {}
         self._lost: dict[PlaneRef, list[int]] = {}
         self._goes_down = goes_down
@@ -132,18 +128,6 @@ def worth_by_last_use(uses: Uses) -> Worth:
 POLICIES: Final[Mapping[str, Callable[[Uses], Worth]]] = MappingProxyType(
     {"next-use": worth_by_next_use, "lru": worth_by_last_use}
 )
-
-
-def policy_named(name: str) -> Callable[[Uses], Worth]:
-    """The policy of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in POLICIES:
-        known = ", ".join(f'"{policy}"' for policy in POLICIES)
-        raise ConfigError(f'eviction="{name}": expected one of {known}{nearest(name, POLICIES)}')
-    return POLICIES[name]
 
 
 def eviction_order(

@@ -1,15 +1,12 @@
 """Fit of a trace: the smallest budget of the compute tier that is enough, the moment that needs it, and refusals of less.
 
-What a moment touches, what is held from earlier ones, and what is at home on the compute tier must be there at once,
-beside the moment's non-model bytes; everything else can be moved out of the way. So the worst moment decides, and
-`make_plan` refuses exactly the budgets below it.
-
-A refusal says what does not fit where, in numbers that add up, and what to change.
+What a moment touches, what is held from earlier ones, and what is at home on the compute tier must be there at once, beside the moment's non-model
+bytes; everything else can be moved out of the way. So the worst moment decides, and `make_plan` refuses exactly the budgets below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -20,7 +17,7 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan.plan import frees_by_moment
-from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
+from patrickstar.plan.residency import Residency
 from patrickstar.units import GIB, KIB, MIB, TIB, format_budget, hundredths
 
 _UNITS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
@@ -46,12 +43,8 @@ class Need:
 def minimum_bytes(*traces: Trace, layout: Layout, formats: Formats) -> int:
     """The smallest budget of the compute tier in bytes with which all traces fit, when every unit's home is below that tier."""
     pinned = {ref for trace in traces for moment in trace.moments for ref in pinned_at(moment)}
-    slots = {ref: slots_of(ref, layout, formats) for ref in pinned}
-    slot_bytes = bytes_of_slot(layout, formats)
-    needs = (
-        _worst(trace, slots=slots, slot_bytes=slot_bytes, at_home=(), resident=set(), frees=()) for trace in traces
-    )
-    return max((need.nbytes for need in needs), default=0)
+    start = Residency.at_rest(layout, compute=Tier.HOST, home=dict.fromkeys(pinned, Tier.DISK), formats=formats)
+    return max((worst_moment(trace, start=start).nbytes for trace in traces), default=0)
 
 
 def worst_moment(
@@ -64,19 +57,19 @@ def worst_moment(
         frees: as for `make_plan`.
         trained: whether a step is meant that comes after others: then all that is at home there has contents, but gradients have none.
     """
-    at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
-    resident = {ref for ref in at_home if (ref.plane != GRAD if trained else not start.is_free(ref))}
-    return _worst(
-        trace, slots=start.slots, slot_bytes=start.slot_bytes, at_home=at_home, resident=resident, frees=frees
-    )
+    worst = Need("", 0, start.slot_bytes, 0)
+    has_contents = _once_trained if trained else lambda ref: not start.is_free(ref)
+    for index, needed in enumerate(_slots_needed(trace, start=start, has_contents=has_contents, frees=frees)):
+        nonmodel_bytes = trace.moments[index].nonmodel_bytes
+        if not index or needed * start.slot_bytes + nonmodel_bytes > worst.nbytes:
+            worst = Need(trace.name(index), needed, start.slot_bytes, nonmodel_bytes)
+    return worst
 
 
 def within(trace: Trace, budget_bytes: int, *, start: Residency) -> Trace:
     """The trace of a step that has run in a budget, with no more non-model bytes at any moment than that leaves to later such steps."""
-    at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
-    resident = {ref for ref in at_home if ref.plane != GRAD}
-    counts = _slots_needed(trace, slots=start.slots, at_home=at_home, resident=resident, frees=())
     moments = []
+    counts = _slots_needed(trace, start=start, has_contents=_once_trained)
     for moment, slots in zip(trace.moments, counts, strict=True):
         room = max(0, budget_bytes - slots * start.slot_bytes)
         nonmodel, live = min(moment.nonmodel_bytes, room), min(moment.live_bytes, room)
@@ -101,24 +94,6 @@ def expect_room(need: Need, machine: Machine) -> None:
         )
 
 
-def _worst(
-    trace: Trace,
-    *,
-    slots: Mapping[PlaneRef, int],
-    slot_bytes: int,
-    at_home: Collection[PlaneRef],
-    resident: set[PlaneRef],
-    frees: Iterable[tuple[int, PlaneRef]],
-) -> Need:
-    worst = Need("", 0, slot_bytes, 0)
-    counts = _slots_needed(trace, slots=slots, at_home=at_home, resident=resident, frees=frees)
-    for index, needed in enumerate(counts):
-        nonmodel_bytes = trace.moments[index].nonmodel_bytes
-        if not index or needed * slot_bytes + nonmodel_bytes > worst.nbytes:
-            worst = Need(trace.name(index), needed, slot_bytes, nonmodel_bytes)
-    return worst
-
-
 def pinned_at(moment: Moment) -> list[PlaneRef]:
     """The units that must be on the tier that computes at a moment and may not leave it: touched there, or held from earlier moments."""
     pinned = [touch.ref for touch in moment.touches if touch.tier is None]
@@ -127,20 +102,24 @@ def pinned_at(moment: Moment) -> list[PlaneRef]:
 
 def slots_needed(trace: Trace, *, start: Residency) -> list[int]:
     """Slots that each moment must hold at once, where all that is at home on the compute tier has contents. `start`: as for `worst_moment`."""
-    at_home = {ref for ref, tier in start.home.items() if tier is start.compute}
-    return list(_slots_needed(trace, slots=start.slots, at_home=at_home, resident=set(at_home), frees=()))
+    return list(_slots_needed(trace, start=start, has_contents=lambda _: True))
+
+
+def _once_trained(ref: PlaneRef) -> bool:
+    """Tells whether a unit that is at home on the compute tier has contents between steps."""
+    return ref.plane != GRAD
 
 
 def _slots_needed(
     trace: Trace,
     *,
-    slots: Mapping[PlaneRef, int],
-    at_home: Collection[PlaneRef],
-    resident: set[PlaneRef],
-    frees: Iterable[tuple[int, PlaneRef]],
+    start: Residency,
+    has_contents: Callable[[PlaneRef], bool],
+    frees: Iterable[tuple[int, PlaneRef]] = (),
 ) -> Iterator[int]:
-    """Slots that each moment must hold at once. `resident`: what is at home on the compute tier, with contents."""
-    freed_after = frees_by_moment(frees)
+    """Slots that each moment must hold at once. `has_contents`: asked of what is at home on the compute tier."""
+    freed_after, slots, at_home = frees_by_moment(frees), start.slots, start.at_home()
+    resident = set(filter(has_contents, at_home))
     at_rest = sum(slots[ref] for ref in resident)
     for index, moment in enumerate(trace.moments):
         passing = 0
@@ -172,7 +151,7 @@ def refuse_moment(
 
     Args:
         moment: as `Trace.name` prints it, `"118 backward layers.7.mlp.w1"`.
-        slots: what the moment must hold at once; smallest_bytes: the smallest budget for the whole trace, 0: unknown.
+        slots: what the moment must hold at once; smallest_bytes: the smallest budget for the whole trace.
         fixed_bytes: what a budget for that much holds beside chunks and activations.
     """
     chunks = slots * slot_bytes
@@ -180,18 +159,15 @@ def refuse_moment(
     needed = sum(parts)
     size = _Sizes(needed)
     total, in_chunks, in_tensors, in_fixed = size.sum_of(parts)
-    fits = [_budget(tier.label, smallest_bytes)] if smallest_bytes else []
+    fits = [_budget(tier.label, smallest_bytes)]
     if chunks + fixed_bytes < budget_bytes:
         fits.append(
-            f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or recompute"
+            f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or activation checkpointing"
         )
-    message = (
-        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at moment {moment}\n"
-        f"  needed {total} = chunk slots {in_chunks} ({slots} of {format_budget(slot_bytes)}) + activations {in_tensors}"
-        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}"
-    )
     return BudgetError(
-        message + (_FITS + _OR.join(fits) if fits else ""),
+        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at op {moment}\n"
+        f"  needed {total} = chunk slots {in_chunks} ({slots} of {format_budget(slot_bytes)}) + activations {in_tensors}"
+        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,
         moment=moment,
         needed_bytes=needed,
@@ -236,7 +212,7 @@ def refuse_homes(
     total, *terms, in_fixed = size.sum_of(sizes)
     fits = [_budget(tier.label, smallest_bytes), *filter(None, [instead])]
     return BudgetError(
-        f"{tier.label} memory is {size.short(sum(sizes), budget_bytes)} short of what rests there{f': {why}' if why else ''}\n"
+        f"{tier.label} memory is {size.short(sum(sizes), budget_bytes)} short for the model states kept there{f': {why}' if why else ''}\n"
         f"  needed {total} = {' + '.join(f'{name} {term}' for name, term in zip(parts, terms, strict=True))}"
         f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,

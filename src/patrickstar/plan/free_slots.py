@@ -1,7 +1,6 @@
 """Numbers of free slots, moment by moment, that change over ranges of moments.
 
-Moments lie in blocks of some dozens; what is added to a whole block is noted once, and a block with enough everywhere is passed over at once. So a
-change or a search over thousands of moments takes as long as one over a hundred.
+Moments lie in blocks: what is added to a whole block is noted once, and a block with enough everywhere is passed over at once.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Bytes that an allocator keeps: on a device, memory that activations have had at some moment is not there for slots at another.
 
-torch's allocator of a device keeps what it has taken from the driver. Slots that were to have it meanwhile could only get it by emptying that cache,
-and give it back only when nothing that is queued uses them: the host would wait for the device twice a step. So slots have what the largest
-moment leaves, all the time.
-
-    moment       0    1    2    3
-    activations  10   40   90   20      of a budget of 200
-    as planned   90   90   90   90      110 for slots, all the time
-    needs        30   30   60  140      in slots: where a moment needs more than that, as little is kept as lets it pass
-    so           90   90   90   60
+torch's allocator keeps what it has taken from the driver. Slots could only get it by emptying that cache, and the host would wait for the device
+twice a step. So slots have what the largest moment leaves, all the time; where a moment needs more, as little is kept as lets it pass.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """Making a plan from a trace. At each moment: make room, carry that out on the state, note what the moment did.
 
-    for each moment:  make_room ──> actions ──> apply ──> mark_moment
-                          ^
-                  eviction order: a policy over the uses still to come
-
-One pass, with an eviction order kept sorted as units are used: close to linear in moments plus actions. Another lets transfers begin before they
-are needed (`plan/overlap.py`).
+One pass, with an eviction order kept sorted as units are used. Two more let transfers begin before they are needed (`plan/overlap.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.plan.actions import Action, Issue, Wait
-from patrickstar.plan.eviction import Ranking, Uses, policy_named
+from patrickstar.plan.eviction import POLICIES, Ranking, Uses
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
 from patrickstar.plan.make_room import capacity_of, make_room
 from patrickstar.plan.overlap import overlap
@@ -32,12 +27,9 @@ from patrickstar.plan.staging import NoRoom, Order
 
 # Note [Steps that repeat each other]
 #
-# A plan is for the state in which its stretch begins, and a stretch that follows itself should have one plan, made once. Belady's rule alone need
-# not come to that: in a backward that updates chunks, what is used last goes first, so that what stays moves on by some units in each step, and
-# states repeat after hundreds of steps or never. From the seventh plan on, therefore, nothing is there when a step ends that was not there when it
-# began, but for what its last moment uses. What stays from step to step can then only become less, until it is the same; and since what was there at
-# the beginning is the last to leave in between, it is the same soon. The first six plans, which are more than most stretches need to repeat, are
-# made without this. Of a step of several forwards each has so many.
+# A plan is for the state in which its stretch begins, and a stretch that follows itself should have one plan, made once. By Belady's rule alone
+# states may repeat after hundreds of steps or never. From the seventh plan on, therefore, nothing is there when a step ends that was not there when
+# it began, but for what its last moment uses: what stays can only become less, until it is the same. Of a step of several forwards each has six.
 _FREE_PLANS: Final = 6
 
 
@@ -89,14 +81,13 @@ def make_plan(
     Raises:
         BudgetError: some moment needs more of the compute tier than its budget, or homes do not fit the tiers below;
             the message names the moment that needs most.
-        ConfigError: there is no such policy.
     """
     state, compute = start.copy(), machine.compute
     freed = tuple(sorted(frees))
     refuse_unless_homes_fit(machine, home=state.home, slots=state.slots, slot_bytes=state.slot_bytes)
     expect_room(worst_moment(trace, start=state, frees=freed), machine)
     stays = frozenset(state.taken[compute]) if repeats else frozenset[PlaneRef]()
-    worth = policy_named(policy)(Uses(trace, following, goes_down=frozenset(goes_down), stays=stays))
+    worth = POLICIES[policy](Uses(trace, following, goes_down=frozenset(goes_down), stays=stays))
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
     before = state.snapshot()

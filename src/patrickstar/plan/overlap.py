@@ -89,6 +89,7 @@ class _Overlap:
         )  # what leaves at a moment, and when it has left
         self._written: dict[PlaneRef, int] = {}
         self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
+        self._landed: dict[PlaneRef, int] = {}  # the moment before which a unit's last transfer has been waited for
         self._last_issue = 0
 
     def plan(self, goes_down: Collection[PlaneRef]) -> Plan:
@@ -129,12 +130,16 @@ class _Overlap:
         return pins
 
     def _free_slots(self) -> list[int]:
-        """Slots of the tier that computes that each moment leaves free, as the plan is."""
+        """Slots of the tier that computes that each moment leaves free, with what comes before it, as the plan is."""
         plan, used, free = self._plan, self._plan.start.slots_used, []
         budget = plan.machine.budget[self._compute]
         for moment, actions in zip(self._trace.moments, plan.moments, strict=True):
-            used += sum(slots_taken(action, self._compute) for action in actions)
-            free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - used)
+            peak = 0  # something may come before something else has left
+            for action in actions:
+                taken = slots_taken(action, self._compute)
+                used += taken
+                peak = max(peak, used if taken > 0 else 0)
+            free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - max(peak, used))
         return free
 
     def _move(self, index: int, actions: Sequence[Action]) -> list[Action]:
@@ -189,8 +194,11 @@ class _Overlap:
         """Has what leaves at a moment without a transfer leave when it has been used for the last time."""
         own = Counter(action.of for action in actions)
         for action in actions:
-            if isinstance(action, Drop) and action.tier is self._compute and own[action.of] == 1:
-                at = self._unused_from(action.of, index)
+            if isinstance(action, Wait):
+                self._landed[action.of] = index + 1
+            elif isinstance(action, Drop) and action.tier is self._compute and own[action.of] == 1:
+                # What was on its way as the plan began may land where nobody uses it.
+                at = max(self._unused_from(action.of, index), self._landed.get(action.of, 0))
                 if at < index:
                     self._free.add(action.slots, at, index)
                     self._moved[at].drops.append(action)

@@ -1,12 +1,9 @@
 """Homes: the tier that each unit rests on. Decided from sizes alone: once, before the first plan, and for units that come later, when they come.
 
-Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does
-not, everything rests one tier below and the compute tier keeps cached copies, so that eviction may choose freely at
-every moment. Where a device computes and the host is too small as well, what is used once a step goes to disk first:
-second moments, first moments, then gradients, then weights, of the last chunks first. What the tiers below have no room
-for rests where it computes: weights first, which are used most often, of the first chunks first.
-
-Gradients that are used as they arrive rest nowhere, and have no home. Those of them that must wait get theirs when that is known.
+Everything is at home on the compute tier where the whole fits there beside the largest non-model bytes. Where it does not, everything rests one tier
+below and the compute tier keeps copies, so that eviction may choose freely at every moment. Where a device computes and the host is too small as
+well, what is used once a step goes to disk first, of the last chunks first. What the tiers below have no room for rests where it computes: weights
+first, which are used most often. Gradients that are used as they arrive have no home; those that must wait get theirs when that is known.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ from patrickstar.plan.fit import refuse_homes
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 
 _TO_DISK: Final = (EXP_AVG_SQ, EXP_AVG, REST, GRAD, WEIGHT)
-_STAGING_SHARE: Final = (
-    64  # of the host, that what passes through between device and disk has at least, if it is more than a unit
-)
+_STAGING_SHARE: Final = 64  # of the host, that what passes through has at least, if it is more than a unit
 _DISK_BELOW: Final = "a disk below it: disk=DIRECTORY"
 
 
@@ -36,25 +31,22 @@ def place(
     *,
     planes: Iterable[str],
     formats: Formats,
-    disk: bool = True,
     nonmodel_bytes: int = 0,
 ) -> dict[PlaneRef, Tier]:
     """The home of every unit of `planes`.
 
     Args:
-        disk: whether the disk tier may be used; it is not where the machine has none.
         nonmodel_bytes: the most non-model bytes of any moment, as far as is known.
     Raises:
         BudgetError: homes do not fit the host or the disk.
     """
     sizes = _sizes(layout, planes, formats)
     compute, budget = machine.compute, machine.budget
-    disk_bytes = budget.get(Tier.DISK, 0) if disk else 0
     if sum(sizes.values()) + nonmodel_bytes <= budget[compute]:
         return dict.fromkeys(sizes, compute)
-    if compute is Tier.HOST and not disk_bytes:
-        raise _refuse_homes_there(machine, {"model data": sum(sizes.values()), "activations": nonmodel_bytes})
-    return _all_below(machine, sizes, disk_bytes=disk_bytes)
+    if compute is Tier.HOST and not budget.get(Tier.DISK):
+        raise _refuse_homes_there(machine, {"model states": sum(sizes.values()), "activations": nonmodel_bytes})
+    return _all_below(machine, sizes)
 
 
 def place_on_all_tiers(
@@ -67,8 +59,7 @@ def place_on_all_tiers(
     """
     sizes = _sizes(layout, planes, formats)
     compute, budget = machine.compute, machine.budget
-    disk_bytes = budget.get(Tier.DISK, 0)
-    below = disk_bytes
+    below = disk_bytes = budget.get(Tier.DISK, 0)
     if compute is Tier.DEVICE:
         below += budget[Tier.HOST] - (max(sizes.values(), default=0) if disk_bytes else 0)
     excess = sum(sizes.values()) - below
@@ -79,7 +70,7 @@ def place_on_all_tiers(
             break
         here[ref] = compute
         excess -= sizes[ref]
-    return {**here, **_all_below(machine, {r: n for r, n in sizes.items() if r not in here}, disk_bytes=disk_bytes)}
+    return {**here, **_all_below(machine, {r: n for r, n in sizes.items() if r not in here})}
 
 
 def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[PlaneRef, int]:
@@ -88,10 +79,11 @@ def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[Plan
     return {ref: slots_of(ref, layout, formats) * slot_bytes for ref in formats.units(layout, planes)}
 
 
-def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int], *, disk_bytes: int) -> dict[PlaneRef, Tier]:
+def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int]) -> dict[PlaneRef, Tier]:
     """Homes below the tier that computes. BudgetError: there is no room for all of that."""
+    disk_bytes = machine.budget.get(Tier.DISK, 0)
     if machine.compute is Tier.HOST:
-        _refuse_full_disk({"model data": sum(sizes.values())}, disk_bytes)
+        _refuse_full_disk({"model states": sum(sizes.values())}, disk_bytes)
         return dict.fromkeys(sizes, Tier.DISK)
     host_bytes = machine.budget[Tier.HOST]
     spilled = _spill(sizes, host_bytes=host_bytes, disk=disk_bytes > 0)
@@ -99,7 +91,7 @@ def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int], *, disk_bytes: i
         # Transfers of several units at once need room on the host, if the disk has room for what gives that.
         more = _spill(sizes, host_bytes=host_bytes, disk=True, staging=host_bytes // _STAGING_SHARE)
         spilled = more if sum(sizes[ref] for ref in more) <= disk_bytes else spilled
-    _refuse_full_disk({"model data": sum(sizes[ref] for ref in spilled)}, disk_bytes)
+    _refuse_full_disk({"model states": sum(sizes[ref] for ref in spilled)}, disk_bytes)
     return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in sizes}
 
 
@@ -130,7 +122,7 @@ def place_gradients(
         there = {
             ref: state.unit_bytes(ref) for ref in home if ref.plane == GRAD and (ref in kept or not state.is_free(ref))
         }
-        parts = {"model data": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
+        parts = {"model states": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
         if sum(parts.values()) > machine.budget[compute]:
             raise _refuse_homes_there(machine, parts, why=why)
         return dict.fromkeys(new, compute), slots
@@ -161,7 +153,7 @@ def _place_below(machine: Machine, new: Mapping[PlaneRef, int], *, state: Reside
                 staging=nbytes,
                 why=why,
             )
-        parts = {"model data": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
+        parts = {"model states": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
         _refuse_full_disk(parts, disk_bytes, why=why)
         return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in new}
 
@@ -197,7 +189,7 @@ def refuse_unless_homes_fit(
         budget_bytes = machine.budget.get(tier, 0)
         if nbytes > budget_bytes:
             raise refuse_homes(
-                tier=tier, parts={"model data": nbytes}, budget_bytes=budget_bytes, smallest_bytes=nbytes
+                tier=tier, parts={"model states": nbytes}, budget_bytes=budget_bytes, smallest_bytes=nbytes
             )
 
 
@@ -231,7 +223,7 @@ def place_more(
         return found
     needed = sum(slots[ref] for ref in {**home, **found}) * slot_bytes
     if needed > machine.budget[compute]:
-        raise _refuse_homes_there(machine, {"model data": needed})
+        raise _refuse_homes_there(machine, {"model states": needed})
     return found
 
 
@@ -265,7 +257,7 @@ def _spill(
     if not disk:
         raise refuse_homes(
             tier=Tier.HOST,
-            parts={"model data": held, "gradients": sum(sizes.values())} if held else {"model data": rest},
+            parts={"model states": held, "gradients": sum(sizes.values())} if held else {"model states": rest},
             budget_bytes=host_bytes,
             smallest_bytes=rest,
             instead=_DISK_BELOW,
@@ -278,7 +270,7 @@ def _spill(
         spilled.add(ref)
         if rest + staging <= host_bytes:
             return spilled
-    parts = {"model data": held} if held else {}
+    parts = {"model states": held} if held else {}
     raise refuse_homes(
         tier=Tier.HOST,
         parts={**parts, "staging of one unit": staging},

@@ -34,13 +34,13 @@ from patrickstar.plan.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The actions before each moment, between two known states.
+    """The actions before each op, between two known states.
 
     Attributes:
         layout: the digest of the layout it is for; policy: the eviction policy that made it.
-        start, end: where every unit is before the first moment, and after the last.
-        moments: for each moment of the trace, the actions to carry out before it, in order.
-        frees: (moment, unit): what is void once that moment is over, such as a gradient that has been applied.
+        start, end: the place of every unit before the first op, and after the last.
+        moments: for each op of the trace, the actions to carry out before it, in order.
+        frees: (op, unit): units that are void after that op, such as a gradient that has been applied.
     """
 
     layout: str
@@ -87,7 +87,7 @@ class Plan:
                 index = int(head.removeprefix("frees "))
                 frees += [(index, PlaneRef.parse(ref)) for ref in rest.split(", ")]
             elif int(head) >= len(moments):
-                raise ValueError(f"moment {head} in a plan of {len(moments)} moments")
+                raise ValueError(f"line {head} in a plan of {len(moments)} lines")
             else:
                 moments[int(head)] = tuple(map(parse_action, rest.split(", ")))
         return cls(
@@ -109,10 +109,7 @@ class Plan:
         lines: list[str] = []
         pairs: list[tuple[str, object, object]] = [
             ("moments", len(self.moments), len(other.moments)),
-            ("policy", self.policy, other.policy),
-            ("layout", self.layout, other.layout),
-            ("machine", self.machine, other.machine),
-            ("start", self.start, other.start),
+            *((name, getattr(self, name), getattr(other, name)) for name in ("policy", "layout", "machine", "start")),
         ]
         for index, (mine, theirs) in enumerate(zip_longest(self.moments, other.moments, fillvalue=())):
             pairs.append((f"moment {index}:", _line(mine) or "nothing", _line(theirs) or "nothing"))

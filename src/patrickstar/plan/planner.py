@@ -11,8 +11,8 @@ Note [Traces that are told apart by identity]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -20,18 +20,19 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Touch, Trace
+from patrickstar.plan.check import check
 from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.kept_bytes import with_kept_bytes
 from patrickstar.plan.make import make_plan, must_repeat
-from patrickstar.plan.pilot import StretchKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
+from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import gradients_freed
 from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
-from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
+from patrickstar.plan.whole_chunks import update_whole_chunks
 
-__all__ = ["PASSES", "Ask", "Draft", "PlanBudgets", "Planner"]
+__all__ = ["PASSES", "PlanBudgets", "Planner"]
 
 _KEPT: Final = 192
 _Answer = TypeVar("_Answer")
@@ -55,107 +56,31 @@ class PlanBudgets(Protocol):
         """The machine to plan a stretch for that needs at least so much of the compute tier."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A stretch that is about to begin, as it is expected.
-
-    Attributes:
-        trace: its moments. start: where every unit is; not changed.
-        level_bytes: the most non-model bytes of any moment of any stretch so far. excess_bytes: what such a stretch has taken more than its trace.
-        taken_bytes: what the user has taken of the compute tier's budget. knows_workspaces: whether what kernels take counts among activations.
-        updates: a trace of updates that are pending, to be woven between the moments. whole: whether chunks are to be updated whole.
-        unwanted: gradients that nobody wants once an update has read them. lets_go: what is expected to be let go of before moment `lets_go_at`.
-        forwards: of a step, so far or in the last one. is_last: whether it is the last forward of a step, as far as that is as the last one.
-    """
-
-    kind: StretchKind
-    trace: Trace
-    start: Residency
-    level_bytes: int = 0
-    excess_bytes: int = 0
-    taken_bytes: int = 0
-    knows_workspaces: bool = False
-    updates: Trace | None = None
-    whole: bool = False
-    unwanted: Collection[PlaneRef] = frozenset()
-    lets_go: Collection[PlaneRef] = frozenset()
-    lets_go_at: int = 0
-    forwards: int = 1
-    is_last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A stretch on its way through the passes.
-
-    Attributes:
-        foreseen: the trace without what an allocator keeps. frees: (moment, unit) that nobody wants after it.
-        lets_go, lets_go_at: as asked, among the moments of the trace as it is now.
-        whole_chunks: the chunks that its backward updates whole. plan: None until it is made.
-    """
-
-    ask: Ask
-    trace: Trace
-    foreseen: Trace
-    frees: tuple[tuple[int, PlaneRef], ...] = ()
-    lets_go: frozenset[PlaneRef] = frozenset()
-    lets_go_at: int = 0
-    whole_chunks: WholeChunks | None = None
-    plan: Plan | None = None
-
-    @property
-    def made(self) -> Plan:
-        """The plan, which is made."""
-        assert self.plan is not None, "no pass has made a plan"
-        return self.plan
-
-    @property
-    def start(self) -> Residency:
-        """The place of every unit as the plan begins: with homes for the gradients of chunks that are updated whole."""
-        start, whole = self.ask.start, self.whole_chunks
-        if whole is None:
-            return start
-        new = {ref: home for ref, home in whole.homes.items() if ref not in start.home}
-        start = start.copy()
-        start.grow(new, {ref: whole.slots[ref] for ref in new})
-        return start
-
-
+@dataclass(kw_only=True, eq=False)
 class Planner:
     """Plans stretches, and remembers what it has planned and which stretch follows which.
 
-    Args:
+    Attributes:
         policy: of eviction. prefetch: moments by which transfers may be early. choice: where updates are done.
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
-        slots_of_gradient: slots of the gradient of a chunk. made: is told of each new plan, and its trace.
+        slots_of_gradient: slots of the gradient of a chunk. checks: whether each new plan is held against `plan/check.py`.
+        made: is told of each new plan, and its trace.
     """
 
-    def __init__(
-        self,
-        *,
-        layout: Layout,
-        budgets: PlanBudgets,
-        policy: str,
-        prefetch: int | None,
-        choice: UpdateChoice,
-        weaves: bool,
-        keeps: bool,
-        slots_of_gradient: Callable[[int], int],
-        made: Callable[[Plan, Trace], object] = lambda *_: None,
-    ) -> None:
-        self.layout = layout
-        self.budgets = budgets
-        self.policy = policy
-        self.prefetch = prefetch
-        self.choice = choice
-        self.weaves = weaves
-        self.keeps = keeps
-        self.slots_of_gradient = slots_of_gradient
-        self.made = made
+    layout: Layout
+    budgets: PlanBudgets
+    policy: str
+    prefetch: int | None
+    choice: UpdateChoice
+    weaves: bool
+    keeps: bool
+    slots_of_gradient: Callable[[int], int]
+    checks: bool = False
+    made: Callable[[Plan, Trace], object] = lambda *_: None
 
-        self._memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = OrderedDict()
-        self._follower: dict[StretchKind, Trace] = {}
-        self._used_below: frozenset[PlaneRef] = frozenset()  # by the updates of the last step
+    _memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = field(default_factory=OrderedDict, init=False)
+    _follower: dict[StretchKind, Trace] = field(default_factory=dict, init=False)
+    _used_below: frozenset[PlaneRef] = field(default=frozenset(), init=False)  # by the updates of the last step
 
     def plan(self, ask: Ask) -> Draft:
         """The plan of a stretch, by all passes in turn.
@@ -361,6 +286,8 @@ def make(planner: Planner, draft: Draft) -> Draft:
             # Each forward of a step begins elsewhere.
             repeats=must_repeat(planner.asked_before(asked) // max(ask.forwards, 1), trace=trace, following=after),
         )
+        if planner.checks and (found := check(plan, trace, planner.layout, plan.machine)):
+            raise AssertionError(f"the plan of the {ask.kind} is wrong, a mistake of ours: " + "; ".join(found))
         planner.made(plan, trace)
         return plan
 

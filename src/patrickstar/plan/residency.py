@@ -167,6 +167,10 @@ class Residency:
         for ref in refs:
             self.slots_resting[self.home.pop(ref)] -= self.slots.pop(ref)
 
+    def at_home(self) -> set[PlaneRef]:
+        """The units whose home is the tier that computes."""
+        return {ref for ref, tier in self.home.items() if tier is self.compute}
+
     def used_by(self, ref: PlaneRef) -> tuple[Issue, ...]:
         """The works under way that use a unit."""
         return self.under_way.get(ref, _UNUSED).by

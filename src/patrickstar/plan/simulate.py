@@ -12,7 +12,6 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Machine, Tier
 from patrickstar.core.trace import Trace
-from patrickstar.errors import StateError
 from patrickstar.plan.actions import Action, Drop, Issue, Work, WorkKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply, mark_moment
@@ -41,14 +40,9 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
     """Carries a plan out on paper.
 
     Raises:
-        StateError: the plan is for another layout, trace or machine.
         InvariantError: the plan is not legal; `check` says all that is wrong with it.
     """
-    if plan.layout != layout.digest() or len(plan.moments) != len(trace) or plan.start.compute is not machine.compute:
-        raise StateError(
-            f"the plan is for layout {plan.layout}, {len(plan.moments)} moments and the {plan.start.compute.label}, "
-            f"not for layout {layout.digest()}, {len(trace)} moments and the {machine.compute.label}: plan again"
-        )
+    assert (plan.layout, plan.start.compute) == (layout.digest(), machine.compute), "the plan is for another session"
     state = Residency.of(plan.start)
     compute, slot_bytes = state.compute, state.slot_bytes
     ledger = Ledger()
@@ -66,7 +60,7 @@ def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simu
         for action in actions:
             apply(state, action)
             _enter(ledger, state, action)
-        ledger.begin_moment({compute: moment.nonmodel_bytes})
+        ledger.nonmodel(compute, moment.nonmodel_bytes)
         slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))
         before, moved = moved, {over: ledger.moved(over) for over in LINKS}

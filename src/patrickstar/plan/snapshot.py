@@ -9,9 +9,7 @@ A snapshot prints a line per plane, home and condition, and parses back:
       weight H away:H>D 5
       weight H dirty 7
 
-that is: of the weights, at home on the host, the unit of chunk 7 also has a copy on the device that is newer, and that of chunk 5 is on its
-way there; those of chunks 0 to 2 and the run of four chunks from chunk 3 on are at home only. A second moment that rests on the disk has a copy
-on the host as well, which is the same. No first moment has contents yet.
+A word after the comma is of a copy on the host, one after the colon the way of a transfer; `3x4` is a run of four chunks.
 """
 
 from __future__ import annotations
@@ -101,11 +99,6 @@ class Snapshot:
     def slots_used(self) -> int:
         """Slots of the compute tier in use."""
         return sum(self.slots[ref] for ref in self.taken[self.compute])
-
-    def void(self) -> list[PlaneRef]:
-        """The units whose slots on the compute tier hold nothing that anybody wants."""
-        here = sorted(self.taken[self.compute])
-        return [ref for ref in here if self.condition(ref) in (Condition.VOID, Condition.STALE)]
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str], list[PlaneRef]] = defaultdict(list)

@@ -51,7 +51,7 @@ class UseCounts:
 class Touches:
     """Says what the events of forwards and backwards touch.
 
-    Args:
+    Attributes:
         gradients: where gradients go. formats: which chunks have a split master.
         updates: whether the optimizer updates a parameter, by name. counts: of uses, which decide what a gradient does when it arrives.
 

@@ -4,10 +4,8 @@
     trace         a  b  c  d      a uses what u0 changes, c what u1 and u2 change; nothing uses what u3 changes
     woven      u0 a  b  u1 u2 c  d   u3 goes before the last moment of the forward
 
-An update on another tier than the one that computes comes as early as the one but one before it, so that its transfers have time.
-
-So transfers for updates and computing of the forward have the same time. An update that does not fit beside what is alive at any moment of the
-forward comes before the first, where nothing is alive yet: so those that are left fit wherever a forward that goes another way needs them.
+An update on another tier than the one that computes comes as early as the one but one before it, so that its transfers have time. One that does not
+fit beside what is alive at any moment of the forward comes before the first: so those that are left fit wherever another forward needs them.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
     first_use = _first_uses(trace)
     forward = [index for index, moment in enumerate(trace.moments) if moment.phase is Phase.FORWARD]
     last = max(forward, default=0)
-    at_home = {ref for ref, home in state.home.items() if home is state.compute}
+    at_home = state.at_home()
     # Whatever is updated on another tier, and however little is alive: homes stay.
     room = capacity_bytes - sum(map(state.unit_bytes, at_home))
     alive = max((_alive_bytes(trace.moments[index], state, at_home) for index in forward), default=0)

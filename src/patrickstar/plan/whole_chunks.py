@@ -3,16 +3,12 @@
     parameters     a: update c0   b: update c0   x   c: update c1
     whole chunks   a: c0.grad*    b: c0.grad*    U0   x   c: c1.grad*   U1
 
-A trace has each parameter updated from the gradient that arrives. Where there is room, a gradient goes into a unit of its chunk instead, on the tier
-that computes, and the chunk is updated when its last gradient of this backward has come. Such a unit is let go of when the next chunk is updated, so
-that an update and the backward meanwhile have the same time. It never leaves: it has no home below.
+Where there is room, a gradient goes into a unit of its chunk, on the tier that computes, and the chunk is updated when its last gradient of this
+backward has come. The unit is let go of when the next chunk is updated, and never leaves: it has no home below. Below a device, a chunk whose states
+rest on the host is updated there (`plan/update_choice.py`): its gradient goes down as soon as it is complete.
 
-Below a device, a chunk whose states rest on the host is updated there (`plan/update_choice.py`): its gradient goes down as soon as it is complete, to
-a place that the host has for it in this backward.
-
-Room is enough where, at every moment at which such a unit is there, the largest update would fit as well, beside what is alive and held then: so
-whatever a backward that leaves its trace has waiting can be updated at once. What does not fit is updated parameter by parameter: no budget becomes
-larger.
+Room is enough where, at every moment at which such a unit is there, the largest update would fit as well: so what a backward that leaves its trace
+has waiting can be updated at once. What does not fit is updated parameter by parameter: no budget becomes larger.
 """
 
 from __future__ import annotations
@@ -137,7 +133,7 @@ def _choose(
     trace: Trace, came: Mapping[int, list[int]], slots: Mapping[int, int], state: Residency, capacity_bytes: int
 ) -> dict[int, int]:
     """The chunks that find room, each with the arrival after which the gradient's unit is let go of: that of the next update, or the chunk's own."""
-    at_home = {ref for ref, home in state.home.items() if home is state.compute}
+    at_home = state.at_home()
     largest = max((_passing(trace.moments[at[-1]], state, at_home) for at in came.values()), default=0)
     room = [
         (capacity_bytes - moment.nonmodel_bytes) // state.slot_bytes

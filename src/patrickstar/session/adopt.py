@@ -13,10 +13,8 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.user_optimizer import read_state
-from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.bound import BoundParameter, names_by_id
-from patrickstar.step.gradients import Gradients
-from patrickstar.step.training import Training
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.session.parts import Parts
 from patrickstar.step.values import Weights
 
 __all__ = ["ValueSource", "take_over"]
@@ -41,23 +39,16 @@ class ValueSource(Protocol):
         """The value of one parameter, new at each call."""
 
 
-def take_over(
-    named: Mapping[str, nn.Parameter],
-    source: ValueSource | None,
-    *,
-    binding: Binding,
-    weights: Weights,
-    gradients: Gradients,
-    training: Training | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
+def take_over(parts: Parts, source: ValueSource | None, optimizer: torch.optim.Optimizer | None) -> None:
     """Moves everything, one parameter at a time, so that no second copy of the model ever exists; then binds the parameters.
 
     Whatever is raised on the way, parameters, gradients and the optimizer's state are as before.
 
     Args:
-        source: asked first for the value of a parameter.
+        source: asked first for the value of a parameter. optimizer: the user's, of which nothing is left but its groups.
     """
+    named, binding, weights, gradients = parts.named, parts.binding, parts.weights, parts.gradients
+    training = parts.training
     given = source.names if source is not None else ()
     keep = source is not None and source.keep
     dtypes = {name: parameter.dtype for name, parameter in named.items()}
@@ -78,7 +69,7 @@ def take_over(
             for name, gradient in their_gradients.items():
                 gradients.add(binding.by_name[name], gradient)
             gradients.whole |= gradients.names
-            _take_state(named, weights, training, optimizer)
+            _take_state(parts, optimizer)
     except BaseException:
         for name in taken:
             named[name].data = own[name] if name in own else weights.read(name).to(dtypes[name])
@@ -121,11 +112,8 @@ def _fill(bound: BoundParameter, source: ValueSource | None, weights: Weights) -
     return recorder is None
 
 
-def _take_state(
-    named: Mapping[str, nn.Parameter], weights: Weights, training: Training, optimizer: torch.optim.Optimizer
-) -> None:
-    names = names_by_id(named)
-    for name, entry in read_state(optimizer, names).items():
-        weights.write_average(name, EXP_AVG, entry.exp_avg)
-        weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
-        training.steps[name] = entry.step
+def _take_state(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
+    for name, entry in read_state(optimizer, parts.binding.names).items():
+        parts.weights.write_average(name, EXP_AVG, entry.exp_avg)
+        parts.weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
+        parts.steps[name] = entry.step

@@ -14,7 +14,7 @@ from patrickstar.optim.user_optimizer import begin_anew, return_state
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import put_on_meta, restore_buffers
 from patrickstar.session.optimizer_state import OptimizerState
-from patrickstar.session.parts import Parts
+from patrickstar.session.parts import Parts, Ties
 
 __all__ = ["Closing"]
 
@@ -32,12 +32,14 @@ class Closing:
     def __init__(
         self,
         parts: Parts,
+        ties: Ties,
         *,
         optimizer: ManagedOptimizer | None,
         optimizer_state: Callable[[], OptimizerState],
         keep_weights: bool,
     ) -> None:
         self._parts = parts
+        self._ties = ties
         self._optimizer = optimizer
         self._optimizer_state = optimizer_state
         self._wanted = keep_weights
@@ -62,14 +64,14 @@ class Closing:
         while self._stages:
             self._stages[0]()
             del self._stages[0]
-        parts = self._parts
-        parts.root.remove()
-        parts.whole_calls.watched.remove()
+        parts, ties = self._parts, self._ties
+        ties.root.remove()
+        ties.whole_calls.watched.remove()
         if not self._keeps:
-            put_on_meta(parts.model, parts.parameter_dtypes)
+            put_on_meta(parts.model, ties.parameter_dtypes)
         for name, gradient in self._gradients.items():
             parts.named[name].grad = gradient
-        restore_buffers(parts.model, parts.buffers)
+        restore_buffers(parts.model, ties.buffers)
         if self._optimizer is not None:
             self._optimizer.detach()
         parts.executor.store.close()
@@ -90,15 +92,15 @@ class Closing:
             return
         reserved = stretch.reserve_bytes
         for name, gradient in training.gradients():
-            stretch.reserve_bytes += gradient.nbytes
+            stretch.reserve(gradient.nbytes)
             if not self._fits(self._weight_bytes() + stretch.reserve_bytes - reserved):
                 _log.warning(
-                    "the gradients do not fit the host budget as whole tensors beside the weights: they are let go"
+                    "the gradients do not fit the host budget as whole tensors together with the weights: they are dropped"
                 )
                 self._gradients.clear()
-                stretch.reserve_bytes = reserved
+                stretch.reserve(reserved - stretch.reserve_bytes)
                 return
-            self._gradients[name] = gradient.to("cpu", self._parts.parameter_dtypes[name])  # where weights come back
+            self._gradients[name] = gradient.to("cpu", self._ties.parameter_dtypes[name])  # where weights come back
 
     def _return_optimizer_state(self) -> None:
         """Gives the optimizer that was passed in its state, where that fits as whole tensors beside the weights."""
@@ -115,7 +117,7 @@ class Closing:
                 "Call session.save_checkpoint(dir) before close() to keep it",
             )
             return
-        parts.executor.pilot.stretch.reserve_bytes += needed  # chunks make room
+        parts.executor.pilot.stretch.reserve(needed)  # chunks make room
         return_state(self._optimizer.original, parts.binding.names, self._optimizer_state().states())
 
     def _return_weights(self) -> None:
@@ -128,8 +130,8 @@ class Closing:
 
     def _taken_back(self, bound: BoundParameter) -> Tensor:
         parts = self._parts
-        value = parts.weights.read(bound.name).to(parts.parameter_dtypes[bound.name])
-        parts.executor.pilot.stretch.reserve_bytes += value.nbytes
+        value = parts.weights.read(bound.name).to(self._ties.parameter_dtypes[bound.name])
+        parts.executor.pilot.stretch.reserve(value.nbytes)
         state = parts.executor.store.state
         held = parts.binding.leases.held()  # by what outlives the session: it keeps its memory
         for ref in self._masters_units(bound):

@@ -6,33 +6,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from patrickstar.checkpoint.export import write_model
 from patrickstar.checkpoint.naming import describe, own_keys
 from patrickstar.checkpoint.tensors import TensorEntry
-from patrickstar.parameters.binding import Binding
 from patrickstar.session.loading import tensors_of
-from patrickstar.step.executor import Executor
-from patrickstar.step.values import Weights
+from patrickstar.session.parts import Parts
 
 __all__ = ["export_model"]
 
 
-def export_model(
-    model: nn.Module,
-    directory: Path,
-    *,
-    binding: Binding,
-    executor: Executor,
-    weights: Weights,
-    shard_bytes: int,
-) -> None:
+def export_model(parts: Parts, directory: Path, *, shard_bytes: int) -> None:
     """Writes parameters in fp32, persistent buffers in the type they have, and the configuration.
 
     Raises:
         DeviceError: it cannot be written.
     """
+    model, executor = parts.model, parts.executor
     tensors = tensors_of(model)
     kept = own_keys(model, tensors)
     entries: list[TensorEntry] = []
@@ -40,10 +31,10 @@ def export_model(
     for keys, tensor in tensors.items():
         if keys not in kept:
             continue
-        name = binding.names.get(id(tensor))
+        name = parts.binding.names.get(id(tensor))
         dtype = tensor.dtype if name is None else torch.float32
         entries.append(TensorEntry(kept[keys], dtype, tuple(tensor.shape)))
-        pieces[kept[keys]] = _of_buffer(tensor) if name is None else _of_parameter(binding, weights, name)
+        pieces[kept[keys]] = _of_buffer(tensor) if name is None else _of_parameter(parts, name)
     with executor.lock, executor.quiet():
         write_model(
             directory,
@@ -54,12 +45,12 @@ def export_model(
         )
 
 
-def _of_parameter(binding: Binding, weights: Weights, name: str) -> Callable[[], Iterator[Tensor]]:
+def _of_parameter(parts: Parts, name: str) -> Callable[[], Iterator[Tensor]]:
     def pieces() -> Iterator[Tensor]:
-        if binding.by_name[name].shape_only.is_contiguous():
-            yield from weights.master_pieces(name)
+        if parts.binding.by_name[name].shape_only.is_contiguous():
+            yield from parts.weights.master_pieces(name)
         else:
-            yield weights.read(name).contiguous().reshape(-1)
+            yield parts.weights.read(name).contiguous().reshape(-1)
 
     return pieces
 

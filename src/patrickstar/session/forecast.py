@@ -10,29 +10,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from patrickstar.config.arguments import MemoryOptions, check_arguments
-from patrickstar.core.formats import Formats, SessionFormats
+from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
 from patrickstar.core.trace import Trace
-from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, Error
 from patrickstar.memory.allocator import allocator
 from patrickstar.plan.fit import advise, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import slots_of
 from patrickstar.plan.simulate import Simulation
-from patrickstar.plan.touches import Touches, UseCounts
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.paper_run import PaperRun
 from patrickstar.session.smallest import smallest_budgets
-from patrickstar.session.start import add_gradients, gradient_use, layout_of, planner_of, resting_state, with_pass_bytes
-from patrickstar.step.budgets import Budgets, find_budgets, find_resources, leaves_room, with_retention
-from patrickstar.step.precision import find_precision
+from patrickstar.session.start import add_gradients, resting_state, set_up
+from patrickstar.step.budgets import Budgets, find_resources, leaves_room, with_retention
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
 from patrickstar.step.step_traces import StepTraces
-from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+from patrickstar.tracing.offline import CannotTrace
 
 __all__ = ["Forecast", "forecast"]
 
@@ -136,34 +133,17 @@ def _forecast(
 ) -> Forecast:
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
-    precision = find_precision(memory, model, has)
-    layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes)
-    present, absent = present_and_absent_bytes(named.values())
-    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
-    gradients = gradient_use(memory, budgets, precision)
+    setup = set_up(model, named, memory, has)
+    layout, budgets, formats = setup.layout, setup.budgets, setup.formats
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
-    formats = SessionFormats(precision.formats)
-    budgets = with_pass_bytes(budgets, layout, memory, precision)
-    tracer = OfflineTracer(
-        layout,
-        lambda: Touches(
-            layout, gradients=gradients, updates=trainable.__contains__, formats=formats, counts=UseCounts()
-        ),
-        gradients=gradients,
-        dtypes=precision.parameter_dtypes(layout),
-        copied=precision.copied(layout),
-        scales=precision.scales,
-        device=budgets.trial_device,
-        on_device=budgets.stream_device is not None,
-        compute=precision.compute,
-    )
+    tracer = setup.tracer(trainable.__contains__)
     inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
     try:
-        step = with_retention(tracer.trace(model, named, (), inputs), budgets)
+        step = with_retention(tracer.foresee(model, named, (), inputs).trace, budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None
-    in_chunks = gradients is GradientUse.CHUNK
+    in_chunks = setup.gradients is GradientUse.CHUNK
     late = _updated_late(step, layout) if in_backward else trainable
     takes_norm = clips and in_chunks
     known = StepTraces(layout, formats, in_chunks=in_chunks or in_backward, passes=budgets.passes)
@@ -178,28 +158,21 @@ def _forecast(
     traces = (step, *([known.norm(trainable)] if takes_norm else []), *updates)
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
-        "model_data_bytes": _model_data_bytes(layout, named, precision.formats, keeps_gradients=not in_backward),
+        "model_data_bytes": _model_data_bytes(layout, named, formats.now, keeps_gradients=not in_backward),
         "layout": layout,
         "workspace_bytes": budgets.machine.costs.set_aside_bytes if budgets.stream_device is not None else 0,
         "budget": {tier.label: budgets.machine.given(tier) for tier in budgets.machine.budget},
     }
-    minimum = smallest_budgets(layout, budgets, traces, gradients=gradients, formats=precision.formats)
+    minimum = smallest_budgets(setup, traces)
     try:
-        state = resting_state(layout, budgets, gradients=gradients, formats=precision.formats)
+        state = resting_state(setup)
         if in_backward:
-            add_gradients(state, step, layout=layout, machine=budgets.machine, formats=precision.formats)
+            add_gradients(state, step, setup, budgets.machine)
         need = worst_moment(step, start=state, trained=True)
         expect_room(need, budgets.machine_for(need.nbytes))
         ran = list[tuple[Simulation, Trace]]()
         run = PaperRun(
-            planner_of(
-                layout,
-                budgets,
-                gradients=gradients,
-                options=memory.options,
-                choice=choice,
-                slots_of_gradient=lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, precision.formats),
-            ),
+            setup.planner(choice, lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, formats.now)),
             state,
             budgets,
             forward=step,

@@ -47,14 +47,14 @@ def manage(
         device: "cpu"; "cuda", or "cuda:1"; "emulated": a bounded arena of host memory plays a device. None: CUDA where there is one, else "cpu".
         precision: "bf16": the weight is the upper half of an fp32 master. "fp16": it is rounded from one, and `session.scaler` scales the loss.
             None: the type that most elements of the model's parameters have.
-        device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%". None: 90 % of what
-            is free on a GPU, less a reserve for its libraries; of the emulated device as much as the host's.
-        host_memory: how much the process may hold above its present size less the weights taken over. None: 80 % of what is available.
-        disk, disk_memory: directory and budget of the disk tier. None: no disk tier; 90 % of what is free.
+        device_memory: budget of the device: chunks and activations. Sizes are bytes, or text such as "512MiB", "1.5GB", "70%". None: 90 % of the
+            free memory of a GPU, less a reserve for its libraries; of the emulated device as much as the host's.
+        host_memory: how much the process may grow, not counting the weights taken over. None: 80 % of the available memory.
+        disk, disk_memory: directory and budget of the disk tier. None: no disk tier; 90 % of the free space.
         step: "deferred", at `optimizer.step()`, or "in_backward", as gradients arrive.
         max_grad_norm: clips the global norm at every step.
         options: see `Options`; nobody should need it.
-        weights: safetensors file, or directory as `save_pretrained` leaves it: values that take the place of the model's, a tensor at a time.
+        weights: safetensors file, or directory as `save_pretrained` leaves it: values that replace the model's, one tensor at a time.
         states, activations, mesh: their default only, until a later version.
     Raises:
         ConfigError, LayoutError, StateError, BudgetError, CheckpointError, DeviceError: model and optimizer are then as before.

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import BudgetError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State, pack, unpack
-from patrickstar.parameters.assembled import STEP, AssembledTensors
-from patrickstar.parameters.bound import names_by_id
-from patrickstar.plan.pilot import Pilot
-from patrickstar.step.training import Training
-from patrickstar.step.values import Weights
+from patrickstar.parameters.assembled import STEP
+from patrickstar.session.parts import Parts
 from patrickstar.units import format_bytes
 
 __all__ = ["OptimizerState"]
@@ -25,25 +20,14 @@ class OptimizerState:
     """Reads moments and counts of updates into a state dict, and takes them over from one.
 
     Args:
-        groups: the optimizer's parameter groups. assembled: what stands for the state in `optimizer.state`.
+        parts: of the session. groups: the optimizer's parameter groups.
     """
 
-    def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        weights: Weights,
-        training: Training,
-        pilot: Pilot,
-        groups: list[dict[str, Any]],
-        *,
-        assembled: AssembledTensors,
-    ) -> None:
-        self._named = named
-        self._names = names_by_id(named)
-        self._weights = weights
-        self._assembled = assembled
-        self._training = training
-        self._pilot = pilot
+    def __init__(self, parts: Parts, groups: list[dict[str, Any]]) -> None:
+        self._parts = parts
+        self._names = parts.binding.names
+        self._weights = parts.weights
+        self._steps = parts.steps
         self._groups = groups
 
     def whole(self, *, room_bytes: int | None) -> dict[str, Any]:
@@ -52,8 +36,7 @@ class OptimizerState:
         Raises:
             BudgetError: it takes more.
         """
-        steps = self._training.steps
-        needed = sum(2 * 4 * self._named[name].numel() for name in steps)
+        needed = sum(2 * 4 * self._parts.named[name].numel() for name in self._steps)
         if room_bytes is not None and needed > room_bytes:
             raise BudgetError(
                 f"the optimizer's state takes {format_bytes(needed)} as whole tensors, and {format_bytes(room_bytes)} of the host budget "
@@ -62,25 +45,25 @@ class OptimizerState:
                 needed_bytes=needed,
                 available_bytes=room_bytes,
             )
-        stretch = self._pilot.stretch
-        stretch.reserve_bytes += needed  # chunks make room for the whole tensors
+        stretch = self._parts.executor.pilot.stretch
+        stretch.reserve(needed)  # chunks make room for the whole tensors
         try:
             states = self.states()
         finally:
-            stretch.reserve_bytes -= needed
+            stretch.reserve(-needed)
         return pack(self._groups, self._names, states)
 
     def states(self) -> dict[str, State]:
         """Count and moments by parameter name, each a copy."""
         return {
             name: State(count, self._weights.read_average(name, EXP_AVG), self._weights.read_average(name, EXP_AVG_SQ))
-            for name, count in self._training.steps.items()
+            for name, count in self._steps.items()
         }
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over moments and counts of updates, in place of all there were."""
         states = unpack(state_dict, self._groups, self._names)
-        steps = self._training.steps
+        steps = self._steps
         for name in set(steps) - set(states):
             self._weights.clear_averages(name)
         steps.clear()
@@ -88,4 +71,4 @@ class OptimizerState:
             self._weights.write_average(name, EXP_AVG, entry.exp_avg)
             self._weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
             steps[name] = entry.step
-            self._assembled.changed(AssembledKey(name, STEP))
+            self._parts.binding.assembled.changed(AssembledKey(name, STEP))

@@ -13,11 +13,12 @@ from patrickstar.core.planes import GRAD, REST, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan import residency
-from patrickstar.plan.pilot import Pilot, StretchKind
+from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.planner import Ask, Draft, Planner
+from patrickstar.plan.planner import Planner
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation, simulate
+from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import master_touches
 from patrickstar.session.smallest import let_gradients_go
 from patrickstar.step.budgets import Budgets
@@ -180,7 +181,8 @@ class PaperRun:
             for part in layout.parts(name):
                 is_split = PlaneRef(part.chunk, REST) in state.home
                 touches = pilot.nearest(master_touches(part, layout, is_split=is_split, writes=True))
-                for action in pilot.actions(Phase.STEP, name, touches, ()):
+                assert pilot.planned(Phase.STEP, touches, ()) is None, "there is no plan yet"
+                for action in pilot.decided(Phase.STEP, name, touches, ()):
                     residency.apply(state, action)
                 residency.mark_moment(state, Moment(Phase.STEP, name, touches))
 

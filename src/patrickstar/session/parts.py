@@ -1,4 +1,4 @@
-"""Parts of a session."""
+"""Parts of a session, and what ties them to the user's model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from patrickstar.parameters.whole_calls import WholeCalls
 from patrickstar.session.buffers import Kind
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
+from patrickstar.step.gradients import Gradients
 from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "Ties"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that a session is made of, put together by `manage`.
+    """The parts of a session that take steps. The store, which has all memory, is the executor's.
 
-    `training` is None where only weights are managed. `parameter_dtypes`: the types before `manage`, by name. `buffers`: what those were that
-    have been cast or moved. `host_budget_bytes`: what chunks and tensors may take of the host, where the user gave a bound, or None.
-    `shortage`: is told where a device has no memory left.
+    Attributes:
+        training: None where only weights are managed. gradients: those in chunks.
+        host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
+        shortage: is told where a device has no memory left.
     """
 
     model: nn.Module
@@ -40,10 +42,32 @@ class Parts:
     stretches: Stretches
     events: Events
     weights: Weights
+    gradients: Gradients
     training: Training | None
+    host_budget_bytes: int | None
+    shortage: OutOfMemory | None
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Updates so far, by parameter."""
+        return self.training.steps if self.training is not None else {}
+
+    def expect_whole_model(self) -> None:
+        """Raises StateError where the weights are of no one step, or not those that are managed."""
+        if self.training is not None:
+            self.training.expect_whole()
+        self.events.expect_own_parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """The hooks on a model under management, and what its parameters and buffers were before.
+
+    Attributes:
+        buffers: what those were that have been cast or moved.
+    """
+
     root: Watched
     whole_calls: WholeCalls
     parameter_dtypes: Mapping[str, torch.dtype]
     buffers: Mapping[str, Kind]
-    host_budget_bytes: int | None
-    shortage: OutOfMemory | None

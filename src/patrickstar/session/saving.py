@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.find import open_step
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
-from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import CheckpointError
 from patrickstar.optim.state import restore_groups
-from patrickstar.parameters.binding import Binding
 from patrickstar.session.buffers import persistent_buffers
-from patrickstar.step.executor import Executor
-from patrickstar.step.values import Weights
+from patrickstar.session.parts import Parts
 
 __all__ = ["Saving"]
 
@@ -34,37 +31,22 @@ class Saving:
     """Writes and reads checkpoints, a piece at a time.
 
     Args:
-        groups: gives the optimizer's live parameter groups, or None. steps: updates so far by parameter, changed in place by a load.
-        forget: called before the first change of a load: gradients and what was under way are over. scaler: gives what scales losses.
+        parts: of the session. groups: the optimizer's live parameter groups, or None. scaler: scales losses.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        binding: Binding,
-        layout: Layout,
-        executor: Executor,
-        weights: Weights,
-        groups: Callable[[], list[dict[str, Any]] | None],
-        steps: dict[str, int],
-        forget: Callable[[], None],
-        scaler: Callable[[], torch.amp.GradScaler],
-    ) -> None:
-        self._model = model
-        self._binding = binding
-        self._layout = layout
-        self._executor = executor
-        self._weights = weights
+    def __init__(self, parts: Parts, groups: list[dict[str, Any]] | None, scaler: torch.amp.GradScaler) -> None:
+        self._parts = parts
+        self._binding = parts.binding
+        self._executor = parts.executor
+        self._weights = parts.weights
+        self._steps = parts.steps
         self._live_groups = groups
-        self._steps = steps
-        self._forget = forget
         self._scaler = scaler
 
     def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
         self._executor.settle()
-        buffers = persistent_buffers(self._model)
+        buffers = persistent_buffers(self._parts.model)
         entries = [
             TensorEntry(f"weight/{b.name}", torch.float32, tuple(b.shape_only.shape), "weights") for b in self._binding
         ]
@@ -79,7 +61,7 @@ class Saving:
             "rng": rng.capture(self._binding.device),
             "groups": groups,
             "group_parameters": self._group_parameters(),
-            "scaler": self._scaler().state_dict(),
+            "scaler": self._scaler.state_dict(),
         }
         with self._executor.lock, self._executor.quiet():
             return write_step(
@@ -99,7 +81,7 @@ class Saving:
             reader.require_model(self._shapes())
             reader.verify()
             state, extra = reader.values["state"], reader.values["extra"]
-            buffers = persistent_buffers(self._model)
+            buffers = persistent_buffers(self._parts.model)
             steps = self._check(reader, state, buffers)
             assert isinstance(state, dict)
             self._forget()
@@ -116,29 +98,36 @@ class Saving:
                     self._weights.clear_averages(name)
             self._steps.clear()
             self._steps.update(steps)
-            self._binding.stepped(self._binding.by_name)
-            live = self._live_groups()
+            self._binding.changes.stepped(self._binding.by_name)
+            live = self._live_groups
             if live is not None and state["groups"] is not None:
                 restore_groups(live, {"param_groups": state["groups"]})
-            if self._scaler().is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
-                self._scaler().load_state_dict(state["scaler"])
+            if self._scaler.is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
+                self._scaler.load_state_dict(state["scaler"])
             rng.restore(state["rng"], self._binding.device)
             return reader.step, extra
+
+    def _forget(self) -> None:
+        """Ends what is under way, and lets gradients go: everything is about to be loaded anew."""
+        self._executor.settle()
+        self._parts.stretches.end()
+        training = self._parts.training
+        if training is not None:
+            training.zero_grad(set_to_none=True)
+            training.forget_unfinished()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {bound.name: tuple(bound.shape_only.shape) for bound in self._binding}
 
     def _groups(self) -> list[dict[str, Any]] | None:
-        live = self._live_groups()
-        return (
-            None
-            if live is None
-            else [{key: value for key, value in group.items() if key != "params"} for group in live]
-        )
+        live = self._live_groups
+        if live is None:
+            return None
+        return [{key: value for key, value in group.items() if key != "params"} for group in live]
 
     def _group_parameters(self) -> list[list[str]]:
         names = self._binding.names
-        return [[names[id(parameter)] for parameter in group["params"]] for group in self._live_groups() or ()]
+        return [[names[id(parameter)] for parameter in group["params"]] for group in self._live_groups or ()]
 
     def _check(self, reader: StepReader, state: object, buffers: Mapping[str, Tensor]) -> dict[str, int]:
         where = reader.path
@@ -170,7 +159,7 @@ class Saving:
         return steps
 
     def _check_groups(self, where: Path, groups: list[object] | None, parameters: list[list[str]]) -> None:
-        live = self._live_groups()
+        live = self._live_groups
         if live is None or groups is None:
             return
         if len(groups) != len(live):
@@ -205,7 +194,7 @@ class Saving:
         if not bound.shape_only.is_contiguous():
             self._weights.fill(bound, reader.read(name))
             return
-        for part in self._layout.parts(owner):
+        for part in self._parts.layout.parts(owner):
             self._weights.read_into(owner, part, lambda master, at: reader.read_into(name, master, start=at))
 
     def _read_average(self, reader: StepReader, name: str, owner: str, plane: str) -> None:

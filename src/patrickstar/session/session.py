@@ -21,7 +21,7 @@ from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
 from patrickstar.session.exporting import export_model
 from patrickstar.session.optimizer_state import OptimizerState
-from patrickstar.session.parts import Parts
+from patrickstar.session.parts import Parts, Ties
 from patrickstar.session.saving import Saving
 from patrickstar.session.state_mapping import StateMapping
 from patrickstar.session.stats import Stats, gather_stats
@@ -37,8 +37,9 @@ class Session:
     `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, ties: Ties) -> None:
         self._parts = parts
+        self._ties = ties
         self.layout = parts.layout
         self.optimizer: ManagedOptimizer | None = None
         """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
@@ -54,17 +55,6 @@ class Session:
         """Warns of a session that nobody closes; `manage` sets it."""
 
         self._steps_before = 0
-        self._saving = Saving(
-            model=parts.model,
-            binding=parts.binding,
-            layout=parts.layout,
-            executor=parts.executor,
-            weights=parts.weights,
-            groups=self._groups,
-            steps=parts.training.steps if parts.training is not None else {},
-            forget=self._forget,
-            scaler=lambda: self.scaler,
-        )
 
     def __repr__(self) -> str:
         model = type(self._parts.model).__name__
@@ -94,16 +84,7 @@ class Session:
     def stats(self) -> Stats:
         """Numbers of what has happened so far."""
         self._expect_open()
-        parts = self._parts
-        step_seconds = parts.training.updates.seconds if parts.training is not None else 0.0
-        return gather_stats(
-            parts.executor.store,
-            parts.stretches,
-            seconds={**parts.events.seconds, "step": step_seconds},
-            numel=parts.layout.model_numel,
-            gradient_bytes=parts.binding.gradients.own_bytes(),
-            pending=parts.executor.pending,
-        )
+        return gather_stats(self._parts)
 
     # gradients
 
@@ -148,10 +129,8 @@ class Session:
         self._begin_access()
         parts = self._parts
         entries = parts.model.state_dict(keep_vars=True)
-        missing, unexpected = (
-            [key for key in entries if key not in mapping],
-            [key for key in mapping if key not in entries],
-        )
+        missing = [key for key in entries if key not in mapping]
+        unexpected = [key for key in mapping if key not in entries]
         if missing or unexpected:
             raise ConfigError(
                 f"load_state_dict: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}; nothing was loaded"
@@ -193,10 +172,8 @@ class Session:
         self._begin_access()
         if wait is not True:
             raise ConfigError("wait=False: checkpoints are written in the background in a later version; leave it out")
-        if self._parts.training is not None:
-            self._parts.training.expect_whole()
-        self._parts.events.expect_own_parameters()
-        return self._saving.save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
+        self._parts.expect_whole_model()
+        return self._saving().save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
 
     def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
         """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
@@ -205,9 +182,8 @@ class Session:
             CheckpointError: it is damaged or of another model. Nothing has changed then.
         """
         self._begin_access()
-        step, extra = self._saving.load(Path(dir))
-        stretches = self._parts.stretches
-        self._steps_before = step - stretches.planned_steps - stretches.reactive_steps
+        step, extra = self._saving().load(Path(dir))
+        self._steps_before = step - self._parts.stretches.counts.steps
         return extra
 
     def export(self, dir: str | Path, *, max_shard_size: int | str = "5GB") -> None:  # noqa: A002 - the name users type
@@ -223,31 +199,15 @@ class Session:
         """
         self._begin_access()
         shard_bytes = parse_size(max_shard_size, name="max_shard_size")
-        parts = self._parts
-        if parts.training is not None:
-            parts.training.expect_whole()
-        parts.events.expect_own_parameters()
-        export_model(
-            parts.model,
-            Path(dir),
-            binding=parts.binding,
-            executor=parts.executor,
-            weights=parts.weights,
-            shard_bytes=shard_bytes,
-        )
+        self._parts.expect_whole_model()
+        export_model(self._parts, Path(dir), shard_bytes=shard_bytes)
+
+    def _saving(self) -> Saving:
+        return Saving(self._parts, self._groups(), self.scaler)
 
     def _steps(self) -> int:
-        stretches = self._parts.stretches
         self._parts.executor.settle()
-        return self._steps_before + stretches.planned_steps + stretches.reactive_steps
-
-    def _forget(self) -> None:
-        parts = self._parts
-        parts.executor.settle()
-        parts.stretches.end()
-        if parts.training is not None:
-            parts.training.zero_grad(set_to_none=True)
-            parts.training.forget_unfinished()
+        return self._steps_before + self._parts.stretches.counts.steps
 
     # what the optimizer asks for (optim.managed.StepTarget)
 
@@ -274,11 +234,9 @@ class Session:
     def optimizer_state(self) -> StateMapping:
         """The optimizer's state by parameter, bound by use; one and the same mapping."""
         if self._state is None:
-            parts = self._parts
+            self._training()
             self._state = StateMapping(
-                parts.binding,
-                parts.weights,
-                steps=self._training().steps,
+                self._parts,
                 parameters=lambda: [parameter for group in self._groups() or () for parameter in group["params"]],
                 expect_open=self._expect_open,
                 begin_access=self._begin_access,
@@ -293,15 +251,7 @@ class Session:
     def _optimizer_state(self) -> OptimizerState:
         groups = self._groups()
         assert groups is not None
-        parts = self._parts
-        return OptimizerState(
-            parts.named,
-            parts.weights,
-            self._training(),
-            parts.executor.pilot,
-            groups,
-            assembled=parts.binding.assembled,
-        )
+        return OptimizerState(self._parts, groups)
 
     def _training(self) -> Training:
         self._expect_open()
@@ -325,6 +275,7 @@ class Session:
         if self._closing is None:
             self._closing = Closing(
                 self._parts,
+                self._ties,
                 optimizer=self.optimizer,
                 optimizer_state=self._optimizer_state,
                 keep_weights=keep_weights,

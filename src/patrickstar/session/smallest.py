@@ -18,8 +18,7 @@ from patrickstar.plan import residency
 from patrickstar.plan.fit import minimum_bytes, worst_moment
 from patrickstar.plan.placement import place, place_on_all_tiers
 from patrickstar.plan.residency import Residency
-from patrickstar.session.start import add_gradients, resting_state
-from patrickstar.step.budgets import Budgets
+from patrickstar.session.start import Setup, add_gradients, resting_state
 from patrickstar.units import MIB
 
 __all__ = ["let_gradients_go", "smallest_budgets"]
@@ -28,18 +27,16 @@ _GRAIN_BYTES = 64 * MIB
 _TRIES = 6
 
 
-def smallest_budgets(
-    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
-) -> dict[str, int]:
+def smallest_budgets(setup: Setup, traces: tuple[Trace, ...]) -> dict[str, int]:
     """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below.
 
     Where the tiers below a device have no room for all, those of the device and of the host, each with the other as it is; the device's with the
     smallest host, or one that holds everything, where they have no room whatever rests on the device.
     """
-    machine = budgets.machine
+    machine, layout, formats = setup.budgets.machine, setup.layout, setup.formats.now
     minimum = {tier.label: 0 for tier in Tier}
-    if machine.compute is Tier.DEVICE and not _rests_below(layout, machine, gradients=gradients, formats=formats):
-        needs = partial(_needed_beside_homes, layout, traces=traces, gradients=gradients, formats=formats)
+    if machine.compute is Tier.DEVICE and not _rests_below(setup):
+        needs = partial(_needed_beside_homes, setup, traces)
         everything = sum(_unit_bytes(layout, formats))
         minimum[Tier.HOST.label] = enough = _smallest_host(machine, needs, everything)
         try:
@@ -47,41 +44,40 @@ def smallest_budgets(
         except BudgetError:
             needed = needs(_with_host(machine, enough or everything))
     elif machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        needed = _minimum_of_the_host_alone(layout, budgets, traces, gradients=gradients, formats=formats)
+        needed = _minimum_of_the_host_alone(setup, traces)
     else:
         needed = minimum_bytes(*traces, layout=layout, formats=formats)
     minimum[machine.compute.label] = needed + machine.costs.beside(needed)
     return minimum
 
 
-def _minimum_of_the_host_alone(
-    layout: Layout, budgets: Budgets, traces: tuple[Trace, ...], *, gradients: GradientUse, formats: Formats
-) -> int:
+def _minimum_of_the_host_alone(setup: Setup, traces: tuple[Trace, ...]) -> int:
     """The smallest budget of a host on which everything is at home, and which nothing leaves."""
-    roomy = replace(budgets, machine=Machine(Tier.HOST, {Tier.HOST: sys.maxsize}))
-    contents = resting_state(layout, roomy, gradients=gradients, formats=formats)
-    if gradients is GradientUse.UPDATE:
-        add_gradients(contents, traces[0], layout=layout, machine=roomy.machine, formats=formats)
+    machine = Machine(Tier.HOST, {Tier.HOST: sys.maxsize})
+    contents = resting_state(replace(setup, budgets=replace(setup.budgets, machine=machine)))
+    if setup.gradients is GradientUse.UPDATE:
+        add_gradients(contents, traces[0], setup, machine)
     return _most_needed(contents, traces)
 
 
-def _rests_below(layout: Layout, machine: Machine, *, gradients: GradientUse, formats: Formats) -> bool:
+def _rests_below(setup: Setup) -> bool:
     """Tells whether everything finds room below the device."""
+    machine, planes = setup.budgets.machine, setup.gradients.planes
+    whole = machine.budget[machine.compute]
     with suppress(BudgetError):
-        place(layout, machine, planes=gradients.planes, nonmodel_bytes=machine.budget[machine.compute], formats=formats)
+        place(setup.layout, machine, planes=planes, nonmodel_bytes=whole, formats=setup.formats.now)
         return True
     return False
 
 
-def _needed_beside_homes(
-    layout: Layout, machine: Machine, *, traces: tuple[Trace, ...], gradients: GradientUse, formats: Formats
-) -> int:
+def _needed_beside_homes(setup: Setup, traces: tuple[Trace, ...], machine: Machine) -> int:
     """The smallest budget of a device on which what the tiers below have no room for is at home."""
-    roomy = Machine(machine.compute, {**machine.budget, machine.compute: sys.maxsize})
-    home = place_on_all_tiers(layout, roomy, planes=gradients.planes, formats=formats)
-    contents = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
-    if gradients is GradientUse.UPDATE:
-        add_gradients(contents, traces[0], layout=layout, machine=roomy, formats=formats)
+    layout, formats, compute = setup.layout, setup.formats.now, machine.compute
+    roomy = Machine(compute, {**machine.budget, compute: sys.maxsize})
+    home = place_on_all_tiers(layout, roomy, planes=setup.gradients.planes, formats=formats)
+    contents = Residency.at_rest(layout, compute=compute, home=home, free=home, formats=formats)
+    if setup.gradients is GradientUse.UPDATE:
+        add_gradients(contents, traces[0], setup, roomy)
     return _most_needed(contents, traces)
 
 

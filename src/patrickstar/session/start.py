@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.options import Options
 from patrickstar.core.chunk_size import GRAIN, search_chunk_numel, whole_grains
-from patrickstar.core.formats import Formats
+from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, LayoutError
 from patrickstar.optim.passes import Passes
 from patrickstar.optim.scratch import triton_bytes
@@ -27,21 +28,106 @@ from patrickstar.plan.placement import place, place_gradients, place_on_all_tier
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.touches import norm_trace, step_trace
+from patrickstar.plan.touches import Touches, UseCounts, norm_trace, step_trace
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.step.budgets import Budgets
+from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.overflow import overflow_bytes
-from patrickstar.step.precision import Precision, lies_in
+from patrickstar.step.precision import Precision, find_precision, lies_in
+from patrickstar.step.resources import Resources
+from patrickstar.tracing.offline import OfflineTracer
 
-__all__ = [
-    "add_gradients",
-    "find_tiles",
-    "gradient_use",
-    "layout_of",
-    "planner_of",
-    "resting_state",
-    "with_pass_bytes",
-]
+__all__ = ["Setup", "add_gradients", "find_tiles", "layout_of", "resting_state", "set_up", "with_pass_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The ground of a session, and of a forecast of one, before anything is allocated: types, layout, budgets.
+
+    Attributes:
+        memory: the options of `manage`. formats: planes and their types, as they are now.
+        gradients: where these go. passes: over planes, by type of device; None: those of a GPU, on paper.
+    """
+
+    memory: MemoryOptions
+    precision: Precision
+    layout: Layout
+    budgets: Budgets
+    gradients: GradientUse
+    formats: SessionFormats
+    passes: Mapping[str, Passes] | None
+
+    def touches(self, updates: Callable[[str], bool]) -> Touches:
+        """The units that events touch, with counts of uses that begin at none. `updates`: tells which parameters the optimizer has."""
+        return Touches(self.layout, gradients=self.gradients, updates=updates, formats=self.formats, counts=UseCounts())
+
+    def tracer(self, updates: Callable[[str], bool]) -> OfflineTracer:
+        """The tracer of forwards that have not been run."""
+        return OfflineTracer(
+            layout=self.layout,
+            make_touches=lambda: self.touches(updates),
+            gradients=self.gradients,
+            dtypes=self.precision.parameter_dtypes(self.layout),
+            copied=self.precision.copied(self.layout),
+            scales=self.precision.scales,
+            device=self.budgets.trial_device,
+            on_device=self.budgets.stream_device is not None,
+            compute=self.precision.compute,
+        )
+
+    def planner(
+        self,
+        choice: UpdateChoice,
+        slots_of_gradient: Callable[[int], int],
+        made: Callable[[Plan, Trace], object] = lambda *_: None,
+    ) -> Planner:
+        """The planner of steps. `choice`: where updates are done; the others: as `Planner` has them."""
+        return Planner(
+            layout=self.layout,
+            budgets=self.budgets,
+            policy=self.memory.options.eviction,
+            prefetch=self.memory.options.prefetch,
+            choice=choice,
+            weaves=self.gradients is GradientUse.CHUNK and not choice.apart,
+            keeps=self.budgets.stream_device is not None,
+            slots_of_gradient=slots_of_gradient,
+            checks=self.memory.options.poison,
+            made=made,
+        )
+
+
+def set_up(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    memory: MemoryOptions,
+    has: Resources,
+    *,
+    trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
+    trains: bool = True,
+    find_passes: Callable[[torch.device], Mapping[str, Passes]] | None = None,
+) -> Setup:
+    """The ground for a model and options of `manage`, which have been checked.
+
+    Args:
+        has: what the machine has. trained: tells whether a parameter needs more than its weight. trains: whether there is an optimizer.
+        find_passes: finds the kernels of a device; None: they are those of a GPU.
+
+    Raises:
+        BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
+    """
+    precision = find_precision(memory, model, has)
+    layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained)
+    present, absent = present_and_absent_bytes(named.values())
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
+    passes = None if find_passes is None else find_passes(budgets.device) if trains else {}
+    return Setup(
+        memory=memory,
+        precision=precision,
+        layout=layout,
+        budgets=with_pass_bytes(budgets, layout, memory, precision, passes=passes),
+        gradients=_gradient_use(memory, budgets, precision) if trains else GradientUse.NONE,
+        formats=SessionFormats(precision.formats),
+        passes=passes,
+    )
 
 
 def layout_of(
@@ -138,7 +224,7 @@ def with_pass_bytes(
     return replace(budgets, passes=replace(taken, norm=taken.norm + flags), fixed_bytes=budgets.fixed_bytes + flags)
 
 
-def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
+def _gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
     """The use of gradients: with nothing to move them out of the way for, they stay where PyTorch puts them."""
     if memory.step == "in_backward":
         return GradientUse.UPDATE
@@ -147,9 +233,7 @@ def gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) 
     return GradientUse.CHUNK if in_chunks else GradientUse.TENSOR
 
 
-def resting_state(
-    layout: Layout, budgets: Budgets, *, gradients: GradientUse, formats: Formats, clips: bool = False
-) -> Residency:
+def resting_state(setup: Setup, *, clips: bool = False) -> Residency:
     """The state with every unit at home, without contents yet. Gradients that are used as they arrive have no home: see Note [Homes of gradients].
 
     Args:
@@ -158,22 +242,23 @@ def resting_state(
     Raises:
         BudgetError: no batch could fit: homes, a weight on its own, the norm, or the update of a chunk do not.
     """
-    machine, planes = budgets.machine, gradients.planes
+    layout, gradients, formats, passes = setup.layout, setup.gradients, setup.formats.now, setup.budgets.passes
+    machine = setup.budgets.machine
     uses = tuple(Moment(Phase.FORWARD, run.tensors[0], (Touch(PlaneRef(run.head, WEIGHT)),)) for run in layout.runs)
     traces = [Trace(uses)]
     if gradients is not GradientUse.NONE:
         in_chunks = gradients is GradientUse.CHUNK
-        scratch = budgets.passes.update
+        scratch = passes.update
         traces.append(step_trace(layout, layout.slices, formats=formats, in_plane=in_chunks, scratch_bytes=scratch))
         if clips and in_chunks:
-            traces.append(norm_trace(layout, layout.slices, formats=formats, scratch_bytes=budgets.passes.norm))
+            traces.append(norm_trace(layout, layout.slices, formats=formats, scratch_bytes=passes.norm))
 
     def with_homes(home: Mapping[PlaneRef, Tier]) -> Residency:
         state = Residency.at_rest(layout, compute=machine.compute, home=home, free=home, formats=formats)
         expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
         return state
 
-    best, *others = _homes(layout, machine, planes, formats=formats)
+    best, *others = _homes(layout, machine, gradients.planes, formats=formats)
     try:
         return with_homes(best())
     except BudgetError:
@@ -183,10 +268,10 @@ def resting_state(
         raise
 
 
-def add_gradients(state: Residency, trace: Trace, *, layout: Layout, machine: Machine, formats: Formats) -> None:
+def add_gradients(state: Residency, trace: Trace, setup: Setup, machine: Machine) -> None:
     """Gives homes to the gradients that a forward with this trace keeps. BudgetError: they do not fit."""
     kept, why = trace.touched(GRAD), name_gradients(trace)
-    state.grow(*place_gradients(machine, kept, state=state, layout=layout, formats=formats, why=why))
+    state.grow(*place_gradients(machine, kept, state=state, layout=setup.layout, formats=setup.formats.now, why=why))
 
 
 def _homes(
@@ -206,27 +291,3 @@ def _homes(
         below,
         partial(place_on_all_tiers, layout, machine, planes=planes, formats=formats),
     ]
-
-
-def planner_of(
-    layout: Layout,
-    budgets: Budgets,
-    *,
-    gradients: GradientUse,
-    options: Options,
-    choice: UpdateChoice,
-    slots_of_gradient: Callable[[int], int],
-    made: Callable[[Plan, Trace], object] = lambda *_: None,
-) -> Planner:
-    """The planner of a session, or of a forecast of it."""
-    return Planner(
-        layout=layout,
-        budgets=budgets,
-        policy=options.eviction,
-        prefetch=options.prefetch,
-        choice=choice,
-        weaves=gradients is GradientUse.CHUNK and not choice.apart,
-        keeps=budgets.stream_device is not None,
-        slots_of_gradient=slots_of_gradient,
-        made=made,
-    )

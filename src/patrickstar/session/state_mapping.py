@@ -12,9 +12,8 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import STEP, title
-from patrickstar.parameters.binding import Binding
+from patrickstar.session.parts import Parts
 from patrickstar.step.assembling import count_of
-from patrickstar.step.values import Weights
 
 __all__ = ["ParameterState", "StateMapping"]
 
@@ -26,28 +25,24 @@ class StateMapping(MutableMapping[Tensor, Any]):
     """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty.
 
     Args:
-        parameters: those of the optimizer's groups, in order. steps: updates so far, by name.
+        parts: of the session. parameters: those of the optimizer's groups, in order.
         expect_open: raises where the session is closed. begin_access: the same, and anything may be written afterwards.
     """
 
     def __init__(
         self,
-        binding: Binding,
-        weights: Weights,
+        parts: Parts,
         *,
-        steps: dict[str, int],
         parameters: Callable[[], list[Tensor]],
         expect_open: Callable[[], None],
         begin_access: Callable[[], None],
     ) -> None:
-        self._binding = binding
-        self._weights = weights
-        self._steps = steps
+        self._binding = parts.binding
+        self._weights = parts.weights
+        self._steps = parts.steps
         self._parameters = parameters
         self._expect_open = expect_open
         self._begin_access = begin_access
-
-        self._names = binding.names
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         self._expect_open()
@@ -59,7 +54,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
 
     def __contains__(self, parameter: object) -> bool:
         self._expect_open()
-        return self._names.get(id(parameter)) in self._steps
+        return self._binding.names.get(id(parameter)) in self._steps
 
     def __iter__(self) -> Iterator[Tensor]:
         self._expect_open()
@@ -80,7 +75,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
             return
         if set(values) != set(FIELDS):
             raise StateError(
-                f"optimizer.state[{name}] was assigned {sorted(values)}: what is kept of a parameter is {', '.join(FIELDS)}"
+                f"optimizer.state[{name}] was assigned {sorted(values)}: the states of a parameter are {', '.join(FIELDS)}"
             )
         wanted = {plane: self.check(name, plane, values[plane]) for plane in FIELDS}
         if wanted[STEP] is not None:
@@ -167,7 +162,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         self._binding.assembled.changed(AssembledKey(name, STEP))
 
     def _name(self, parameter: Tensor) -> str:
-        name = self._names.get(id(parameter))
+        name = self._binding.names.get(id(parameter))
         if name is None:
             raise KeyError(
                 f"{type(parameter).__name__} {tuple(parameter.shape)} is no parameter of the session's model"
@@ -194,7 +189,7 @@ class ParameterState(MutableMapping[str, Any]):
     def __setitem__(self, plane: str, value: Any) -> None:
         if plane not in FIELDS:
             raise StateError(
-                f"optimizer.state[{self._name}][{plane!r}] was assigned: what is kept of a parameter is {', '.join(FIELDS)}"
+                f"optimizer.state[{self._name}][{plane!r}] was assigned: the states of a parameter are {', '.join(FIELDS)}"
             )
         if not self._of.has(self._name):
             raise StateError(

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.memory.store import ChunkStore
-from patrickstar.step.pending_step import PendingStep
-from patrickstar.step.stretches import Stretches
+from patrickstar.session.parts import Parts
 from patrickstar.units import format_bytes
 
 __all__ = ["Stats", "gather_stats"]
@@ -20,39 +18,37 @@ class Stats:
     """Numbers of a session. Tiers are "device", "host" and "disk"; links "H>D", "D>H", "H>K" and "K>H" (K: disk)."""
 
     peak: Mapping[str, int]
-    """The most bytes each tier has held, model data and activations together; 0 where a tier is not used."""
+    """Peak bytes of each tier, model states and activations together; 0 where a tier is not used."""
 
     moved: Mapping[str, int]
-    """Bytes that have crossed each link."""
+    """Bytes transferred over each link."""
 
     model_data: Mapping[str, int]
-    """Bytes of model data by plane, wherever they are, each counted once."""
+    """Bytes of model states by plane, on whichever tier, each counted once."""
 
     steps: int
     """Optimizer steps."""
 
     planned_steps: int
-    """Those that went as their plan said."""
+    """Steps that followed their plans."""
 
     reactive_steps: int
-    """Those that did not, in part at least."""
+    """Steps that ran unplanned, in part at least."""
 
     reason: str
-    """Why the last of these did not."""
+    """The plan miss of the last of these."""
 
     seconds: Mapping[str, float]
-    """Of the last step, by phase: forward, backward, step."""
+    """Seconds of the last step, by phase: forward, backward, step."""
 
     bytes_per_parameter: float
-    """Bytes of model data by parameter."""
+    """Bytes of model states per parameter."""
 
     def __str__(self) -> str:
-        """A table of what each tier has held and moved, and lines about model data, steps and seconds."""
+        """A table of peaks and transfers by tier, and lines about model states, steps and seconds."""
         tiers = ("device", "host", "disk")
-        links = {
-            "fetched": ("H>D", "K>H", ""),
-            "offloaded": ("D>H", "H>K", ""),
-        }  # to a tier from below, from it to below
+        # To a tier from below, from it to below.
+        links = {"fetched": ("H>D", "K>H", ""), "offloaded": ("D>H", "H>K", "")}
         rows: dict[str, list[int | None]] = {"peak": [self.peak[tier] for tier in tiers]}
         rows |= {name: [self.moved.get(link) for link in found] for name, found in links.items()}
         planes = ", ".join(f"{plane} {format_bytes(nbytes)}" for plane, nbytes in self.model_data.items())
@@ -63,7 +59,8 @@ class Stats:
         data = f"{total}, {self.bytes_per_parameter:.2f} bytes per parameter{f': {planes}' if planes else ''}"
         other = f", {self.reactive_steps} not ({self.reason})" if self.reactive_steps else ""
         steps = f"{self.steps}, {self.planned_steps} as planned{other}"
-        return "\n".join([*lines, _line("model data", data), _line("steps", steps), _line("last step", seconds or "-")])
+        lines += [_line("model states", data), _line("steps", steps), _line("last step", seconds or "-")]
+        return "\n".join(lines)
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
@@ -71,25 +68,14 @@ def _row(name: str, cells: Sequence[str]) -> str:
 
 
 def _line(name: str, text: str) -> str:
-    return f"{name:12}{text}"
+    return f"{name:14}{text}"
 
 
-def gather_stats(
-    store: ChunkStore,
-    stretches: Stretches,
-    *,
-    seconds: Mapping[str, float],
-    numel: int,
-    gradient_bytes: int,
-    pending: PendingStep | None,
-) -> Stats:
-    """The numbers as they are now.
-
-    Args:
-        numel: elements of all parameters. gradient_bytes: of gradients in no chunk. pending: the step that is called and not over: what that
-            will have made counts as model data, and what it lets go of does not.
-    """
-    state, ledger = store.state, store.ledger
+def gather_stats(parts: Parts) -> Stats:
+    """The numbers as they are now. What a step that is called and not over will have made counts as model data, and what it lets go of does not."""
+    store, counts, training = parts.executor.store, parts.stretches.counts, parts.training
+    state, ledger, pending = store.state, store.ledger, parts.executor.pending
+    gradient_bytes = parts.binding.gradients.own_bytes()
     made, freed = pending.leaves() if pending is not None else (frozenset[PlaneRef](), frozenset[PlaneRef]())
     model_data: dict[str, int] = {}
     for ref in state.home:
@@ -101,10 +87,10 @@ def gather_stats(
         peak={tier.label: ledger.peak(tier) for tier in Tier},
         moved={link: ledger.moved(link) for link in LINKS},
         model_data=model_data,
-        steps=stretches.planned_steps + stretches.reactive_steps,
-        planned_steps=stretches.planned_steps,
-        reactive_steps=stretches.reactive_steps,
-        reason=stretches.reason,
-        seconds=seconds,
-        bytes_per_parameter=sum(model_data.values()) / max(1, numel),
+        steps=counts.steps,
+        planned_steps=counts.planned,
+        reactive_steps=counts.reactive,
+        reason=counts.reason,
+        seconds={**parts.events.seconds, "step": training.updates.seconds if training is not None else 0.0},
+        bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
     )

@@ -108,7 +108,7 @@ class Assembling:
                 f"{title(key)} does not fit as a whole tensor\n"
                 f"  needed {format_bytes(needed)} = the tensor {format_bytes(nbytes)} + others in use or held by views of them {format_bytes(held)} "
                 f"+ chunk slots in use at once {format_bytes(slots)}{fixed};  budget {format_bytes(budget)}\n"
-                "  to clip, session.clip_grad_norm_(max_norm) needs one chunk at a time; else use one tensor at a time, let go of what is held, "
+                "  to clip, session.clip_grad_norm_(max_norm) needs one chunk at a time; else use one tensor at a time, release views of others, "
                 f"or give {refusal.tier}_memory >= {format_bytes(needed)}",
                 tier=refusal.tier,
                 moment=refusal.moment,

@@ -56,7 +56,7 @@ class Copies:
 
     def changed(self, name: str) -> None:
         """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
-        copy = self._binding.lease(name)
+        copy = self._binding.access.lease(name)
         with self._executor.lock, self._executor.apart():
             for part, touches in self._touches.master(name):
                 try:

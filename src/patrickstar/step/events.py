@@ -41,7 +41,7 @@ class Neighbours:
     escaped: EscapedMemory
     copies: Copies
     late_planes: LatePlanes
-    assembling: Assembling | None
+    assembling: Assembling
     is_managed: Callable[[Tensor], bool]
 
 
@@ -106,18 +106,18 @@ class Events:
         self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
-            self._to.stretches.differentiates()
+            self._to.executor.pilot.stretch.differentiates()
         phase, touches = self.touches.unpack(ref)
         self._to.executor.moment(phase, name, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
         """A parameter's value in the type that computes, or a gradient or state of the optimizer put together: 1-D."""
-        return self._kept().make(key) if isinstance(key, AssembledKey) else self._to.copies.make(key)
+        return self._to.assembling.make(key) if isinstance(key, AssembledKey) else self._to.copies.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """Writes what has changed in chunks into a copy, or a tensor put together, that is still held."""
         if isinstance(key, AssembledKey):
-            self._kept().renew(key, copy)
+            self._to.assembling.renew(key, copy)
         else:
             self._to.copies.renew(key, copy)
 
@@ -137,10 +137,6 @@ class Events:
         """Watches a unit, or a copy, whose memory has been handed out."""
         self._to.escaped.add(key)
 
-    def _kept(self) -> Assembling:
-        assert self._to.assembling is not None, "weights alone have neither gradients nor moments"
-        return self._to.assembling
-
     def settle(self) -> None:
         """Carries out what is pending; between stretches, a stretch that is over ends."""
         if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
@@ -151,11 +147,11 @@ class Events:
 
     def expect_room(self, key: AssembledKey) -> None:
         """Raises BudgetError where there is no room to put a gradient or state of the optimizer together, alone."""
-        self._kept().expect_room(key)
+        self._to.assembling.expect_room(key)
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
         """Writes a tensor that was put together, and has been changed in place, back into its chunks."""
-        self._kept().changed(key, wholly=wholly)
+        self._to.assembling.changed(key, wholly=wholly)
 
     def updated(self) -> None:
         """Takes what the library has written to weights for what should be in memory that was handed out."""

@@ -17,7 +17,7 @@ from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Work
-from patrickstar.plan.pilot import Pilot, Planned
+from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.room import Room
@@ -70,7 +70,7 @@ class Executor:
         actions = room.within(actions, (phase, label, touches, held, update))
         store.limit_slots = pilot.capacity_slots
         room.make(actions, phase, label, self.pending)
-        with noticed_at(f"moment {phase} {label}"):
+        with noticed_at(f"op {phase} {label}"):
             store.compute(touches)
         for touch in touches:
             if touch.writes:
@@ -116,7 +116,7 @@ class Executor:
         if not pending.is_woven:
             self.settle()
             return
-        while (planned := self.pilot.next_update()) is not None and planned.updates in pending.waiting:
+        while (planned := self.pilot.stretch.next_update()) is not None and planned.updates in pending.waiting:
             self.update(planned)
         self._update_due(pending, touches)
         self._notice_end(pending)
@@ -199,11 +199,11 @@ class Executor:
         with self.lock:
             if self.pending is not None and self.pending.reads(ref):
                 if self.pending.is_woven:
-                    self.pilot.stretch.depart(f"{ref} was let go of while its update was pending")
+                    self.pilot.stretch.depart(f"{ref} was released while its update was pending")
                 self.pending.frees.add(ref)
                 return
-            self._land(ref, "was let go of")
-            if self.pilot.let_go(ref):
+            self._land(ref, "was released")
+            if self.pilot.stretch.let_go(ref):
                 self.store.forget(ref)
             else:
                 self.store.release(ref)
@@ -227,7 +227,7 @@ class Executor:
         if backward_id() != -1:
             return Phase.RECOMPUTE
         stretch = self.pilot.stretch
-        is_known = self.recorder is not None or (isinstance(stretch.course, Planned) and not stretch.complete)
+        is_known = self.recorder is not None or (stretch.followed is not None and not stretch.complete)
         return Phase.FORWARD if is_known else Phase.STEP
 
     # our own operations

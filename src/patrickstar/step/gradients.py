@@ -230,7 +230,7 @@ class Gradients:
         if self.finds_overflow:
             self.overflow.forget(name)
         self.views.dropped(
-            AssembledKey(name, GRAD), "it was let go (zero_grad(), p.grad = None, a checkpoint that was loaded)"
+            AssembledKey(name, GRAD), "it was released (zero_grad(), p.grad = None, a checkpoint that was loaded)"
         )
 
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.pilot import Stretch
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.stretch import Stretch
 from patrickstar.tracing.signature import Signature
 from patrickstar.units import format_bytes
 
@@ -82,6 +84,12 @@ class KnownForward:
         """Bytes that plans have beside the trace: what such a step took more; less the share that is left for that until all of it is known."""
         return self.excess_bytes if self.knows_workspaces else max(0, self.excess_bytes - share_bytes)
 
+    def let_go(self, state: Residency) -> frozenset[PlaneRef]:
+        """The gradients that will be let go of in the middle of a forward and its backward, if these go as the last time."""
+        if self.trace is None or not 0 < self.lets_go_at < len(self.trace.moments):
+            return frozenset()
+        return frozenset(ref for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
+
     def learn(self, stretch: Stretch, recorded: Trace | None) -> None:
         """Learns from a step of this kind, which went as the stretch says. `recorded`: what it did, with its backward, where that was recorded."""
         expected, course = self.expected, self._course_of(stretch)
@@ -104,9 +112,9 @@ class KnownForward:
 
     def explain(self, stretch: Stretch) -> str:
         """The reason why a step departed from its trace, to be added to the place where it did; empty where that is not known."""
-        if stretch.trace is None or stretch.reason == BEING_MEASURED:
+        if stretch.draft is None or stretch.reason == BEING_MEASURED:
             return ""
-        if stretch.differentiates and (stretch.own_trace or stretch.trace) is self.trace:
+        if stretch.makes_graph and stretch.draft.ask.trace is self.trace:
             return "; it differentiates a gradient (create_graph=True), which no forward shows: what was measured is expected of the next such step"
         if self.by_chance and not _forward_is(stretch.trace, stretch, None):
             return (
@@ -119,9 +127,9 @@ class KnownForward:
         if not stretch.gave_gradients:
             return self
         if self._was_twice:
-            self._stays_twice = stretch.differentiates
-        self._was_twice = stretch.differentiates
-        if not stretch.differentiates:
+            self._stays_twice = stretch.makes_graph
+        self._was_twice = stretch.makes_graph
+        if not stretch.makes_graph:
             return self
         if self.twice is None:
             self.twice = KnownForward(reason=_NOT_MEASURED)
@@ -156,7 +164,7 @@ def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -
 def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
     """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
     return BudgetError(
-        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} were not foreseen: such a step has taken them, and this one has not begun",
+        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} are in no trace: an earlier step took them; this one has not begun",
         tier=refusal.tier,
         moment=refusal.moment,
         needed_bytes=refusal.needed_bytes,

@@ -99,15 +99,17 @@ class LatePlanes:
             self._take_in(gradients, why=why)
 
     def reserve_for(self, name: str) -> None:
-        """Gives a home to a parameter's gradient, which is about to be kept, whether a trace has shown that or not.
+        """Gives a home to a parameter's gradient, which is about to be kept; where the plan has that next, there is room for it.
 
         Raises:
             BudgetError: the gradient does not fit.
         """
         if self.gradients is not GradientUse.UPDATE:
             return
-        state = self.executor.store.state
         gradients = sorted({PlaneRef(part.chunk, GRAD) for part in self.layout.parts(name)})
+        if self.executor.pilot.stretch.expects(gradients[0]):
+            return
+        state = self.executor.store.state
         # One at home on the compute tier has room only while it is kept.
         if any(
             state.home.get(ref, state.compute) is state.compute and ref not in state.taken[state.compute]

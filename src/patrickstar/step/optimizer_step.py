@@ -143,7 +143,7 @@ class OptimizerStep:
         self.is_half_done |= order.failed is not None
         self.seconds = order.seconds
         if not order.is_woven:
-            self.binding.stepped(order.hypers)
+            self.binding.changes.stepped(order.hypers)
 
     # the update of a chunk
 
@@ -213,7 +213,7 @@ class OptimizerStep:
                         part.chunk, {touch.ref: unit for touch, unit in zip(touches, units, strict=True)}
                     )
                     planes.update(slice(part.start, part.stop), piece, step=self.steps[bound.owner], hyper=hyper)
-        self.binding.stepped([name])
+        self.binding.changes.stepped([name])
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
         head = self.layout.run_of(chunk).head

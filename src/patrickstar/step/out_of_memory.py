@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from patrickstar.errors import BudgetError
-from patrickstar.plan.pilot import StretchKind
+from patrickstar.plan.stretch import StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.room import DeviceRoom
@@ -38,11 +38,11 @@ class OutOfMemory:
         leaves = self.room.leave_room(asked_bytes)
         needed, budget = slots + allocated + asked_bytes, self.budgets.machine.given(tier)
         raise BudgetError(
-            f"the device has no memory for {format_bytes(asked_bytes)} more after moment {moment}, although {tier.label}_memory is "
+            f"the device has no memory for {format_bytes(asked_bytes)} more after op {moment}, although {tier.label}_memory is "
             f"{format_bytes(budget)}: of {format_bytes(total_bytes)} {format_bytes(free_bytes)} are free, chunk slots have "
             f"{format_bytes(slots)}, torch's allocator has {format_bytes(allocated)} in use, and others {format_bytes(others)}\n"
-            f"  the next step leaves {format_bytes(leaves)} to activations; give a smaller {tier.label}_memory or a smaller batch, or end what else "
-            "uses the device",
+            f"  the next step leaves {format_bytes(leaves)} to activations; give a smaller {tier.label}_memory or a smaller batch, or end "
+            "other programs on the device",
             tier=tier.label,
             moment=moment,
             needed_bytes=needed,

@@ -36,9 +36,10 @@ from patrickstar.memory.leases import Leases
 from patrickstar.memory.process import resident_bytes
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Work, slots_taken
-from patrickstar.plan.pilot import Pilot, Planned, Stretch
+from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
+from patrickstar.plan.stretch import Stretch
 from patrickstar.step.budgets import Budgets, leaves_room
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.step.pending_step import PendingStep
@@ -82,7 +83,7 @@ class Room:
         self.lock = threading.RLock()
         self.meter: LiveBytes | None = None
         self.level_bytes = budgets.passes.update
-        self._mode: LiveBytes | None = None  # the one that is on, counting or not
+        self._started: LiveBytes | None = None  # the one that is on, counting or not
         self._acts = True
         self._abandoned: weakref.finalize[Any, Any] | None = None
         self._before_bytes = 0  # beside chunks, at the moment before
@@ -118,10 +119,10 @@ class Room:
         if self.meter is not None:
             return self.meter.live
         stretch = self._pilot.stretch
-        course = stretch.course
-        if isinstance(course, Planned) and course.trace.moments:
-            return course.trace.moments[stretch.position - 1 if stretch.position else 0].nonmodel_bytes
-        return stretch.reserve_bytes if course.trace is not None else 0
+        followed = stretch.followed
+        if followed is not None and followed.trace.moments:
+            return followed.trace.moments[stretch.position - 1 if stretch.position else 0].nonmodel_bytes
+        return stretch.reserve_bytes if stretch.trace is not None else 0
 
     @property
     def is_measured(self) -> bool:
@@ -165,46 +166,46 @@ class Room:
         stretch = self._pilot.stretch
         reserved, budgeted = (0, nbytes) if is_budgeted else (nbytes, 0)
         self._making_bytes += nbytes
-        stretch.reserve_bytes += reserved
+        stretch.reserve(reserved)
         self._assembling_bytes += budgeted
         try:
             yield
         finally:
             self._making_bytes -= nbytes
-            stretch.reserve_bytes -= reserved
+            stretch.reserve(-reserved)
             self._assembling_bytes -= budgeted
 
     # live bytes, while they are metered
 
     def start_meter(self, *, acts: bool) -> LiveBytes:
         """Switches the meter on, which it gives. `acts`: whether chunks may leave for what it counts."""
-        # torch holds a mode that is on: through it, it must not hold a session that everybody else has dropped.
+        # The thread holds a meter that is on: through it, it must not hold a session that everybody else has dropped.
         leases, room = weakref.proxy(self._store.leases), weakref.proxy(self)
         is_slot, at_change = partial(Leases.is_counted, leases), partial(Room.live_changed, room)
         meter = LiveBytes(is_slot, at_change, on_device=self._budgets.stream_device is not None)
         meter.switch_on()
         self._abandoned = weakref.finalize(self, meter.retire)
         self._abandoned.atexit = False
-        self.meter = self._mode = meter
+        self.meter = self._started = meter
         self._acts = acts
         return meter
 
     def pause_meter(self) -> None:
-        """Stops counting: what is made from now on is no part of the step. (A mode cannot be left from inside a backward call.)"""
-        if self._mode is not None:
-            self._mode.counts, self.meter = False, None
+        """Stops counting: what is made from now on is no part of the step. (It is left when the next stretch begins.)"""
+        if self._started is not None:
+            self._started.counts, self.meter = False, None
             self._store.hold_beside(0)
 
     def stop_meter(self) -> None:
         """Switches the meter off."""
         self.pause_meter()
-        mode, self._mode = self._mode, None
-        if mode is None:
+        meter, self._started = self._started, None
+        if meter is None:
             LiveBytes.leave_retired()
             return
         if self._abandoned is not None:
             self._abandoned.detach()
-        mode.retire()
+        meter.retire()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -238,7 +239,7 @@ class Room:
         with self.lock:
             slot_bytes = state.slots_used[self._compute] * state.slot_bytes - over_bytes
             actions = self._pilot.clearing(slot_bytes, self._store.leases.held())
-            self.carry_out(actions, "the middle of a moment")
+            self.carry_out(actions, "the middle of an op")
             self._store.trim()
 
 
@@ -274,7 +275,7 @@ class HostRoom(Room):
     def begin(self, stretch: Stretch) -> None:
         """Has freed blocks returned where nobody knows what the stretch takes."""
         if stretch.reason:
-            self._return_at_once(f"the {stretch.kind} is decided moment by moment")
+            self._return_at_once(f"the {stretch.kind} runs unplanned")
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:  # noqa: ARG002
         """Has freed blocks returned after a stretch that was not foreseen."""
@@ -309,10 +310,10 @@ class HostRoom(Room):
     def _rise_bytes(self) -> int:
         """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""
         stretch = self._pilot.stretch
-        if not isinstance(stretch.course, Planned) or not stretch.position:
+        if stretch.followed is None or not stretch.position:
             return self._making_bytes
         # From what is alive now, not from the last moment's peak: what was made in between may be gone, and its memory returned.
-        moment = stretch.course.trace.moments[stretch.position - 1]
+        moment = stretch.followed.trace.moments[stretch.position - 1]
         return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
 
     def is_exceeded_by(self, growth_bytes: int) -> bool:
@@ -334,7 +335,7 @@ class HostRoom(Room):
         if excess and not self._has_told:
             self._has_told = True
             _log.warning(
-                "the process holds %s more than host_memory allows and the plan foresaw: chunks are moved out to make room. Tensors that "
+                "the process holds %s more than host_memory allows and the plan has: chunks are evicted to make room. Tensors that "
                 "the program keeps (outputs of a step, copies of weights) count as well",
                 format_bytes(excess),
             )
@@ -373,7 +374,7 @@ class EmulatedRoom(Room):
         smallest = held + held // 4  # an estimate: there is no forecast, or it has just been shown to be wrong
         self.pause_meter()  # this step is over
         raise BudgetError(
-            f"{tier} memory of {format_bytes(budget)} is exceeded at moment {stretch.position} of the {stretch.kind}: "
+            f"{tier} memory of {format_bytes(budget)} is exceeded at op {stretch.position} of the {stretch.kind}: "
             f"{format_bytes(held)} = chunk slots {format_bytes(slot_bytes)} + activations {format_bytes(live)}\n"
             f"  give {tier}_memory >= {format_bytes(smallest)}, or a smaller batch",
             tier=tier,
@@ -433,9 +434,8 @@ class DeviceRoom(EmulatedRoom):
             self._store.hold_beside(found)
             self._store.hold_beside(self._now)  # what was there in between is there no more
             stretch = self._pilot.stretch
-            if stretch.foreseen is not None and isinstance(stretch.course, Planned) and stretch.position:
-                more = found - stretch.foreseen.moments[stretch.position - 1].nonmodel_bytes
-                stretch.excess_bytes = max(stretch.excess_bytes, more)
+            if stretch.followed is not None and stretch.position:
+                stretch.exceed(found - stretch.followed.foreseen.moments[stretch.position - 1].nonmodel_bytes)
         elif not self._is_alone:
             self._give_up_last()  # which has begun in the middle of this stretch
         if is_last:
@@ -470,7 +470,7 @@ class DeviceRoom(EmulatedRoom):
             budget, is_over = format_bytes(budget_bytes), self._store.ledger.peak(self._compute) > budget_bytes
             _log.log(
                 logging.INFO if self._has_told else logging.WARNING,
-                "activations and workspaces took %s of the device in the %s, %s more at some moment than was foreseen: plans are made anew, with "
+                "activations and workspaces took %s of the device in the %s, %s more at some op than its plan left them: plans are made anew, with "
                 "more room for them%s",
                 *(format_bytes(most), stretch.kind, format_bytes(excess)),
                 f". In this one, chunks and they took more than the device_memory of {budget}" if is_over else "",

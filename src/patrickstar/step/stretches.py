@@ -1,13 +1,11 @@
-"""Stretches of a step: the plan of each, and what is known of each kind of forward.
+"""Stretches of a step, in the order of time: what begins and ends when, and who learns of it.
 
-A stretch is planned when it begins, from where every unit is then (`plan/planner.py`). Here is the order of time: what begins and ends when, what is
-expected of a forward, and what a stretch has shown when it is over.
+A stretch is planned when it begins, from where every unit is then (`plan/planner.py`). `forwards.py` has what is expected of a forward,
+`plan/stretch.py` what becomes of a stretch that is under way.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,29 +13,24 @@ import torch
 from torch import nn
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.core.trace import Phase, Trace
+from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
-from patrickstar.plan.fit import expect_room, within, worst_moment
-from patrickstar.plan.pilot import Planned, Reactive, Stretch, StretchKind
-from patrickstar.plan.planner import Ask, Draft, Planner
+from patrickstar.plan.planner import Planner
 from patrickstar.plan.recorder import TraceRecorder
-from patrickstar.step.budgets import Budgets, with_retention
+from patrickstar.plan.stretch import Ask, Draft, Stretch, StretchKind
+from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
-from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward, like_a_larger_one, refused_as_learned
+from patrickstar.step.forwards import KnownForwards
+from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward, refused_as_learned
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
-from patrickstar.tracing.offline import CannotTrace, OfflineTracer
-from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
-from patrickstar.units import format_bytes
+from patrickstar.step.step_counts import StepCounts
+from patrickstar.tracing.offline import OfflineTracer
+from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
 
 __all__ = ["Stretches"]
 
-_KEPT_KINDS = 64
-_KEPT_PLANS = 64
 _UNKNOWN_SHARE = 4
-_UNTRACEABLE = "the forward cannot be traced: {}"
-_log = logging.getLogger("patrickstar")
 
 
 class Stretches:
@@ -51,7 +44,8 @@ class Stretches:
         may_weave: whether nobody holds what an update would have to renew.
 
     Attributes:
-        planned_steps, reactive_steps, reason: steps that went as planned, steps that did not, and why the last of these did not.
+        known: the kinds of forward. counts: of steps that went as planned, or did not.
+        training: the last forward that was recorded, with its backward.
     """
 
     def __init__(
@@ -70,22 +64,16 @@ class Stretches:
         self._planner = planner
         self._budgets = budgets
         self._room = executor.room
-        self._tracer = tracer
         self._taken_bytes = taken_bytes
         self._late_planes = late_planes
+        self.known = KnownForwards(tracer, budgets, late_planes, executor.room, taken_bytes)
+        self.counts = StepCounts()
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
 
-        self._known: OrderedDict[Signature, KnownForward] = OrderedDict()
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
         self._current: KnownForward | None = None
         self._recorded = False
-        self._ended: Stretch | None = None
-        self._step_reasons: list[str] = []
-        self._was_planned = False
-        self.planned_steps = 0
-        self.reactive_steps = 0
-        self.reason = ""
         self.training: Stretch | None = None
 
     # forwards
@@ -99,7 +87,7 @@ class Stretches:
             BudgetError: the forward does not fit. Nothing has changed then.
         """
         self.end()
-        known = self._explore(model, named, args, kwargs)
+        known = self.known.expect(model, named, args, kwargs)
         expected = known.expected
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
@@ -127,7 +115,7 @@ class Stretches:
             is_unknown = self._room.level_bytes <= self._budgets.passes.update  # nothing is known of any forward
             unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if is_unknown else 0
             reserve = max(self._room.level_bytes, unknown)
-            return Stretch(kind, course=Reactive(expected.reason), reserve_bytes=reserve)
+            return Stretch(kind, reason=expected.reason, reserve_bytes=reserve)
         may_wait = kind is StretchKind.TRAINING and self._whole_chunks and expected is known
         stretch = self._forward(kind, expected, whole=may_wait and self._goes_as_expected(known))
         if expected.measure_next:
@@ -159,6 +147,7 @@ class Stretches:
     ) -> Stretch:
         """The stretch of a forward whose trace is known. `pending`: the updates to be woven into it; `whole`: whether its backward may have some."""
         assert expected.trace is not None, "a forward without a trace has no plan"
+        is_trained = kind is StretchKind.TRAINING
         excess = expected.excess_beyond(self._budgets.machine.costs.set_aside_bytes)
         try:
             draft = self._plan(
@@ -169,7 +158,7 @@ class Stretches:
                 updates=None if pending is None else pending.trace,
                 unwanted=frozenset(pending.frees) if pending is not None else frozenset(),
                 whole=whole,
-                lets_go=self._let_go(expected) if kind is StretchKind.TRAINING else frozenset(),
+                lets_go=expected.let_go(self._executor.store.state) if is_trained else frozenset(),
                 lets_go_at=expected.lets_go_at,
             )
         except BudgetError as refusal:
@@ -178,65 +167,12 @@ class Stretches:
             raise refused_as_learned(refusal, excess) from None
         if draft.whole_chunks is not None:
             self._late_planes.open(draft.whole_chunks.homes, draft.whole_chunks.slots)
-        stretch = self._planned(draft)
-        stretch.lets_go, stretch.lets_go_at, stretch.own_trace = set(draft.lets_go), draft.lets_go_at, expected.trace
-        stretch.whole = draft.whole_chunks
-        return stretch
+        return Stretch(kind, draft)
 
     def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
         """The tiers, by chunk, of updates that are best not done where the step computes."""
         state, taken = self._executor.store.state, self._taken_bytes()
         return self._planner.tiers(updates, state, taken_bytes=taken, level_bytes=self._room.level_bytes)
-
-    def _let_go(self, known: KnownForward) -> frozenset[PlaneRef]:
-        """The gradients that will be let go of in the middle of a forward and its backward, if these go as the last time."""
-        state = self._executor.store.state
-        if known.trace is None or not 0 < known.lets_go_at < len(known.trace.moments):
-            return frozenset()
-        return frozenset(ref for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
-
-    def _explore(
-        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> KnownForward:
-        if not can_be_traced((args, kwargs)):
-            unknown = KnownForward(reason=_UNTRACEABLE.format("its inputs hold objects that a trial run could change"))
-            self._reserve(unknown)
-            return unknown
-        key = signature(model, args, kwargs)
-        known = self._known.get(key)
-        if known is None:
-            known = like_a_larger_one(key, self._known)
-        if key not in self._known and known.trace is None:
-            try:
-                foreseen = self._tracer.foresee(model, named, args, kwargs)
-            except CannotTrace as problem:
-                known.reason = _UNTRACEABLE.format(problem)
-                _log.info("no forecast for this forward (%s): it runs reactively once and is measured", problem)
-            else:
-                known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
-                known.by_chance = foreseen.by_chance
-                start = self._late_planes.with_room_for(known.trace)
-                need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
-                expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
-        # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
-        self._reserve(known.expected)
-        self._known[key] = known
-        self._known.move_to_end(key)
-        if len(self._known) > _KEPT_KINDS:
-            self._known.popitem(last=False)
-        if known.trace is not None:
-            self._room.rise(known.trace.peak)
-        return known
-
-    def _reserve(self, known: KnownForward) -> None:
-        """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
-        if not torch.is_grad_enabled():
-            return
-        if known.trace is None:
-            self._late_planes.reserve_all(known.reason)
-        elif known.reserved is not known.trace:
-            self._late_planes.reserve(known.trace)
-            known.reserved = known.trace
 
     # any stretch
 
@@ -247,7 +183,7 @@ class Stretches:
         if self._planner.weaves and self._budgets.stream_device is None:
             nearest = self._executor.pilot.nearest
             trace = self._planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
-        self._begin(self._planned(self._plan(StretchKind.NORM, trace)))
+        self._begin(Stretch(StretchKind.NORM, self._plan(StretchKind.NORM, trace)))
         return trace
 
     def begin_update(self, pending: PendingStep) -> None:
@@ -260,7 +196,8 @@ class Stretches:
         trace = pending.trace
         if len(pending.waiting) < len(trace):
             trace = Trace(tuple(pending.waiting.values()))
-        self._begin(self._planned(self._plan(StretchKind.UPDATE, trace, unwanted=frozenset(pending.frees))))
+        draft = self._plan(StretchKind.UPDATE, trace, unwanted=frozenset(pending.frees))
+        self._begin(Stretch(StretchKind.UPDATE, draft))
 
     def _begin(self, stretch: Stretch) -> None:
         if stretch.trace is not None:
@@ -285,10 +222,6 @@ class Stretches:
             )
         )
 
-    def _planned(self, draft: Draft) -> Stretch:
-        course = Planned(draft.made, draft.trace)
-        return Stretch(draft.ask.kind, course, reserve_bytes=draft.trace.peak, foreseen=draft.foreseen)
-
     def end_update(self) -> bool:
         """Ends the stretch of the optimizer's step, if that has one of its own; tells whether it has."""
         is_apart = self._executor.pilot.stretch.kind is StretchKind.UPDATE
@@ -311,84 +244,33 @@ class Stretches:
         known, self._current = self._current, None
         if known is not None:
             expected = known.expected
-            expected.lets_go_at = self._own_number(stretch) or (0 if stretch.lets_go else expected.lets_go_at)
+            expected.lets_go_at = stretch.own_let_go_at or (0 if stretch.lets_go else expected.lets_go_at)
             if recorder is not None:
-                self._learn(known, recorder.trace(), stretch)
+                self.known.learn(known, stretch, recorder.trace(), state=self._executor.store.state)
             elif not self._recorded:
                 known.learn(stretch, None)
         self._room.stop_meter()
-        if stretch is not self._ended and stretch.kind is not StretchKind.OUTSIDE:
+        if stretch.kind is not StretchKind.OUTSIDE:
             self._room.end(stretch, known, budget_bytes=self._budget_bytes(knows_workspaces=True))
-            if stretch.kind is StretchKind.EVALUATION or (
-                stretch.kind is StretchKind.TRAINING and not stretch.gave_gradients
-            ):
-                pass  # no part of a step: a forward alone, or a backward for other tensors than parameters
-            elif stretch.reason:
-                self._blame(stretch, stretch.reason + (known.explain(stretch) if known is not None else ""))
-            elif not stretch.complete:
-                self._blame(stretch, f"the {stretch.kind} ended after {stretch.position} moments of its trace")
-        self._ended = stretch
+            self.counts.ended(stretch, "" if known is None else known.explain(stretch))
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
         self._late_planes.close()
 
-    def _own_number(self, stretch: Stretch) -> int:
-        """The number, without updates, of the moment before which somebody let go of what was not to stay; 0 where nobody did."""
-        moments = stretch.trace.moments if stretch.trace is not None else ()
-        return stretch.let_go_at - sum(moment.updates is not None for moment in moments[: stretch.let_go_at])
-
-    def _blame(self, stretch: Stretch, reason: str) -> None:
-        """Notes why a step was not as planned: the one under way, or, of an update in a stretch of its own, the one that is counted already."""
-        if stretch.kind is not StretchKind.UPDATE:
-            self._step_reasons.append(reason)
-        elif self._was_planned:
-            self._was_planned = False
-            self.planned_steps -= 1
-            self._count_reactive(reason)
-
-    def _learn(self, known: KnownForward, recorded: Trace, stretch: Stretch) -> None:
-        recorded = with_retention(recorded, self._budgets)
-        whole = (
-            any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.kind is StretchKind.EVALUATION
-        )
-        if not recorded.moments or not whole:
-            known.expected.measure_next = False
-            return
-        self._room.rise(recorded.peak)
-        if stretch.reason:
-            recorded = self._as_it_ran(recorded, is_first=known.expected.measured is None)
-        known.learn(stretch, recorded)
-
-    def _as_it_ran(self, recorded: Trace, *, is_first: bool) -> Trace:
-        """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
-        state, budget = self._executor.store.state, self._budget_bytes(knows_workspaces=True)
-        need = worst_moment(recorded, start=state, trained=True)
-        if self._budgets.stream_device is not None or need.nbytes <= budget:
-            return recorded
-        if is_first:
-            needed, has, moment = format_bytes(need.nbytes), format_bytes(budget), need.moment
-            _log.warning("a step has run that no forecast showed, in %s at %s; its budget is %s", needed, moment, has)
-        return within(recorded, budget, start=state)
-
-    def differentiates(self) -> None:
-        """Notes that the backward under way makes a graph: the step differentiates a gradient."""
-        self._executor.pilot.stretch.differentiates = True
-
     def backward_ended(self) -> None:
         """Ends the last moment of a backward call that is over, whatever the user does next."""
+        stretch = self._executor.pilot.stretch
         recorder, self._executor.recorder = self._executor.recorder, None
         if recorder is not None and self._current is not None:
-            self._learn(self._current, recorder.trace(), self._executor.pilot.stretch)
+            self.known.learn(self._current, stretch, recorder.trace(), state=self._executor.store.state)
             self._recorded = True
-        self._executor.pilot.stretch.reserve_bytes = 0  # activations are gone with the graph
-        self._executor.pilot.stretch.is_over = True
+        stretch.finish()
         self._room.look(is_last=True)
         self._room.pause_meter()
 
     def abandon(self) -> None:
         """Abandons a forward or a backward that an exception has ended: what is made from now on is no part of it."""
         self._executor.recorder = None
-        self._executor.pilot.stretch.reserve_bytes = 0
-        self._executor.pilot.stretch.is_over = True
+        self._executor.pilot.stretch.finish()
         self._room.pause_meter()
 
     def pause(self) -> None:
@@ -400,17 +282,7 @@ class Stretches:
         """Ends a step: the optimizer has updated, and all that came since the last update was one step."""
         self.end()
         self._forwards, self._forwards_a_step = 0, self._forwards
-        current, self._step_reasons = self._step_reasons, []
-        self._was_planned = not current
-        if current:
-            self._count_reactive(current[-1])
-        else:
-            self.planned_steps += 1
-
-    def _count_reactive(self, reason: str) -> None:
-        self.reactive_steps += 1
-        self.reason = reason
-        _log.info("step %d was not as planned: %s", self.planned_steps + self.reactive_steps, reason)
+        self.counts.step_ended()
 
     # budgets
 

@@ -40,7 +40,9 @@ class DeferredTraining(Training):
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
-        self.executor.pilot.stretch.gave_gradients = True
+        stretch = self.executor.pilot.stretch
+        if not stretch.gave_gradients:
+            stretch.gives_gradients()
         self.backwards.notice_gradient()
         if not self.binding.gradients.stay:
             self._keep(self.binding.records[name], gradient)
@@ -164,7 +166,7 @@ class DeferredTraining(Training):
         for name in names:
             self.late_planes.thaw(name)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
-        self.binding.changing(names)
+        self.binding.changes.outdate(names)
         self.stretches.step_ended()
         order = self.updates.order(names, hypers)
         if own:

@@ -13,7 +13,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import StateError, some
 from patrickstar.optim.hyper import Hyper
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.plan.pilot import Planned, Stretch
+from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
 
@@ -79,7 +79,9 @@ class InBackwardTraining(Training):
 
     def _arrives(self) -> None:
         """Notes that a backward has a gradient to give."""
-        self.executor.pilot.stretch.gave_gradients = True
+        stretch = self.executor.pilot.stretch
+        if not stretch.gave_gradients:
+            stretch.gives_gradients()
         if not self.backwards.bring:
             if self._updated and not self.backwards.nested:
                 raise StateError(_SECOND_BACKWARD)
@@ -126,8 +128,8 @@ class InBackwardTraining(Training):
         stretch = self.executor.pilot.stretch
         if stretch is self._stretch:
             return
-        self._stretch, whole = stretch, stretch.whole
-        if whole is None or not isinstance(stretch.course, Planned):
+        self._stretch, whole = stretch, stretch.followed.whole_chunks if stretch.followed is not None else None
+        if whole is None:
             self._order = PendingStep(self.updates, {}, {}, Trace(()))
             return
         updates = Trace(tuple(moment for moment in whole.trace.moments if moment.updates is not None))
@@ -140,9 +142,9 @@ class InBackwardTraining(Training):
         order = self._order
         if not order.takes(part):
             return False
-        if self.is_watched() or self.binding.is_shown(bound.name):
+        if self.is_watched() or self.binding.changes.is_shown(bound.name):
             # Somebody would see values of before the update until that is over.
-            self._end_gathering(f"{bound.name} is held in the backward")
+            self._end_gathering(f"{bound.name} is still in use in the backward")
             return False
         touches = (Touch(PlaneRef(part.chunk, GRAD), True),)
         (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches)

@@ -117,7 +117,7 @@ class Weights:
         with self.executor.lock:
             with self.executor.quiet():
                 self.fill(bound, value)
-            self.binding.changed_by_update([name])
+            self.binding.changes.renew([name])
 
     def fill(self, bound: BoundParameter, value: Tensor) -> None:
         """Copies a value into a parameter's place, a piece at a time."""
@@ -168,7 +168,7 @@ class Weights:
                 for target in self.average_pieces(name, plane, writes=True):
                     target.zero_()
         for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
-            self.binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was let go")
+            self.binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was released")
 
     def write_average(self, name: str, plane: str, value: Tensor) -> None:
         """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""

@@ -1,8 +1,8 @@
 """Counts the bytes of tensors that are no chunk, operation by operation.
 
-A dispatch mode sees every tensor that an operation returns. A storage it has not seen is new: it counts from then until it dies. Views and
-in-place results are no new storage, and neither is anything over a slot. Works on fake tensors as on real ones. It does not see what a kernel
-allocates and frees inside, nor what an allocator keeps; that a tensor takes a block of one it counts.
+Each operation shows what it returns (`seen_operations.py`; in a trial run, `missing.py`). A storage that has not been seen is new: it counts
+from then until it dies. Views and in-place results are no new storage, and neither is anything over a slot. Works on fake tensors as on real
+ones. It does not see what a kernel allocates and frees inside, nor what an allocator keeps; that a tensor takes a block of one it counts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.torch_private import Plain, backward_id, push_lowest, without_dispatch_modes
+from patrickstar.tracing.seen_operations import show_to, shown_to
 
 __all__ = ["LiveBytes"]
 
 
-class LiveBytes(TorchDispatchMode):
-    """The bytes of living tensors made while the mode is on.
+class LiveBytes:
+    """The bytes of living tensors made while it counts.
 
     Args:
         is_slot: whether a tensor lies over a slot, and so is no non-model data.
@@ -41,7 +40,6 @@ class LiveBytes(TorchDispatchMode):
         *,
         on_device: bool = False,
     ) -> None:
-        super().__init__()
         self._is_slot = is_slot
         self._at_change = at_change
         self._on_device = on_device
@@ -52,8 +50,6 @@ class LiveBytes(TorchDispatchMode):
         self._live = 0
         self.peak = 0
         self.counts = True
-        self._retired = False
-        self._is_lowest = False
         self._makes_new: dict[Any, bool] = {}
 
     @property
@@ -71,13 +67,10 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.live
         return peak
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Down here operations are torch's own (an accumulator asks a fake parameter for its metadata, with that parameter's lock held): what
-        # they touch is no use of a parameter.
-        with Plain():
-            result = func(*args, **(kwargs or {}))
+    def __call__(self, func: Any, result: Any) -> None:
+        """Takes note of what an operation has returned."""
         if not self.counts:
-            return result
+            return
         makes_new = self._makes_new.get(func)
         if makes_new is None:
             makes_new = self._makes_new[func] = any(returned.alias_info is None for returned in func._schema.returns)
@@ -86,7 +79,6 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, live)
             if self._at_change is not None:
                 self._at_change(live)
-        return result
 
     def _note(self, value: Any) -> bool:
         if isinstance(value, list | tuple):
@@ -106,33 +98,20 @@ class LiveBytes(TorchDispatchMode):
         return True
 
     def switch_on(self) -> None:
-        """Switches the mode on: below those of the user's, which may be left while it is on."""
-        self._is_lowest = bool(_get_current_dispatch_mode_stack())
-        if self._is_lowest:
-            push_lowest(self)
-        else:
-            self.__enter__()
+        """Counts what is made on this thread from now on, and in backwards that begin there."""
+        show_to((*shown_to(), self))
 
     def retire(self) -> None:
-        """Ends counting; the mode is left at once where it is the lowest or the innermost one of this thread, else when it is that."""
-        self.counts, self._retired = False, True
+        """Ends counting."""
+        self.counts = False
         self.leave_retired()
 
     @staticmethod
     def leave_retired() -> None:
-        """Leaves retired modes that can be left now. From inside a backward none can: the engine puts the stack back as it was."""
-        if backward_id() != -1:
-            return
-        modes = _get_current_dispatch_mode_stack()
-        over = [mode for mode in modes if isinstance(mode, LiveBytes) and mode._retired]
-        if any(mode._is_lowest for mode in over):
-            without_dispatch_modes(lambda mode: isinstance(mode, LiveBytes) and mode._retired and mode._is_lowest)
-            modes = _get_current_dispatch_mode_stack()
-        while modes and modes[-1] in over:
-            modes.pop().__exit__(None, None, None)
+        """Shows nothing more to meters that have ended; those that ended in a backward, which put back what was before it, are seen here again."""
+        show_to(tuple(seer for seer in shown_to() if seer.counts))
 
     @staticmethod
     def is_shared() -> bool:
         """Tells whether several meters count on this thread: then each counts what is made for the others too."""
-        counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes) and mode.counts]
-        return len(counting) > 1
+        return sum(seer.counts for seer in shown_to()) > 1

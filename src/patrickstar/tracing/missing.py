@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,18 @@ _REDUCED = frozenset((_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_e
 
 
 class MissingOperations(TorchDispatchMode):
-    """Answers for operations that fake tensors cannot do, in a trial run."""
+    """Answers for operations that fake tensors cannot do, in a trial run. `seer`: called with each operation and its result."""
+
+    def __init__(self, seer: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self._seer = seer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._result(func, args, kwargs)
+        self._seer(func, result)
+        return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         with Plain():
             # The grouped product of experts: torch 2.13 has it for CPUs in fp32, and its shape rule in bf16 alone.
             if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:

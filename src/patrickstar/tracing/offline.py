@@ -11,8 +11,8 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.memory.leases import AssembledKey, CopyKey, Leases, WeightKey
+from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import UnseenChangeError
+from patrickstar.parameters.owner import Owner
 from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -44,6 +45,7 @@ from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
+from patrickstar.tracing.signature import leaves
 from patrickstar.tracing.trial_values import Endless, KnownValues
 
 __all__ = ["CannotTrace", "Foreseen", "OfflineTracer"]
@@ -70,8 +72,8 @@ class Foreseen:
     by_chance: bool = False
 
 
-class _Twin:
-    """A session that owns no bytes: writes down what a step asks for."""
+class _Twin(Owner):
+    """A session that owns no bytes: writes down what a step asks for. There is nothing to settle, to write back or to let go of."""
 
     def __init__(
         self,
@@ -133,27 +135,6 @@ class _Twin:
             for name, gradient in self._sums.take().items():
                 self._add(name, gradient)
 
-    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
-        pass
-
-    def carry_out_pending(self) -> None:
-        pass
-
-    def updated(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def expect_room(self, key: AssembledKey) -> None:
-        pass
-
-    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        pass
-
-    def thawed(self, name: str) -> None:
-        pass
-
     def changed(self, key: WeightKey) -> None:
         if isinstance(key, PlaneRef):
             self._moment(self._phase(), self._touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
@@ -195,19 +176,17 @@ class _Twin:
     def is_spent(self, name: str) -> bool:  # noqa: ARG002
         return False
 
-    def drop_gradient(self, name: str) -> None:
-        pass
-
 
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
 _LOSS_COPIES = 3
 _LOSS_BYTES = 4096
 
 
+@dataclass(frozen=True, kw_only=True)
 class OfflineTracer:
     """Makes traces of forwards, with the backward where gradients are on.
 
-    Args:
+    Attributes:
         make_touches: fresh ones for each trace.
         gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         scales: whether the loss is multiplied with a scale.
@@ -215,28 +194,15 @@ class OfflineTracer:
         on_device: whether the step is to run on a device whose memory torch gives out. compute: the type that inputs are cast to.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        make_touches: Callable[[], Touches],
-        *,
-        gradients: GradientUse,
-        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
-        copied: Collection[str] = (),
-        scales: bool = False,
-        device: torch.device = _CPU,
-        on_device: bool = False,
-        compute: torch.dtype = torch.float32,
-    ) -> None:
-        self._layout = layout
-        self._make_touches = make_touches
-        self._gradients = gradients
-        self._dtypes = dtypes
-        self._copied = copied
-        self._scales = scales
-        self._device = device
-        self._on_device = on_device
-        self._compute = compute
+    layout: Layout
+    make_touches: Callable[[], Touches]
+    gradients: GradientUse
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    copied: Collection[str] = ()
+    scales: bool = False
+    device: torch.device = _CPU
+    on_device: bool = False
+    compute: torch.dtype = torch.float32
 
     def foresee(
         self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -252,37 +218,25 @@ class OfflineTracer:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
             UnseenChangeError: it changes a weight in a way that cannot be carried into its master.
         """
-        likely = self._try(model, named, args, kwargs, quantile=_LIKELY)
+        attempt = partial(self._try, model, named, args, kwargs)
+        likely = attempt(quantile=_LIKELY)
         if not likely.by_chance:
             return likely
-        tried = [self._try_extreme(model, named, args, kwargs, quantile=quantile) for quantile in _EXTREMES]
+        tried = [self._try_extreme(attempt, quantile) for quantile in _EXTREMES]
         traces = [likely.trace, *(trace for trace in tried if trace is not None)]
-        formats = self._make_touches().formats.now
-        largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self._layout, formats=formats))
+        formats = self.make_touches().formats.now
+        largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self.layout, formats=formats))
         return Foreseen(largest, by_chance=True)
 
-    def trace(
-        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Trace:
-        """The trace alone of what `foresee` gives. CannotTrace as `foresee`."""
-        return self.foresee(model, named, args, kwargs).trace
-
-    def _try_extreme(
-        self,
-        model: nn.Module,
-        named: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        quantile: float,
-    ) -> Trace | None:
+    @staticmethod
+    def _try_extreme(attempt: Callable[..., Foreseen], quantile: float) -> Trace | None:
         """The trace with draws that are as small, or as large, as they can be; None where the model does not work with such draws.
 
         Raises:
             CannotTrace: with such draws it does not end, so that nothing bounds what it needs.
         """
         try:
-            return self._try(model, named, args, kwargs, quantile=quantile).trace
+            return attempt(quantile=quantile).trace
         except CannotTrace as problem:
             if isinstance(problem.__cause__, Endless):
                 raise
@@ -301,41 +255,40 @@ class OfflineTracer:
         """One run of the twin, in which every draw is the given quantile of its distribution."""
         fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
-            stack.enter_context(no_side_effects(self._device))
+            stack.enter_context(no_side_effects(self.device))
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             hooks = top_saved_tensors_hooks()
             if with_backward and hooks is not None and not saves_on_cpu(hooks):
                 raise CannotTrace("hooks of saved tensors are on, which would be called")
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            touches = self._make_touches()
-            owner = _Twin(touches, self._dtypes, device=self._device, on_device=self._on_device)
-            fakes = _Fakes(fake_mode, values, self._device)
+            touches = self.make_touches()
+            owner = _Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)  # type: ignore[abstract]  # see `Owner`
+            fakes = _Fakes(fake_mode, values, self.device)
             try:
-                twin, twins = _twin_of(model, named, self._dtypes, fakes)
+                twin, twins = _twin_of(model, named, self.dtypes, fakes)
                 stack.enter_context(fake_mode)
                 owner.binding = Binding(
                     twins,
-                    self._layout,
+                    self.layout,
                     owner,
                     leases=owner.leases,
                     counts=touches.counts,
-                    dtypes=self._dtypes,
-                    copied=self._copied,
-                    gradients=self._gradients,
+                    dtypes=self.dtypes,
+                    copied=self.copied,
+                    gradients=self.gradients,
                 )
                 owner.binding.changes.rewriting = owner
                 owner.binding.bind()
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())
                 stack.enter_context(values)
-                stack.enter_context(MissingOperations())
-                stack.enter_context(owner.meter)
-                inputs, keywords = cast_inputs((inputs, keywords), self._compute)
+                stack.enter_context(MissingOperations(owner.meter))
+                inputs, keywords = cast_inputs((inputs, keywords), self.compute)
                 output = twin(*inputs, **keywords)
                 del inputs, keywords
                 if with_backward:
-                    _backward(output, scales=self._scales)
+                    _backward(output, scales=self.scales)
                     del output
             except (CannotTrace, UnseenChangeError):
                 raise
@@ -343,7 +296,7 @@ class OfflineTracer:
                 raise CannotTrace(str(problem)) from problem
             except DataDependentOutputException as error:
                 raise CannotTrace(
-                    f"it asks for a value (item(), tolist(), if tensor:) that depends on weights or on more data than a trial run knows: {error}"
+                    f"it asks for a value (item(), tolist(), if tensor:) that depends on weights or on data that a fake-tensor trace lacks: {error}"
                 ) from error
             except Exception as error:
                 reason = str(error).strip().split("\n")[0]
@@ -435,15 +388,8 @@ def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in an output: nested containers, mappings, and objects with public tensor attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+    """The tensors in an output or a module's attributes, in nested containers."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _backward(output: Any, *, scales: bool) -> None:

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar.torch_private import call_without_hooks_of_all_modules, unprofiled, without_modes
+from patrickstar.tracing.seen_operations import nobody_sees
 
 __all__ = ["CopiedFunctions", "HooklessTensors", "drop_hooks", "no_side_effects"]
 
@@ -45,6 +46,7 @@ def no_side_effects(device: torch.device) -> Iterator[None]:
     """A context in which the user's modes are off, and of which neither a profile nor draws nor warnings show. See Note [Side effects]."""
     with ExitStack() as stack:
         stack.enter_context(without_modes())
+        stack.enter_context(nobody_sees())
         stack.enter_context(unprofiled())
         stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(_unwarned())

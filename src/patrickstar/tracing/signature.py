@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from patrickstar.torch_private import checks_for_nan
 
-__all__ = ["Signature", "asks_for_gradients", "can_be_traced", "signature"]
+__all__ = ["Signature", "asks_for_gradients", "can_be_traced", "leaves", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,21 @@ def _key(value: Any, sizes: list[int]) -> Hashable:
     return type(value).__qualname__
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Leaves of a value: what is in nested lists, tuples and mappings; or the value itself."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
 def can_be_traced(value: Any) -> bool:
     """Tells whether inputs hold nothing but tensors, containers and plain values: an unknown object could be changed by a trial run."""
-    if isinstance(value, Mapping):
-        return all(can_be_traced(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return all(can_be_traced(item) for item in value)
-    return isinstance(value, Tensor | str | int | float | bool | None | torch.dtype | torch.device)
+    plain = Tensor | str | int | float | bool | None | torch.dtype | torch.device
+    return all(isinstance(leaf, plain) for leaf in leaves(value))
 
 
 def asks_for_gradients(value: Any) -> bool:
     """Tells whether a tensor of the inputs wants a gradient."""
-    if isinstance(value, Mapping):
-        return any(asks_for_gradients(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return any(asks_for_gradients(item) for item in value)
-    return isinstance(value, Tensor) and value.requires_grad
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(value))

@@ -33,15 +33,8 @@ _MOST_READS = 1000
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _UNDEFINED = frozenset(
-    (
-        _aten.empty,
-        _aten.empty_like,
-        _aten.empty_permuted,
-        _aten.empty_strided,
-        _aten.new_empty,
-        _aten.new_empty_strided,
-        _aten.resize_,
-    )
+    getattr(_aten, name)
+    for name in ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"]
 )
 
 
@@ -118,7 +111,7 @@ class KnownValues(TorchDispatchMode):
             if self._reads > _MOST_READS:
                 raise Endless(
                     f"it asks for more than {_MOST_READS} of the numbers that it draws: a forward that draws until one is right does not end "
-                    "in a trial run, where all draws are alike"
+                    "in a fake-tensor trace, where all draws are alike"
                 )
         with Undispatched():
             return content.of(tensor).item()

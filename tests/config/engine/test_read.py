@@ -31,6 +31,8 @@ README = {
     "client": {"mem_tracer": {"use_async_mem_monitor": True}},
 }
 BATCH, MICRO, ACCUMULATE = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+PARAMS = "scheduler.params"
+OPTIMIZER_PATH, PARAM_PATH = (f"zero_optimization.offload_{name}.nvme_path" for name in ("optimizer", "param"))
 FP16, ADAM, SCALE = {"enabled": True}, {"type": "Adam"}, "memory.options.loss_scale"
 
 
@@ -187,11 +189,7 @@ def test_memory_options_have_the_names_of_manage():
     ("config", "path", "why"),
     [
         (scheduler("WarmupDecayLR"), "scheduler.params.total_num_steps", "WarmupDecayLR needs it"),
-        (
-            scheduler("WarmupLR", cycle_min_lr=0),
-            "scheduler.params.cycle_min_lr",
-            "not a parameter of WarmupLR, which takes",
-        ),
+        (scheduler("WarmupLR", cycle_min_lr=0), f"{PARAMS}.cycle_min_lr", "not a parameter of WarmupLR, which takes"),
         (scheduler("WarmupDecayLR", total_num_steps=-1), "scheduler.params.total_num_steps", "expected a whole number"),
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler.type", "missing, beside params"),
         (
@@ -222,18 +220,10 @@ def test_memory_options_have_the_names_of_manage():
         (own(options={"chunk": 1, "make": 2}), "patrickstar.options", "there is no argument 'make'"),
         (own(options={3: 1}), "patrickstar.options", "there is no argument '3'"),
         (own(host_memory="2 gigs"), "patrickstar.host_memory", "'2 gigs'"),
-        (offload(param={"device": "nvme"}), "zero_optimization.offload_param.nvme_path", "missing"),
-        (offload(param=nvme(None)), "zero_optimization.offload_param.nvme_path", "missing"),
-        (
-            offload(optimizer=nvme("a"), param=nvme("b")),
-            "zero_optimization.offload_optimizer.nvme_path",
-            "there is one disk",
-        ),
-        (
-            {**offload(param=nvme("a")), **own(disk="b")},
-            "zero_optimization.offload_param.nvme_path",
-            "there is one disk",
-        ),
+        (offload(param={"device": "nvme"}), PARAM_PATH, "missing"),
+        (offload(param=nvme(None)), PARAM_PATH, "missing"),
+        (offload(optimizer=nvme("a"), param=nvme("b")), OPTIMIZER_PATH, "there is one disk"),
+        ({**offload(param=nvme("a")), **own(disk="b")}, PARAM_PATH, "there is one disk"),
         (
             {"client": {"mem_tracer": {"overall_cpu_mem_ratio": 0.8}}, **own(host_memory="1GiB")},
             "patrickstar.host_memory",

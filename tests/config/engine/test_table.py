@@ -33,53 +33,16 @@ zero_allow_untested_optimizer dataloader_drop_last zero_force_ds_cpu_optimizer q
 """
 
 POOL = (
-    *(
-        True,
-        False,
-        0,
-        1,
-        2,
-        3,
-        7,
-        1e3,
-        5e8,
-        0.5,
-        0.25,
-        "",
-        "some text",
-        "cpu",
-        "none",
-        "log",
-        "linear",
-        "Adam",
-        "WarmupLR",
-    ),
-    *(
-        [0.9, 0.99],
-        (0.8, 0.95),
-        [],
-        [1, 2],
-        ["a"],
-        {},
-        {"x": 1},
-        None,
-        -1,
-        10**12,
-        10**400,
-        np.ones(2),
-        float("nan"),
-        object(),
-    ),
+    *(True, False, None, 0, 1, 2, 3, 7, 1e3, 5e8, 0.5, 0.25, -1, 10**12, 10**400, float("nan"), np.ones(2), object()),
+    *("", "some text", "cpu", "none", "log", "linear", "Adam", "WarmupLR"),
+    *([0.9, 0.99], (0.8, 0.95), [], [1, 2], ["a"], {}, {"x": 1}),
 )
 HONOURED = [path for path, key in TABLE.items() if key.kind]
 REFUSED = [path for path, key in TABLE.items() if not key.kind]
 TYPED = [path for path in HONOURED if not all(map(TABLE[path].kind.takes, POOL))]
 # What may be given whatever else is: it says nothing that another key says, too.
-FREE = [
-    path
-    for path in HONOURED
-    if path.startswith("optimizer.params") or path in ("default_chunk_size", "steps_per_print")
-]
+ALONE = ("optimizer.params", "default_chunk_size", "steps_per_print")
+FREE = [path for path in HONOURED if path.startswith(ALONE)]
 
 
 def nested(*pairs):

@@ -157,8 +157,7 @@ def _disk(found: Scan) -> Any:
     """The directory of the disk tier, wherever the config names it."""
     given = {at: found.values[at] for at in ("client.nvme_base_dir", "patrickstar.disk") if found.values.get(at)}
     for section in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
-        at = f"{section}.nvme_path"
-        path = found.values.get(at)
+        path = found.values.get(at := f"{section}.nvme_path")
         if found.values.get(f"{section}.device") != "nvme":
             found.ignored += [f'{at} ({section}.device is not "nvme")'] if path else []
         elif path:

@@ -58,9 +58,8 @@ class Scan:
         elif key.kind.takes(value):
             self.values[path] = key.kind.convert(value)
         elif str(value) == "auto":
-            self.blame(
-                path, f'"auto" is for the Trainer of transformers to fill in, which is not here: write {key.kind.words}'
-            )
+            why = '"auto" is for the Trainer of transformers to fill in, which is not here'
+            self.blame(path, f"{why}: write {key.kind.words}")
         else:
             self.blame(path, f"{value!r:.72}: expected {key.kind.words}")
 

@@ -20,9 +20,6 @@ class Key:
     harmless: tuple[object, ...] = (False,)
 
 
-_OFFLOAD: Final = Key(k.word("none", "cpu", "nvme"), '`"nvme"`: what does not fit rests on the disk. Default `"none"`.')
-_DISK: Final = Key(k.TEXT_OR_NULL, "Directory of the disk (`disk` of `manage`), of which there is one.")
-
 _HONOURED: Final = MappingProxyType(
     {
         "train_micro_batch_size_per_gpu": Key(k.COUNT, "Samples of one forward."),
@@ -66,11 +63,12 @@ _HONOURED: Final = MappingProxyType(
         "fp16.min_loss_scale": Key(k.POSITIVE, "The scale is never less. Default 1."),
         "bf16.enabled": Key(k.FLAG, '16-bit weights with a split fp32 master (`precision="bf16"`), no loss scale.'),
         "bfloat16.enabled": Key(k.FLAG, "DeepSpeed's old name of `bf16.enabled`."),
-        "zero_optimization.offload_param.device": _OFFLOAD,
-        "zero_optimization.offload_param.nvme_path": _DISK,
-        "zero_optimization.offload_optimizer.device": _OFFLOAD,
-        "zero_optimization.offload_optimizer.nvme_path": _DISK,
-        "client.nvme_base_dir": _DISK,
+        "zero_optimization.offload_param.device zero_optimization.offload_optimizer.device": Key(
+            k.word("none", "cpu", "nvme"), '`"nvme"`: offloads to the disk as needed. Default `"none"`.'
+        ),
+        "zero_optimization.offload_param.nvme_path zero_optimization.offload_optimizer.nvme_path client.nvme_base_dir": Key(
+            k.TEXT_OR_NULL, "Directory of the disk (`disk` of `manage`), of which there is one."
+        ),
         "client.mem_tracer.overall_cpu_mem_ratio": Key(k.SHARE, '`host_memory`, as a share: 0.8 is `"80%"`.'),
         "client.mem_tracer.overall_gpu_mem_ratio": Key(k.SHARE, "`device_memory`, where `device` is a GPU."),
         "patrickstar: device precision device_memory host_memory disk disk_memory states step weights activations": Key(
@@ -140,77 +138,63 @@ TABLE: Final[Mapping[str, Key]] = MappingProxyType(
 SECTIONS: Final = frozenset(path[:end] for path in TABLE for end, letter in enumerate(path) if letter == ".")
 """The objects in which these keys are."""
 
-_OPEN: Final = "It belongs to such an object, and has keys of its own, which may be any"
-REASONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "Updates are the same arithmetic everywhere; types are those of `fp16`, `bf16` or neither": """
-            use_hybrid_adam torch_adam fused foreach legacy_fusion zero_allow_untested_optimizer
-            zero_force_ds_cpu_optimizer auto_cast fused_mode immediate_grad_update check_grad_overflow check_overflow
-            sparse_gradients data_types grad_accum_dtype param_dtype buffer_dtype""",
-        "It says how ranks share and talk, and there is one": """
-            communication_data_type seq_parallel_communication_data_type seq_parallel_comm_data_type
-            gradient_allreduce_op prescale_gradients gradient_predivide_factor disable_allgather data_parallel_size
-            use_data_before_expert_parallelism zero_optimization stage allgather_partitions allgather_bucket_size
-            allgather_size overlap_comm reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
-            round_robin_gradients zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients
-            zeropp_loco_param err_beta reset_T mics_shard_size mics_hierarchical_params_gather
-            stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential use_all_reduce_for_fetch_params
-            allgather_sequential legacy_stage1 use_fake_dist comms_logger verbose prof_all debug prof_ops""",
-        "What is in fast memory when is planned, and how it gets there: parameters are made straight into chunks": """
-            stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size
-            stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_module_granularity_threshold
-            stage3_partition_stream_chunk_size max_live_parameters max_reuse_distance prefetch_bucket_size
-            param_persistence_threshold model_persistence_threshold module_granularity_threshold sub_group_size
-            contiguous_gradients parameter_alignment memory_efficient_linear override_module_apply leaf_module classes
-            names name_suffixes ignore_unused_parameters compute_grad_norm log_trace_cache_warnings
-            enable_sanity_checks pin_memory buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write
-            fast_init ratio super_offload convert_grad_on_cpu cpuadam_cores_perc cpu_offload cpu_offload_params
-            cpu_offload_param cpu_offload_use_pin_memory aio block_size queue_depth thread_count intra_op_parallelism
-            single_submit overlap_events use_gds release_after_init use_async_mem_monitor warmup_gpu_chunk_mem_ratio
-            margin_use_ratio with_static_partition opts with_mem_saving_comm with_mem_cache with_async_move""",
-        "Activations are as the model has them: call its own `gradient_checkpointing_enable()`": """
-            activation_checkpointing partition_activations cpu_checkpointing contiguous_memory_optimization
-            number_checkpoints synchronize_checkpoint_boundary profile use_reentrant""",
-        "Checkpoints have one form, with fp32 weights, which loads under any budget: `engine.save_checkpoint(dir)`": """
-            load_from_fp32_weights elastic_checkpoint save_muon_momentum_buffer_in_memory pipeline_loading_checkpoint
-            stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-            gather_16bit_weights_on_model_save checkpoint tag_validation load_universal use_node_local_storage
-            parallel_write checkpoint_serialization writer pipeline_stage type io_buffer_size io_buffer_double
-            show_statistics data_parallel decoupled io_multiplier datastates_ckpt nebula persistent_storage_path
-            persistent_time_interval num_of_version_in_retention enable_nebula_load load_path""",
-        "The loop, its data and its log are the user's; `session.stats()` has seconds, bytes and peaks": """
-            wall_clock_breakdown memory_breakdown log_level dump_state dataloader_drop_last disable_python_gc
-            vocabulary_size timers throughput enabled synchronized tensorboard output_path job_name csv_monitor wandb
-            group team project comet samples_log_interval workspace api_key experiment_name experiment_key online mode
-            trackio flops_profiler recompute_fwd_factor profile_step module_depth top_modules detailed output_file""",
-        "It belongs to an object that is refused when it is switched on": """
-            dtype lower_precision_safe_modules results_dir exps_dir overwrite metric metric_path start_step end_step
-            start_profile_step end_profile_step fast max_train_batch_size min_train_batch_size
-            max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu mp_size num_tuning_micro_batch_sizes
-            tuner_type tuner_early_stopping tuner_num_trials model_info_path micro_batch_sizes min_gpus max_gpus
-            min_time prefer_large_batch prefer_larger_batch ignore_non_elastic_batch_info version model_parallel_size
-            num_gpus_per_node curriculum_type min_difficulty max_difficulty schedule_type schedule_config
-            total_curriculum_step difficulty_step root_degree difficulty max_step seed schedule_offset
-            quantizer_kernel quantize_groups quantize_verbose quantization_type quantize_weight_in_forward rounding
-            fp16_mixed_quantize quantize_change_ratio range_calibration method schedule_offset_end
-            schedule_offset_stride block_pattern dense_ratio excluded_modules num_heads keep_number_layer
-            keep_number_layers module_name_prefix teacher_layer other_module_name max_iter tol stability
-            gas_boundary_resolution layer_name layer_num theta gamma preset_model tp_overlap_comm
-            vocab_parallel_lm_head partition_config keep_module_on_host use_default_specs layer_specs autoep_size
-            expert_tensor_parallel_size async_split_plan use_grouped_mm disable_triton_grouped_mm comm_backend
-            moe_layer_pattern router_pattern expert_pattern score_func score_apply combine_impl route_norm route_scale
-            top_k routed_scaling_factor num_expert_groups num_limited_groups load_balance_coeff expert_w1 expert_w2
-            expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern partition seed_layers
-            activation_checkpoint_interval pipe_partitioned grad_partitioned max_out_tokens inference_tp_size
-            release_inference_cache pin_parameters tp_gather_partition_size enable_cuda_graph free_activation
-            free_activation_threshold offload_activation offload_activation_pin_memory offload_opt_states
-            offload_parameters double_buffer symmetric_memory debug_log sync_before_reduce sync_after_reduce
-            sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes backend""",
-        _OPEN: "arg_mappings data_routing data_sampling different_groups kwargs model_info quantize-algo tp",
-    }
-)
-"""Names without effect, wherever they stand, by reason."""
+_NO_EFFECT: Final = """
+    activation_checkpoint_interval activation_checkpointing aio allgather_bucket_size allgather_partitions
+    allgather_sequential allgather_size api_key arg_mappings async_split_plan auto_cast autoep_size backend
+    block_pattern block_size buffer_count buffer_dtype buffer_size check_grad_overflow check_overflow checkpoint
+    checkpoint_serialization classes combine_impl comet comm_backend comms_logger communication_data_type
+    compute_grad_norm contiguous_gradients contiguous_memory_optimization convert_grad_on_cpu cpu_checkpointing
+    cpu_offload cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory cpuadam_cores_perc csv_monitor
+    curriculum_type data_parallel data_parallel_size data_routing data_sampling data_types dataloader_drop_last
+    datastates_ckpt debug debug_log decoupled dense_ratio detailed different_groups difficulty difficulty_step
+    disable_allgather disable_python_gc disable_triton_grouped_mm double_buffer dtype dump_state elastic_checkpoint
+    enable_cuda_graph enable_nebula_load enable_sanity_checks enabled end_profile_step end_step err_beta
+    excluded_modules experiment_key experiment_name expert_pattern expert_tensor_parallel_size expert_w1 expert_w2
+    expert_w3 exps_dir fast fast_init flops_profiler foreach fp16_mixed_quantize free_activation
+    free_activation_threshold fused fused_mode gamma gas_boundary_resolution gather_16bit_weights_on_model_save
+    grad_accum_dtype grad_partitioned gradient_allreduce_op gradient_predivide_factor group has_shared_experts
+    ignore_non_elastic_batch_info ignore_unused_parameters immediate_grad_update inference_tp_size intra_op_parallelism
+    io_buffer_double io_buffer_size io_multiplier job_name keep_all_input_tensors keep_int_input_tensors
+    keep_module_on_host keep_number_layer keep_number_layers kwargs layer_name layer_num layer_specs leaf_module
+    legacy_fusion legacy_stage1 load_balance_coeff load_from_fp32_weights load_path load_universal log_level
+    log_trace_cache_warnings lower_precision_safe_modules margin_use_ratio max_difficulty max_gpus max_in_cpu max_iter
+    max_live_parameters max_out_tokens max_reuse_distance max_step max_train_batch_size
+    max_train_micro_batch_size_per_gpu memory_breakdown memory_efficient_linear method metric metric_path
+    micro_batch_sizes mics_hierarchical_params_gather mics_shard_size min_difficulty min_gpus min_time
+    min_train_batch_size min_train_micro_batch_size_per_gpu mode model_info model_info_path model_parallel_size
+    model_persistence_threshold module_depth module_granularity_threshold module_name_prefix moe_layer_pattern mp_size
+    name_suffixes names nebula num_expert_groups num_experts_attr num_gpus_per_node num_heads num_limited_groups
+    num_of_version_in_retention num_tuning_micro_batch_sizes number_checkpoints offload_activation
+    offload_activation_pin_memory offload_opt_states offload_parameters online opts other_module_name output_file
+    output_path overlap_comm overlap_events override_module_apply overwrite parallel_write param_dtype
+    param_persistence_threshold parameter_alignment partition partition_activations partition_config passes
+    persistent_storage_path persistent_time_interval pin_memory pin_parameters pipe_partitioned pipeline
+    pipeline_loading_checkpoint pipeline_read pipeline_stage pipeline_write prefer_large_batch prefer_larger_batch
+    prefetch_bucket_size prescale_gradients preset_model prof_all prof_ops profile profile_step project
+    quantization_type quantize-algo quantize_change_ratio quantize_groups quantize_verbose quantize_weight_in_forward
+    quantizer_kernel queue_depth range_calibration ratio recompute_fwd_factor reduce_bucket_size reduce_scatter
+    release_after_init release_inference_cache reset_T results_dir root_degree round_robin_gradients rounding route_norm
+    route_scale routed_scaling_factor router_pattern samples_log_interval save_muon_momentum_buffer_in_memory
+    schedule_config schedule_offset schedule_offset_end schedule_offset_stride schedule_type score_apply score_func seed
+    seed_layers seq_parallel_comm_data_type seq_parallel_communication_data_type shared_experts_pattern show_statistics
+    single_submit sparse_gradients stability stage stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance
+    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold
+    stage3_partition_stream_chunk_size stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params
+    start_profile_step start_step sub_group_size super_offload symmetric_memory sync_after_allgather sync_after_reduce
+    sync_before_allgather sync_before_reduce synchronize_checkpoint_boundary synchronized tag_validation teacher_layer
+    team tensorboard theta thread_count throughput timers tol top_k top_k_attr top_modules torch_adam
+    total_curriculum_step tp tp_gather_partition_size tp_overlap_comm trackio tuner_early_stopping tuner_num_trials
+    tuner_type type use_all_reduce_for_fetch_params use_async_mem_monitor use_data_before_expert_parallelism
+    use_default_specs use_fake_dist use_gds use_grouped_mm use_hybrid_adam use_multi_rank_bucket_allreduce
+    use_node_local_storage use_reentrant verbose version vocab_parallel_lm_head vocabulary_size wall_clock_breakdown
+    wandb warmup_gpu_chunk_mem_ratio with_async_move with_mem_cache with_mem_saving_comm with_static_partition workspace
+    writer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_hpz_partition_size zero_optimization
+    zero_quantized_gradients zero_quantized_weights zeropp_loco_param
+"""
+IGNORED: Final = frozenset(_NO_EFFECT.split())
+"""Names without effect, wherever they stand."""
 
-IGNORED: Final = frozenset(" ".join(REASONS.values()).split())
-OPAQUE: Final = frozenset(REASONS[_OPEN].split()) | {"amp"}
+_ANY_KEYS: Final = "amp arg_mappings data_routing data_sampling different_groups kwargs model_info quantize-algo tp"
+OPAQUE: Final = frozenset(_ANY_KEYS.split())
 """Objects whose keys may be any."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SPECIAL", "Plane", "differing", "numbers", "of_bits"]
+__all__ = ["SPECIAL", "Plane", "numbers", "of_bits", "planes_of"]
 
 SPECIAL = (
     *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan),
@@ -52,17 +52,13 @@ def numbers(numel: int, *, seed: int, special: bool = True) -> Tensor:
     return found
 
 
+def planes_of(numel: int, *, seed: int = 0, special: bool = True) -> list[Tensor]:
+    """(weight, grad, exp_avg, exp_avg_sq)."""
+    planes = [numbers(numel, seed=4 * seed + which, special=special) for which in range(4)]
+    planes[3] = planes[3].abs()
+    return planes
+
+
 def of_bits(bits: list[int]) -> Tensor:
     """fp32 numbers of these bit patterns, 32 bits each."""
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
-
-
-def differing(got: Tensor, want: Tensor) -> int:
-    """The number of elements with other bits. What is NaN in one must be NaN in the other: which NaN is not compared."""
-    assert got.dtype is want.dtype
-    assert got.shape == want.shape
-    if not got.is_floating_point():
-        return int((got != want).sum())
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
-    same = (got.view(bits) == want.view(bits)) | (torch.isnan(got) & torch.isnan(want))
-    return int((~same).sum())

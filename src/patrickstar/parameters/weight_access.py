@@ -1,0 +1,144 @@
+"""Parameters in use: how they get their bytes, how these are taken away again, and what lies in them meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.core.planes import PlaneRef
+from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
+from patrickstar.parameters.bound import BoundParameter, Places
+from patrickstar.parameters.owner import Owner
+from patrickstar.parameters.transforms import expect_no_transform
+from patrickstar.plan.touches import UseCounts
+from patrickstar.torch_private import Plain, backward_id, transform_level
+
+__all__ = ["WeightAccess"]
+
+
+class WeightAccess:
+    """Gives parameters the bytes of their units, or of copies, for as long as they are used.
+
+    Args:
+        records: of parameters and tiles, by name. owner: brings the bytes. leases: of the slots in use. counts: of uses.
+        alias_class: of views of slots that a use has returned. base: the class of ordinary tensors.
+
+    Attributes:
+        records, owner, leases: as given. places: whose the bytes of units are. lock: held while bytes are given and taken.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[str, BoundParameter],
+        owner: Owner,
+        leases: Leases,
+        counts: UseCounts,
+        *,
+        alias_class: type[Tensor],
+        base: type[Tensor],
+    ) -> None:
+        self.records = records
+        self.owner = owner
+        self.leases = leases
+        self._counts = counts
+        self._alias_class = alias_class
+        self._base = base
+        self.places = Places(records)
+        self.lock = threading.RLock()
+
+    def enter(self, found: Sequence[BoundParameter]) -> None:
+        """Gives parameters bytes. Each `enter` has one `leave`."""
+        if not found:
+            return
+        if transform_level() is not None:
+            expect_no_transform(f"a use of {found[0].name}")
+        with self.lock:
+            touches = found[0].touches
+            if len(found) > 1:
+                touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
+            if backward_id() == -1:  # else it is part of a recomputation
+                self._count(found)
+            self.owner.use(found[0].name, touches)
+            units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
+            leased = {bound.key: self.lease(bound.key) for bound in found}
+            del units
+            for bound in found:
+                bound.depth += 1
+                if bound.depth == 1:
+                    if torch.is_inference_mode_enabled():
+                        with torch.inference_mode(False):
+                            bound.tensor().data = bound.over(leased[bound.key])
+                    else:
+                        bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
+
+    def _count(self, found: Sequence[BoundParameter]) -> None:
+        """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
+        counts, in_graph = self._counts, torch.is_grad_enabled()
+        for bound in found:
+            in_graph = in_graph and not bound.is_detached
+        for bound in found:
+            counts.uses[bound.name] = counts.uses.get(bound.name, 0) + 1
+            if not in_graph:
+                counts.apart[bound.name] = counts.apart.get(bound.name, 0) + 1
+
+    def lease(self, key: WeightKey) -> Tensor:
+        """The 1-D tensor that is leased at a use: over a resident unit's slot, or the copy of a parameter whose units are resident."""
+        return self.leases.take(key) if isinstance(key, PlaneRef) else self.leases.take_copy(key, self.owner.make_copy)
+
+    def leave(self, found: Sequence[BoundParameter]) -> None:
+        """Takes the bytes of parameters away again; whatever else holds a slot keeps it."""
+        with self.lock:
+            for bound in found:
+                bound.depth -= 1
+                if not bound.depth:
+                    bound.tensor().data = bound.standin
+
+    # what uses return and autograd saves
+
+    def dress(self, result: Any) -> Any:
+        """The result of a use, in which views of slots now have the class `Alias`."""
+        if isinstance(result, Tensor):
+            is_new = not hasattr(type(result), "managed_by")
+            if is_new and result.layout is torch.strided and self.leases.locate(result) is not None:
+                result.__class__ = self._alias_class
+        elif isinstance(result, list | tuple):
+            for item in result:
+                self.dress(item)
+        return result
+
+    def undress(self, tensor: Tensor) -> None:
+        """Makes a view of a slot an ordinary tensor."""
+        if type(tensor) is self._alias_class:
+            tensor.__class__ = self._base
+
+    def keys_of(self, tensors: Iterable[Tensor]) -> list[Key]:
+        """The units, copies and assembled tensors that these lie in, as far as they are leased."""
+        places = (self.leases.locate(tensor) for tensor in tensors)
+        return [place.key for place in places if place is not None]
+
+    def find(self, tensor: Tensor) -> tuple[WeightKey, int, nn.Parameter] | None:
+        """The unit or copy that a tensor lies in, the bytes from the start of that to its first element, and the parameter there."""
+        if tensor.layout is not torch.strided:
+            return None
+        place = self.leases.locate(tensor)
+        if place is None or isinstance(place.key, AssembledKey):
+            return None
+        if not isinstance(place.key, PlaneRef):
+            return place.key, place.offset_bytes, self.records[place.key].parameter
+        starts, owners = self.places.in_unit[place.key]
+        return place.key, place.offset_bytes, owners[bisect_right(starts, place.offset_bytes) - 1].tensor()  # type: ignore[return-value]
+
+    def unpack(self, key: WeightKey) -> Tensor:
+        """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
+        with self.lock, Plain():
+            first = self.places.parameters_in(key)[0]
+            units = []
+            for ref in first.refs:
+                self.owner.unpack(ref, first.name)
+                units.append(self.leases.take(ref))
+            return units[0] if key == first.ref else self.lease(key)

@@ -1,0 +1,133 @@
+"""Kinds of forward that a session has met: what is expected of the next one of each, and what its steps have shown."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.core.planes import GRAD
+from patrickstar.core.trace import Phase, Trace
+from patrickstar.plan.fit import expect_room, within, worst_moment
+from patrickstar.plan.residency import Residency
+from patrickstar.plan.stretch import Stretch, StretchKind
+from patrickstar.step.budgets import Budgets, with_retention
+from patrickstar.step.known_forwards import KnownForward, like_a_larger_one
+from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.room import Room
+from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+from patrickstar.tracing.signature import Signature, can_be_traced, signature
+from patrickstar.units import format_bytes
+
+__all__ = ["KnownForwards"]
+
+_KEPT_KINDS = 64
+_UNTRACEABLE = "the forward cannot be traced: {}"
+_log = logging.getLogger("patrickstar")
+
+
+class KnownForwards:
+    """The kinds of forward that a session has met, by signature.
+
+    Args:
+        tracer: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
+        taken_bytes: what of the compute tier's budget the user has taken.
+    """
+
+    def __init__(
+        self,
+        tracer: OfflineTracer,
+        budgets: Budgets,
+        late_planes: LatePlanes,
+        room: Room,
+        taken_bytes: Callable[[], int],
+    ) -> None:
+        self._tracer = tracer
+        self._budgets = budgets
+        self._late_planes = late_planes
+        self._room = room
+        self._taken_bytes = taken_bytes
+
+        self.kinds: OrderedDict[Signature, KnownForward] = OrderedDict()
+
+    def expect(
+        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> KnownForward:
+        """Knowledge of a forward that is about to begin. BudgetError: it does not fit, or its gradients do not."""
+        if not can_be_traced((args, kwargs)):
+            unknown = KnownForward(reason=_UNTRACEABLE.format("a fake-tensor trace could change its inputs"))
+            self._reserve(unknown)
+            return unknown
+        key = signature(model, args, kwargs)
+        known = self.kinds.get(key)
+        if known is None:
+            known = like_a_larger_one(key, self.kinds)
+            if known.trace is None:
+                self._foresee(known, model, named, args, kwargs)
+        # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
+        self._reserve(known.expected)
+        self.kinds[key] = known
+        self.kinds.move_to_end(key)
+        if len(self.kinds) > _KEPT_KINDS:
+            self.kinds.popitem(last=False)
+        if known.trace is not None:
+            self._room.rise(known.trace.peak)
+        return known
+
+    def _foresee(self, known: KnownForward, model: nn.Module, named: Mapping[str, nn.Parameter], *inputs: Any) -> None:
+        """Makes the forecast of a kind that is new."""
+        try:
+            foreseen = self._tracer.foresee(model, named, *inputs)
+        except CannotTrace as problem:
+            known.reason = _UNTRACEABLE.format(problem)
+            _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
+            return
+        known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
+        known.by_chance = foreseen.by_chance
+        start = self._late_planes.with_room_for(known.trace)
+        need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
+        expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
+
+    def _reserve(self, known: KnownForward) -> None:
+        """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
+        if not torch.is_grad_enabled():
+            return
+        if known.trace is None:
+            self._late_planes.reserve_all(known.reason)
+        elif known.reserved is not known.trace:
+            self._late_planes.reserve(known.trace)
+            known.reserved = known.trace
+
+    def learn(self, known: KnownForward, stretch: Stretch, recorded: Trace, *, state: Residency) -> None:
+        """Learns from a step that was recorded, where it has come to its end."""
+        recorded = with_retention(recorded, self._budgets)
+        whole = (
+            any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.kind is StretchKind.EVALUATION
+        )
+        if not recorded.moments or not whole:
+            known.expected.measure_next = False
+            return
+        self._room.rise(recorded.peak)
+        updated = stretch.draft.whole_chunks if stretch.draft is not None and stretch.reason else None
+        if updated is not None and updated.homes.keys() & recorded.touched(GRAD):
+            # Some chunks were updated whole and some were not: no later step goes like that, or has homes for these gradients.
+            known.learn(stretch, None)
+            return
+        if stretch.reason:
+            recorded = self._as_it_ran(recorded, state, is_first=known.expected.measured is None)
+        known.learn(stretch, recorded)
+
+    def _as_it_ran(self, recorded: Trace, state: Residency, *, is_first: bool) -> Trace:
+        """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
+        budget = self._budgets.room_bytes(knows_workspaces=True) - self._taken_bytes()
+        need = worst_moment(recorded, start=state, trained=True)
+        if self._budgets.stream_device is not None or need.nbytes <= budget:
+            return recorded
+        if is_first:
+            needed, has, moment = format_bytes(need.nbytes), format_bytes(budget), need.moment
+            _log.warning("a step took more than any trace showed: %s at op %s; its budget is %s", needed, moment, has)
+        return within(recorded, budget, start=state)
