@@ -42,6 +42,8 @@ from patrickstar.torch_private import is_profiled
 
 __all__ = ["ChunkStore"]
 
+UpdateWork = Callable[[int, Tier], Task]  # makes the work of a chunk's update on a tier
+
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
@@ -50,10 +52,6 @@ class _UnderWay:
     ticket: Ticket
     during: str
     fresh_slots: int
-
-
-UpdateWork = Callable[[int, Tier], Task]
-"""Makes the work of a chunk's update on a tier."""
 
 
 class ChunkStore:

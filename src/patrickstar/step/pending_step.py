@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -28,13 +28,23 @@ from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.weave import needs_before
 
-if TYPE_CHECKING:  # it makes these, and does them
-    from patrickstar.step.optimizer_step import OptimizerStep
-
-__all__ = ["Factors", "PendingStep"]
+__all__ = ["Doer", "Factors", "PendingStep"]
 
 Factors = Mapping[str, tuple[Tensor, ...]]
 """Factors that gradients are multiplied with first, in order (0-dim fp32), by name."""
+
+
+class Doer(Protocol):
+    """Does pending steps: `OptimizerStep`."""
+
+    def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
+        """The work of a chunk's update on a tier, which begins now."""
+
+    def carry_out(self, order: PendingStep) -> None:
+        """Carries out what is left of a step, in a stretch of its own."""
+
+    def over(self, order: PendingStep) -> None:
+        """Is told that a step is carried out, or has failed."""
 
 
 @dataclass(slots=True)
@@ -54,7 +64,7 @@ class PendingStep:
         failed: what an update has raised half way. seconds: how long updates have taken. is_woven: whether it is done between others' moments.
     """
 
-    doer: OptimizerStep
+    doer: Doer
     hypers: dict[str, Hyper]
     steps: dict[str, int]
     trace: Trace
