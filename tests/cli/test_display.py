@@ -70,8 +70,8 @@ def test_the_summary_sets_predicted_beside_measured():
     rows = [line.split() for line in out.getvalue().splitlines()]
     table = {row[1] + row[2]: row for row in rows if len(row) > 6 and row[0] == "│"}
     assert table["hostpeak"][4:] == ["1", "B", "│", "7", "B", "│", "100.00", "MiB", "│"]
-    assert table["processgrowth"][4:9] == ["1", "B", "│", "8", "B"]
-    assert table["H>Ka"][5:10] == ["2", "B", "│", "2", "B"]
+    assert table["peakRSS"][5:10] == ["1", "B", "│", "8", "B"]
+    assert table["H>Kper"][5:10] == ["2", "B", "│", "2", "B"]
     assert "loss 6.0000 -> nan, validation - -> 5.7500" in out.getvalue()
 
 

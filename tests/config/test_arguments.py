@@ -111,7 +111,7 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
         ({"device": "cpu", "device_memory": "6GiB"}, "give host_memory='6GiB'"),
         ({"disk_memory": "6GiB"}, "give disk, a directory"),
         ({"step": "in_backward", "max_grad_norm": 1.0}, 'use step="deferred"'),
-        ({"step": "in_backward", "options": Options(accumulate=4)}, "promises one backward a step"),
+        ({"step": "in_backward", "options": Options(accumulate=4)}, "promises one backward per step"),
         (
             {"device": "cpu", "options": Options(emulated_link="2GiB/s")},
             'only the link of device="emulated" has a speed',
