@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
     def look(*_: object) -> None:
         seen.append(arena.committed_slots - store.limit_slots)
 
-    def do(self: ChunkStore, action: Action, during: str) -> None:
-        unwatched(self, action, during)
+    def do(self: ChunkStore, action: Action, *rest: Any) -> None:
+        unwatched(self, action, *rest)
         if isinstance(action, Issue) and (action.src is None or action.work.tier is Tier.HOST):
             look()  # its slots are about to be written
 
