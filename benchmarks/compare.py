@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     absent = {name: why for name in arguments.only if (why := cannot_run(name, arguments))}
     cells: list[dict[str, Any]] = []
-    result = {
+    result: dict[str, Any] = {
         "what": "GPT-2 in fp32, activations recomputed, under a cap on the resident memory of the process without shared files",
         "tokens": arguments.tokens,
         "contenders": {name: CONTENDERS[name] for name in arguments.only},
@@ -55,12 +55,15 @@ def main(words: Sequence[str] | None = None) -> int:
         "machine": describe_machine(),
         "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed") if installed(name)},
     }
+    loads: list[float] = []
     out = arguments.out or (HERE / "results" / "compare.json" if arguments.write else None)
     for cap in arguments.caps:
         for name in arguments.only:
             why = absent.get(name, "")
             for model in arguments.models:
                 cell = {"contender": name, "model": model, "cap_bytes": int(cap * GIB)}
+                loads.append(os.getloadavg()[0])
+                result["load"] = [min(loads), max(loads)]
                 cell |= {"trained": False, "why": why} if why else measured(name, model, cell["cap_bytes"], arguments)
                 why = why or ("" if cell["trained"] else f"{model} did not train")
                 cells.append(cell)

@@ -50,10 +50,18 @@ def what_trains_under_a_cap() -> str:
     before = paragraph(
         f"GPT-2 in fp32, one sequence of {found['tokens']} tokens, activation checkpointing, under a cap on the whole process (resident memory",
         "without shared files). A cell has the peak RSS and s/step, as the median and range of some steps of one run; `no`: the process passed",
-        f"the cap, or that of a smaller model did. {machine['cores']} cores ({machine['cpu'].strip()}), a disk; {libraries}. `make bench-compare`",
+        "the cap, or that of a smaller model did." + busy(found["load"], machine["cores"]),
+        f"{machine['cores']} cores ({machine['cpu'].strip()}), a disk; {libraries}. `make bench-compare`",
         "measures it on your machine, and [this page](docs/others.md) says how.",
     )
     return "\n".join([before, "", f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|", *rows])
+
+
+def busy(load: list[float], cores: int) -> str:
+    """A warning where other programs ran: a contender keeps all cores busy by itself."""
+    if load[1] <= 1.5 * cores:
+        return ""
+    return f" Other programs ran at the same time (load average {load[0]:.0f} to {load[1]:.0f}): do not compare seconds between rows."
 
 
 def cap_cell(cell: Mapping[str, Any]) -> str:

@@ -39,6 +39,7 @@ def test_the_table_has_what_trained_and_why_the_rest_did_not(tmp_path, monkeypat
         "cells": told,
         "tokens": 256,
         "machine": machine,
+        "load": [1.0, 2.0],
         "versions": {},
     }
     assert table_of(result, tmp_path, monkeypatch) == [
