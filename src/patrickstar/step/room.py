@@ -51,9 +51,8 @@ __all__ = ["EARLY_BYTES", "DeviceRoom", "EmulatedRoom", "HostRoom", "Room", "roo
 
 _SLACK_BYTES = 40 * MIB  # of the 48 MiB of fixed costs
 _SLACK_SHARE = 128  # of the 1 % of them
-EARLY_BYTES = (
-    16 * MIB
-)  # above what chunks and activations may take: from here on the allocator is asked for what it keeps
+# Above what chunks and activations may take: from here on the allocator is asked for what it keeps.
+EARLY_BYTES = 16 * MIB
 _STEP_BYTES = 16 * MIB  # of growth, with what is to come, for which it is asked again
 _Moment = tuple[Phase, str, Sequence[Touch], Collection[PlaneRef], Work | None]
 """A moment as the pilot decides about it: phase, label, touches, what is held, and the update that begins."""
