@@ -107,7 +107,8 @@ def test_each_operation_that_torch_tests_computes_the_same() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for info in op_db:
-            if not info.supports_dtype(torch.float32, "cpu"):
+            # Some have no values of their own, and the solver's depend on addresses: it differs from itself.
+            if not info.supports_dtype(torch.float32, "cpu") or "empty" in info.name or info.name == "linalg.lstsq":
                 continue
             for sample in [*info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)][:12]:
                 try:

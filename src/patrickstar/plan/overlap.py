@@ -194,7 +194,7 @@ class _Overlap:
         """Has what leaves at a moment without a transfer leave when it has been used for the last time."""
         own = Counter(action.of for action in actions)
         for action in actions:
-            if isinstance(action, Wait):
+            if isinstance(action, Wait) and action.work.tier in (self._compute, self._below):
                 self._landed[action.of] = index + 1
             elif isinstance(action, Drop) and action.tier is self._compute and own[action.of] == 1:
                 # What was on its way as the plan began may land where nobody uses it.
