@@ -43,6 +43,10 @@ PLANNING: tuple[Mutant, ...] = (
     Fault("what-the-last-moment-lets-go-is-brought-home-before-it", "plan.make:make_plan").by(
         without("done", nth=2), f"{REPEATS}::test_what_is_let_go_at_the_end_is_not_written_back_first"
     ),
+    Fault("new-plans-are-not-checked", "session.start:Setup.planner").by(
+        assign("checks", "False"),
+        "tests/session/test_exceptions.py::test_a_wrong_plan_is_an_error_where_plans_are_checked",
+    ),
     Fault("steps-never-come-to-repeat-each-other", "plan.planner:make").by(
         assign("repeats", "must_repeat(0, trace=trace, following=after)"),
         "tests/session/test_repeated_steps.py::test_backwards_that_update_come_to_repeat_themselves",

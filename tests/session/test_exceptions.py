@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from torch import nn
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.plan import planner
+from patrickstar.plan.actions import Wait
+from patrickstar.plan.make import make_plan
+from patrickstar.plan.plan import Plan
 from tests.session.builders import (
     SLOT,
     WIDTH,
@@ -22,10 +27,28 @@ from tests.session.builders import (
     everything,
     expect_bits,
     loss_of,
+    managed,
     mlp,
     options,
     train_step,
 )
+
+
+def test_a_wrong_plan_is_an_error_where_plans_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of ours, put in here: it is found before anything of the plan is done."""
+
+    def without_waits(*args: Any, **keywords: Any) -> Plan:
+        plan = make_plan(*args, **keywords)
+        actions = (tuple(one for one in moment if not isinstance(one, Wait)) for moment in plan.moments)
+        return replace(plan, moments=tuple(actions))
+
+    monkeypatch.setattr(planner, "make_plan", without_waits)
+    model = mlp()
+    with managed(model) as session:
+        before = session.stats().moved
+        with pytest.raises(AssertionError, match=r"plan of the training step is wrong.*\(1\)"):
+            model(batch())
+        assert session.stats().moved == before
 
 
 class Trips(torch.autograd.Function):

@@ -23,11 +23,8 @@ from patrickstar.torch_private import Plain
 __all__ = ["nobody_sees", "show_to", "shown_to"]
 
 _KEY = "Fake"  # of a mode that torch has no kernels for so far; where it has, installing ours raises
-_ALIASES = (
-    "detach",
-    "alias",
-    "lift_fresh",
-)  # of a result with a Python object, a plain tensor's, no subclass can be made
+# Not shown: of a result with a Python object, which is a plain tensor's, no subclass can be made.
+_ALIASES = ("detach", "alias", "lift_fresh")
 _SEERS = "patrickstar.seers"
 _ours = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 
