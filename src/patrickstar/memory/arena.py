@@ -194,12 +194,17 @@ class Arena:
         """The bytes of `n` slots, writable; page-aligned, so fit for direct I/O."""
         return self._space.buffer(*self._place(first, n))
 
-    def wrapping(self, first: int, n: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """A function that gives the whole of `n` slots as a flat tensor, over a fresh storage.
+    def wrapping(
+        self, first: int, n: int, dtype: torch.dtype, *, part: slice | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """A function that gives `n` slots, or some of their elements, as a flat tensor over a fresh storage.
 
         The death of a storage then tells that nothing made from it is left.
         """
-        return self._space.wrapping(*self._place(first, n), dtype)
+        at, nbytes = self._place(first, n)
+        if part is not None:
+            at, nbytes = at + part.start * dtype.itemsize, (part.stop - part.start) * dtype.itemsize
+        return self._space.wrapping(at, nbytes, dtype)
 
     def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
         """Lets go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena.

@@ -58,14 +58,20 @@ class Leases:
     """The living storages over slots, by unit, and the living copies, by parameter.
 
     Args:
-        wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now, which must be resident.
+        wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now, which must be resident. wrap_part: of some elements.
     """
 
-    def __init__(self, wrap: Callable[[PlaneRef], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        wrap: Callable[[PlaneRef], torch.Tensor],
+        wrap_part: Callable[[PlaneRef, slice], torch.Tensor] = lambda *_: torch.empty(0),
+    ) -> None:
         self._wrap = wrap
+        self._wrap_part = wrap_part
 
         self._tensor: dict[Key, weakref.ref[torch.Tensor]] = {}
         self._unit_of: dict[int, Key] = {}
+        self._starts: dict[int, int] = {}  # in bytes, of storages over a part of a unit
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._held: set[PlaneRef] = set()
         self._copies: dict[Key, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, torch.device]] = {}
@@ -104,7 +110,20 @@ class Leases:
                 self._assembled[key] = block_bytes(tensor.nbytes, tensor.device.type)
         return tensor
 
+    def take_part(self, ref: PlaneRef, part: slice) -> torch.Tensor:
+        """A 1-D tensor over some elements of the unit's slot, with a storage of its own. Leases the unit as `take` does."""
+        with torch.inference_mode(False):
+            tensor = self._wrap_part(ref, part)
+        self._note_storage(ref, tensor)
+        self._starts[tensor.untyped_storage()._cdata] = tensor.element_size() * part.start
+        return tensor
+
     def _note(self, ref: Key, tensor: torch.Tensor) -> torch.Tensor:
+        self._note_storage(ref, tensor)
+        self._tensor[ref] = weakref.ref(tensor)
+        return tensor
+
+    def _note_storage(self, ref: Key, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._unit_of:  # the address of a storage that died, whose death has not been settled yet
@@ -112,10 +131,8 @@ class Leases:
         self._unit_of[key] = ref
         self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
         self._count[ref] = self._count.get(ref, 0) + 1
-        self._tensor[ref] = weakref.ref(tensor)
         if isinstance(ref, PlaneRef):
             self._held.add(ref)
-        return tensor
 
     def _living_copy(self, ref: CopyKey) -> torch.Tensor | None:
         """The copy that something still has a view of: there is never a second one."""
@@ -141,8 +158,11 @@ class Leases:
         """The place of a tensor that is over what is leased, else None."""
         if self._dead:
             self.settle()  # an ordinary tensor may have got the address of a lease that has died: it must not be taken for a slot
-        ref = self._unit_of.get(tensor.untyped_storage()._cdata)
-        return None if ref is None else Located(ref, int(tensor.storage_offset()) * tensor.element_size())
+        key = tensor.untyped_storage()._cdata
+        ref = self._unit_of.get(key)
+        if ref is None:
+            return None
+        return Located(ref, self._starts.get(key, 0) + int(tensor.storage_offset()) * tensor.element_size())
 
     def settle(self) -> None:
         """Ends the leases of storages that have died."""
@@ -150,6 +170,7 @@ class Leases:
             key = self._dead.popleft()
             ref = self._unit_of.pop(key)
             del self._deaths[key]
+            self._starts.pop(key, None)
             self._count[ref] -= 1
             if not self._count[ref]:
                 self._forget(ref)
@@ -170,6 +191,7 @@ class Leases:
             return
         for key in [key for key, leased in self._unit_of.items() if leased == ref]:
             del self._unit_of[key], self._deaths[key]
+            self._starts.pop(key, None)
         self._forget(ref)
 
     def assembled_bytes(self) -> int:

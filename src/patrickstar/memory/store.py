@@ -96,7 +96,7 @@ class ChunkStore:
         self._readiness = Readiness(device)
         self._process = os.getpid()
 
-        self.leases = Leases(self.tensor)
+        self.leases = Leases(self.tensor, self.part)
         self.ledger = ledger
         self.dtype = dtype
         self.has_disk = disk is not None
@@ -125,6 +125,12 @@ class ChunkStore:
         if wrap is None or os.getpid() != self._process:
             wrap = self._wrap[ref] = self._wrapping(ref, self._compute)
         return wrap()
+
+    def part(self, ref: PlaneRef, part: slice) -> Tensor:
+        """Elements of a unit on the compute tier, as `tensor` gives the whole of it: over a fresh storage of their own."""
+        self.tensor(ref)
+        first = self._at[self._compute][ref]
+        return self._arenas[self._compute].wrapping(first, self.state.slots[ref], self.dtype(ref), part=part)()
 
     def operand(self, ref: PlaneRef, tier: Tier) -> Tensor:
         """A tensor as `tensor` gives it, for the work of an update that is about to be issued: its bytes may still change until that begins."""

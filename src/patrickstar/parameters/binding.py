@@ -27,7 +27,7 @@ from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Leases
 from patrickstar.parameters.assembled import AssembledRecord, AssembledTensors, no_memory
-from patrickstar.parameters.attributes import Attributes, DetachedAliases
+from patrickstar.parameters.attributes import Attributes, DetachedAliases, not_its_own
 from patrickstar.parameters.bound import BoundParameter, make_records, names_by_id
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
@@ -86,7 +86,6 @@ class Binding:
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         changes: what uses change in place.
         device: where parameters are used, as given.
-        session_name: how messages call the session that this binding is part of.
     """
 
     def __init__(
@@ -101,17 +100,19 @@ class Binding:
         copied: Collection[str] = (),
         gradients: GradientUse = GradientUse.CHUNK,
         device: torch.device | None = None,
+        whole: bool = False,
     ) -> None:
         self._owner = owner
+        self.is_whole = whole
         self.device = device
         self.leases = leases
-        self.session_name = "a session"
         self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device)
         self.by_name = {name: self.records[name] for name in named}
         self.names = names_by_id(named)
-        self._bound = {id(bound.parameter): bound for bound in self.records.values()}
+        self._bound = {} if whole else {id(bound.parameter): bound for bound in self.records.values()}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
+        self._addresses: dict[str, int] = {}  # of parameters that keep their bytes
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
@@ -130,20 +131,61 @@ class Binding:
         self._detached = DetachedAliases(self._detached_class)
         self._attributes = Attributes(self._bound, self.access, self.gradients, self._detached)
 
+    @property
+    def session_name(self) -> str:
+        """How messages call the session that this binding is part of."""
+        return self._owner.session_name
+
     # binding and releasing
 
     def bind(self) -> None:
         """Turns every parameter into a managed one. The old data is let go."""
         with Plain():
-            for bound in self._bound.values():
-                bound.parameter.data = bound.standin
-                bound.parameter.__class__ = self._parameter_class
+            for bound in self.records.values():
+                if self.is_whole:
+                    self._hold(bound)
+                else:
+                    bound.parameter.data = bound.standin
+                    bound.parameter.__class__ = self._parameter_class
                 self.gradients.watch(bound)
+
+    def _hold(self, bound: BoundParameter) -> None:
+        """Gives a parameter the bytes of its slot for good. See Note [Whole]."""
+        self._owner.use(bound.name, bound.touches)
+        part = self.leases.take_part(bound.ref, slice(bound.offset, bound.offset + bound.shape_only.numel()))
+        bound.parameter.data = torch.as_strided(part, bound.shape_only.shape, bound.shape_only.stride())
+        self._addresses[bound.name] = part.data_ptr()
+
+    def take_back(self) -> None:
+        """Takes over what was given by hand to parameters that keep their bytes: other memory, whose values are copied, or a gradient to come.
+
+        Raises:
+            StateError: the memory is of another shape, type or device. BudgetError: there is no room for training what was frozen.
+        """
+        with Plain():
+            for name, address in self._addresses.items():
+                bound = self.by_name[name]
+                parameter = bound.parameter
+                if parameter.data_ptr() != address:
+                    self._take_value(bound)
+                if parameter.requires_grad and not bound.handles:
+                    self._owner.thawed(name)
+                    self.gradients.watch(bound)
+
+    def _take_value(self, bound: BoundParameter) -> None:
+        value, place = bound.parameter.data, bound.shape_only
+        device = self.device or torch.device("cpu")
+        if (value.shape, value.dtype, value.device) != (place.shape, place.dtype, device):
+            what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
+            raise StateError(not_its_own(bound, what))
+        self._hold(bound)
+        with torch.no_grad():
+            bound.parameter.data.copy_(value)
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
         with Plain():
-            for bound in self._bound.values():
+            for bound in self.records.values():
                 for handle in bound.handles:
                     handle.remove()
                 bound.handles.clear()
@@ -152,6 +194,7 @@ class Binding:
                 if data is not None:
                     bound.parameter.data = data
             self.gradients.own.clear()
+            self._addresses.clear()
             self._detached.release(self.by_name)
             self.assembled.release()
 
@@ -162,6 +205,8 @@ class Binding:
 
     def is_managed(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is a managed parameter, and has the class of one."""
+        if self.is_whole:
+            return self.names.get(id(tensor)) in self._addresses and type(tensor) is nn.Parameter
         return id(tensor) in self._bound and type(tensor) is self._parameter_class
 
     def __iter__(self) -> Iterator[BoundParameter]:

@@ -14,13 +14,21 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain
 
-__all__ = ["GradientAccess"]
+__all__ = ["GradientAccess", "manager_of"]
 
 
 _SPENT = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
+
+
+def manager_of(parameter: Tensor) -> Owner | None:
+    """The owner of a parameter's bytes, who takes its gradients; None where there is none."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    ours = (hook for hook in hooks if isinstance(hook, partial) and hook.func is GradientAccess._take)
+    return next((hook.args[0].owner for hook in ours), None)
 
 
 class GradientAccess:
@@ -39,7 +47,7 @@ class GradientAccess:
 
     def __init__(self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse) -> None:
         self._by_name = access.records
-        self._owner = access.owner
+        self.owner = self._owner = access.owner
         self._access = access
         self._assembled = assembled
         self._use = use

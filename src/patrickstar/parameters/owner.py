@@ -19,7 +19,12 @@ class Owner(Protocol):
     """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for.
 
     What one who inherits from this leaves out does nothing.
+
+    Attributes:
+        session_name: how messages call the session.
     """
+
+    session_name = "a session"
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         """Makes the units of a use resident, all at once; `label` is the first parameter's name. BudgetError where they cannot be."""

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from patrickstar.errors import StateError
 from patrickstar.torch_private import is_compiling, overrides_are_on, transform_level
 
-__all__ = ["expect_no_transform", "expect_not_compiled", "expect_ordinary_call"]
+__all__ = ["expect_no_transform", "expect_not_compiled", "expect_ordinary_call", "is_ordinary_call"]
 
 _COPY = "or do it with a copy, copy.deepcopy(model), which has ordinary parameters"
 _COMPILED = (
@@ -40,6 +40,15 @@ def expect_no_transform(what: str) -> None:
         )
 
 
+def is_ordinary_call() -> bool:
+    """Tells whether no compiler, tracer or transform is at work."""
+    return not (is_compiling() or transform_level() is not None or torch.jit.is_tracing() or _tracers())
+
+
+def _tracers() -> list[str]:
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None)]
+
+
 def expect_ordinary_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], probe: nn.Parameter
 ) -> None:
@@ -53,9 +62,8 @@ def expect_ordinary_call(
     expect_not_compiled(model)
     name = type(model).__name__
     expect_no_transform(f"a forward of {name}")
-    tracers = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None)]
-    if torch.jit.is_tracing() or tracers:
-        by = tracers[0] if tracers else "torch.jit.trace"
+    if torch.jit.is_tracing() or (tracers := _tracers()):
+        by = "torch.jit.trace" if torch.jit.is_tracing() else tracers[0]
         raise StateError(
             f"a forward of {name} under {by}: parameters that lie in chunks cannot be traced. Trace before manage(), {_COPY}"
         )

@@ -120,6 +120,7 @@ class Stretch:
     Args:
         draft: what the planner made; None where nothing is known that could be planned, for the `reason`.
         reserve_bytes: the room that is left to non-model data where moments are decided on the spot.
+        is_seen: False where parameters are ordinary: nobody tells of their uses, for which nothing has to move.
 
     Attributes:
         followed: the draft, as long as the moments come as its trace has them. reason: why they are decided on the spot; else empty.
@@ -131,7 +132,13 @@ class Stretch:
     """
 
     def __init__(
-        self, kind: StretchKind, draft: Draft | None = None, *, reason: str = "", reserve_bytes: int = 0
+        self,
+        kind: StretchKind,
+        draft: Draft | None = None,
+        *,
+        reason: str = "",
+        reserve_bytes: int = 0,
+        is_seen: bool = True,
     ) -> None:
         self.kind = kind
         self.draft = draft
@@ -139,7 +146,8 @@ class Stretch:
         self.trace = None if draft is None else draft.trace
         self.foreseen = None if draft is None else draft.foreseen
 
-        self.followed = draft
+        self.followed = draft if is_seen else None
+        self.is_seen = is_seen
         self.reason = reason
         self.reserve_bytes = reserve_bytes if draft is None else draft.trace.peak
         self.position = 0
@@ -155,6 +163,8 @@ class Stretch:
     @property
     def complete(self) -> bool:
         """True once every moment of the trace has come, as planned."""
+        if not self.is_seen:
+            return self.is_over
         return self.followed is not None and self.position == len(self.followed.trace.moments)
 
     @property

@@ -48,6 +48,7 @@ def assemble(
     *,
     make_lane: MakeLane | None = None,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
+    may_be_whole: bool = True,
 ) -> Session:
     """The session for arguments of `manage`, which have been checked.
 
@@ -71,6 +72,7 @@ def assemble(
         trained=partial(_is_trained, optimizer=optimizer),
         trains=optimizer is not None,
         find_passes=choose_kernels,
+        may_be_whole=may_be_whole,
     )
     uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
     if uncounted:
@@ -120,7 +122,7 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
         undo.pop_all()
     if source is not None:
         source.finish()
-    binding.session_name = repr(session)
+    parts.events.session_name = repr(session)
     # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
     session.unclosed = weakref.finalize(store, _warn_of_unclosed, repr(session))
     _log.info(

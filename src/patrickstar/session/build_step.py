@@ -80,6 +80,7 @@ def build_step(
         copied=precision.copied(layout),
         gradients=gradients,
         device=budgets.stream_device,
+        whole=setup.is_whole,
     )
     pilot = Pilot(
         store.state,
@@ -109,6 +110,7 @@ def build_step(
         taken_bytes=binding.taken_bytes,
         late_planes=late_planes,
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
+        is_whole=lambda: binding.is_whole,
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes)
@@ -145,6 +147,8 @@ def build_step(
         late_planes=late_planes,
         assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
         is_managed=binding.is_managed,
+        take_back=binding.take_back,
+        is_whole=lambda: binding.is_whole,
     )
     events.connect(neighbours)
     return Parts(

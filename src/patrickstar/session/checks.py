@@ -11,6 +11,8 @@ from torch import nn
 from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, StateError
+from patrickstar.hooks import events_of
+from patrickstar.parameters.gradient_access import manager_of
 from patrickstar.parameters.transforms import expect_not_compiled
 
 __all__ = ["check_model"]
@@ -29,13 +31,16 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
     if is_building():
         raise StateError("the model is being built: call manage() after the `with patrickstar.deferred_init():` block")
     expect_not_compiled(model)
+    for path, module in model.named_modules():
+        if (events := events_of(module)) is not None:
+            raise StateError(f"{path or 'the model'} is managed already, by {events.session_name}: close that session first")
     named = dict(model.named_parameters())
     if not named:
         raise LayoutError("the model has no parameters: there is nothing to manage")
     for name, parameter in named.items():
-        binding = getattr(type(parameter), "managed_by", None)
-        if binding is not None:
-            raise StateError(f"{name} is managed already, by {binding.session_name}: close that session first")
+        manager = getattr(type(parameter), "managed_by", None) or manager_of(parameter)
+        if manager is not None:
+            raise StateError(f"{name} is managed already, by {manager.session_name}: close that session first")
     for name, parameter in named.items():
         _check_parameter(name, parameter)
     devices = {str(parameter.device) for parameter in named.values()}

@@ -216,6 +216,7 @@ class Session:
         events = self._parts.events
         events.forget_abandoned_backward()
         events.check_watch()
+        events.take_back()
         self._training().step()
         if events.watches:  # what is written to that memory from now on comes after this update
             self._parts.executor.settle()
@@ -272,6 +273,7 @@ class Session:
         if self._closed:
             return
         self._parts.events.check_watch()
+        self._parts.events.take_back()
         if self._closing is None:
             self._closing = Closing(
                 self._parts,
@@ -319,4 +321,5 @@ class Session:
         self._parts.events.forget_abandoned_backward()
         self._parts.executor.settle()
         self._parts.events.check_watch()
+        self._parts.events.take_back()
         self._parts.stretches.pause()

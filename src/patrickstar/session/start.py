@@ -55,6 +55,13 @@ class Setup:
     gradients: GradientUse
     formats: SessionFormats
     passes: Mapping[str, Passes] | None
+    may_be_whole: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """True where parameters keep their bytes for the whole session: all model states fit, in the type that computes. See Note [Whole]."""
+        fits = not self.budgets.bind and self.memory.options.tile_rows is None
+        return self.may_be_whole and fits and not self.precision.mixed and self.gradients is not GradientUse.UPDATE
 
     def touches(self, updates: Callable[[str], bool]) -> Touches:
         """The units that events touch, with counts of uses that begin at none. `updates`: tells which parameters the optimizer has."""
@@ -104,6 +111,7 @@ def set_up(
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
     trains: bool = True,
     find_passes: Callable[[torch.device], Mapping[str, Passes]] | None = None,
+    may_be_whole: bool = True,
 ) -> Setup:
     """The ground for a model and options of `manage`, which have been checked.
 
@@ -127,6 +135,7 @@ def set_up(
         gradients=_gradient_use(memory, budgets, precision) if trains else GradientUse.NONE,
         formats=SessionFormats(precision.formats),
         passes=passes,
+        may_be_whole=may_be_whole,
     )
 
 

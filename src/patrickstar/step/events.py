@@ -17,7 +17,7 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.escapes import EscapedMemory
-from patrickstar.parameters.transforms import expect_ordinary_call
+from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.copies import Copies
@@ -43,6 +43,8 @@ class Neighbours:
     late_planes: LatePlanes
     assembling: Assembling
     is_managed: Callable[[Tensor], bool]
+    take_back: Callable[[], None]
+    is_whole: Callable[[], bool]
 
 
 class Events:
@@ -71,6 +73,7 @@ class Events:
         self.touches = touches
         self._compute = compute
 
+        self.session_name = "a session"
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
         self._depth = 0
         self._caller: FrameType | None = None
@@ -190,6 +193,10 @@ class Events:
         if self._to.training is not None:
             self._to.training.drop_gradient(name)
 
+    def take_back(self) -> None:
+        """Takes over what was given by hand to parameters that keep their bytes."""
+        self._to.take_back()
+
     # memory that was handed out
 
     @property
@@ -212,7 +219,11 @@ class Events:
         Raises:
             StateError: it would be compiled, traced or transformed. BudgetError: it does not fit. Nothing has changed then.
         """
-        expect_ordinary_call(module, args, kwargs, self._probe)
+        if self._to.is_whole():
+            if not is_ordinary_call() or _is_running_in("torch.nn.utils.stateless"):
+                return args, kwargs  # nobody has to see it: the parameters are ordinary, or others
+        else:
+            expect_ordinary_call(module, args, kwargs, self._probe)
         if self._depth and not _is_running(self._caller):  # an interruption, after which torch calls no hook
             self._depth = 0
             self._to.stretches.abandon()
@@ -223,6 +234,7 @@ class Events:
         if self._to.training is not None:
             self._to.training.begin_forward()
         self.check_watch()
+        self._to.take_back()
         with self._to.executor.lock:
             self._to.stretches.begin_forward(module, self._named, args, kwargs)
         self.touches.begin_forward()

@@ -41,7 +41,7 @@ class Stretches:
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         late_planes: has room for gradients that must wait.
         whole_chunks: whether a backward updates chunks whole where there is room.
-        may_weave: whether nobody holds what an update would have to renew.
+        may_weave: whether nobody holds what an update would have to renew. is_whole: whether parameters keep their bytes.
 
     Attributes:
         known: the kinds of forward. counts: of steps that went as planned, or did not.
@@ -59,6 +59,7 @@ class Stretches:
         late_planes: LatePlanes,
         whole_chunks: bool,
         may_weave: Callable[[], bool],
+        is_whole: Callable[[], bool],
     ) -> None:
         self._executor = executor
         self._planner = planner
@@ -70,6 +71,7 @@ class Stretches:
         self.counts = StepCounts()
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
+        self._is_whole = is_whole
 
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
         self._current: KnownForward | None = None
@@ -92,6 +94,9 @@ class Stretches:
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
+        if self._is_whole():
+            self._begin_unseen(kind, known)
+            return
         stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
         needed = self._room.always_meters or expected.trace is None or expected.measure_next
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
@@ -104,6 +109,17 @@ class Stretches:
         self._begin(stretch)
         self._executor.open()
         if recorded:
+            self.training = stretch
+
+    def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
+        """Begins the stretch of a forward whose parameters are ordinary: nothing has to move for it, and nobody tells of their uses."""
+        self._executor.settle()
+        self.end()
+        draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
+        stretch = Stretch(kind, draft, reserve_bytes=self._room.level_bytes, is_seen=False)
+        self._begin(stretch)
+        self._executor.open()
+        if kind is StretchKind.TRAINING:
             self.training = stretch
 
     def _forward_alone(self, kind: StretchKind, known: KnownForward) -> Stretch:
