@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ModuleEvents", "Watched", "events_of", "watch_calls", "watch_parameters", "watch_root"]
+__all__ = ["ModuleEvents", "Watched", "watch_calls", "watch_parameters", "watch_root"]
 
 _NAMES: Final = ("__module__", "__qualname__", "__doc__")
 
@@ -73,12 +73,6 @@ def watch_root(model: nn.Module, events: ModuleEvents) -> Watched:
             model.register_forward_hook(_Hook(lambda module, *_: events.after_forward(module)), always_call=True),
         )
     )
-
-
-def events_of(module: nn.Module) -> Any:
-    """The listener to the forwards of a module as the root of a model; None where there is none."""
-    hooks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Hook))
-    return next((getattr(hook.call, "__self__", None) for hook in hooks), None)
 
 
 def watch_calls(modules: Iterable[nn.Module], events: ModuleEvents) -> Watched:

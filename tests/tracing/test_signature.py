@@ -12,7 +12,8 @@ from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_
 
 
 def of(*args: Any, model: nn.Module | None = None, **kwargs: Any) -> Signature:
-    return signature(model or nn.Linear(2, 2), args, kwargs)
+    model = model or nn.Linear(2, 2)
+    return signature(model.modules(), model.parameters(), args, kwargs)
 
 
 def test_values_of_tensors_make_no_difference_and_plain_values_do() -> None:

@@ -144,7 +144,7 @@ class Trace:
     @property
     def peak(self) -> int:
         """The most bytes of activations and workspaces at any op; 0 of an empty trace."""
-        return max((moment.nonmodel_bytes for moment in self.moments), default=0)
+        return max([moment.nonmodel_bytes for moment in self.moments], default=0)
 
     def touched(self, plane: str) -> list[PlaneRef]:
         """The units of a plane that some moment touches, in order."""

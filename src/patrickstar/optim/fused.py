@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from patrickstar.optim.hyper import Hyper
@@ -30,7 +32,6 @@ class Fused:
     def __init__(self) -> None:
         self._reference = Reference()
 
-    @torch.no_grad()
     def update(
         self,
         weight: torch.Tensor,
@@ -41,21 +42,31 @@ class Fused:
         step: int,
         hyper: Hyper,
     ) -> None:
-        planes = (weight, grad, exp_avg, exp_avg_sq)
-        check_planes(*planes, step=step)
-        numel = weight.numel()
-        body = numel - numel % VECTOR_NUMEL if step <= LARGEST_STEP else 0
-        if body:
-            update = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+        self.update_all([(weight, grad, exp_avg, exp_avg_sq)], step=step, hyper=hyper)
+
+    @torch.no_grad()
+    def update_all(self, tensors: Sequence[tuple[torch.Tensor, ...]], *, step: int, hyper: Hyper) -> None:
+        """Updates many tensors, each as (weight, gradient, exp_avg, exp_avg_sq), in one call of torch's."""
+        bodies, rests = list[tuple[torch.Tensor, ...]](), list[tuple[torch.Tensor, ...]]()
+        for planes in tensors:
+            check_planes(*planes, step=step)
+            numel = planes[0].numel()
+            body = numel - numel % VECTOR_NUMEL if step <= LARGEST_STEP else 0
             # Slicing four planes takes as long as updating a small one.
-            whole = planes if body == numel else tuple(plane[:body] for plane in planes)
+            if body:
+                bodies.append(planes if body == numel else tuple([plane[:body] for plane in planes]))
+            if body < numel:
+                rests.append(tuple([plane[body:] for plane in planes]))
+        if bodies:
+            update = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+            weights, gradients, exp_avgs, exp_avg_sqs = map(list, zip(*bodies, strict=True))
             update(
-                [whole[0]],
-                [whole[1]],
-                [whole[2]],
-                [whole[3]],
+                weights,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
                 [],
-                [torch.full((), float(step), dtype=torch.float32, device="cpu")],
+                [torch.full((), float(step), dtype=torch.float32, device="cpu")] * len(bodies),
                 lr=hyper.lr,
                 beta1=hyper.beta1,
                 beta2=hyper.beta2,
@@ -64,6 +75,5 @@ class Fused:
                 amsgrad=False,
                 maximize=False,
             )
-        if body < numel:
-            rest = (plane[body:] for plane in planes)
+        for rest in rests:
             self._reference.update(*rest, step=step, hyper=hyper)

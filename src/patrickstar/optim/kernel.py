@@ -54,10 +54,11 @@ class Kernel(Protocol):
 def check_planes(*planes: torch.Tensor, step: int) -> None:
     """Catches a caller's mistake before raw memory is touched, for torch's fused kernel trusts its arguments."""
     weight = planes[0]
+    numel, device = weight.numel(), weight.device
     for plane in planes:
         assert plane.dim() == 1, f"a plane must be flat, not {tuple(plane.shape)}"
         assert plane.is_contiguous(), f"a plane must be contiguous, not of stride {plane.stride()}"
         assert plane.dtype is torch.float32, f"a plane of {plane.dtype}"
-        assert plane.device == weight.device, f"planes on {weight.device} and {plane.device}"
-        assert plane.numel() == weight.numel(), f"planes of {weight.numel()} and {plane.numel()} elements"
+        assert plane.device == device, f"planes on {device} and {plane.device}"
+        assert plane.numel() == numel, f"planes of {numel} and {plane.numel()} elements"
     assert step >= 1, f"step {step}: the first update is number 1"

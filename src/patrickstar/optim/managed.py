@@ -131,7 +131,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             # A group may have come in through the original, which knows nothing of the model.
-            check_parameters((parameter for group in self.param_groups for parameter in group["params"]), self._names)
+            check_parameters([parameter for group in self.param_groups for parameter in group["params"]], self._names)
             self._target.step_groups()
 
         arguments: tuple[Any, ...] = (self,) if closure is None else (self, closure)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim import masters
+from patrickstar.optim.fused import Fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import Scratch
@@ -23,7 +24,7 @@ from patrickstar.optim.norm import GlobalNorm, Norm
 from patrickstar.optim.reference import Reference
 from patrickstar.optim.scratch import PassBytes, block_numel
 
-__all__ = ["Passes", "TorchPasses"]
+__all__ = ["Passes", "TorchPasses", "update_all"]
 
 
 class Passes(Protocol):
@@ -74,6 +75,15 @@ class Passes(Protocol):
         """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
 
 
+def update_all(passes: Passes, planes: Sequence[tuple[Tensor, ...]], *, step: int, hyper: Hyper) -> None:
+    """Updates many tensors alike, each as (weight, gradient, exp_avg, exp_avg_sq) in fp32: in one call where the kernel takes them all."""
+    if isinstance(passes, TorchPasses) and isinstance(passes.kernel, Fused):
+        passes.kernel.update_all(planes, step=step, hyper=hyper)
+        return
+    for weight, gradient, exp_avg, exp_avg_sq in planes:
+        passes.update(weight, None, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+
+
 class TorchPasses:
     """Passes in torch's operations, on any device.
 
@@ -83,7 +93,7 @@ class TorchPasses:
 
     def __init__(self, kernel: Kernel) -> None:
         self.name = kernel.name
-        self._kernel = kernel
+        self.kernel = kernel
         self._splitting = Scratch(torch.float32, torch.float32, torch.int32)
         self._widening = Scratch(torch.float32)
 
@@ -101,7 +111,7 @@ class TorchPasses:
         factors: Sequence[Tensor] = (),
     ) -> None:
         if rest is None and grad.dtype is torch.float32 and not factors:
-            self._kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+            self.kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
             return
         numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
         # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
@@ -112,11 +122,11 @@ class TorchPasses:
                 for factor in factors:
                     gradient.mul_(factor)
                 if rest is None:
-                    self._kernel.update(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                    self.kernel.update(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
                     continue
                 master, bits = joined
                 masters.join(weight[span], rest[span], master, scratch=bits)
-                self._kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                self.kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
                 masters.split(master, weight[span], rest[span], scratch=bits)
 
     def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
@@ -147,7 +157,7 @@ class TorchPasses:
         block = block_numel(numel, most=masters.BLOCK_NUMEL)
         widened = cuda_block_bytes(4 * block)
         whole, of_block = (
-            map(self._kernel.scratch_bytes, (numel, block)) if isinstance(self._kernel, Reference) else (0, 0)
+            map(self.kernel.scratch_bytes, (numel, block)) if isinstance(self.kernel, Reference) else (0, 0)
         )
         # Masters are joined and split in blocks of three types, and splitting looks for NaN.
         update = 3 * widened + max(of_block, 4 * widened) if is_split else max(whole, widened + of_block)

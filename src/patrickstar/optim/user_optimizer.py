@@ -54,11 +54,11 @@ def read_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> d
     Raises:
         ConfigError: a parameter is not the model's, a flag that changes the update is set, or a value is no number.
     """
-    check_parameters((parameter for group in groups for parameter in group["params"]), names)
+    check_parameters([parameter for group in groups for parameter in group["params"]], names)
     hypers: dict[str, Hyper] = {}
     for group in groups:
         hyper = Hyper.from_group(group)
-        hypers.update((names[id(parameter)], hyper) for parameter in group["params"])
+        hypers.update([(names[id(parameter)], hyper) for parameter in group["params"]])
     return hypers
 
 

@@ -240,6 +240,10 @@ class AssembledTensors:
 
     # changes where it lies
 
+    def __iter__(self) -> Iterator[AssembledKey]:
+        """What somebody has a tensor of."""
+        return iter(list(self._tensors))
+
     def changed(self, key: AssembledKey) -> None:
         """Shows new values of what is kept to whoever holds a view of it, and to autograd that it was changed."""
         tensor = self._tensors.get(key)

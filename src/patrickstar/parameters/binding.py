@@ -12,6 +12,7 @@ Note [Binding]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +52,16 @@ from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import Plain, transform_level
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "manager_of"]
+
+
+def manager_of(parameter: Tensor) -> Binding | None:
+    """The binding of a managed parameter; None where nobody manages it."""
+    kind: Any = type(parameter)
+    if hasattr(kind, "managed_by") or parameter.layout is not torch.strided:
+        return getattr(kind, "managed_by", None)
+    storage: Any = parameter.untyped_storage()
+    return storage.managed_by() if hasattr(storage, "managed_by") else None
 
 
 @dataclass(slots=True)
@@ -112,7 +122,7 @@ class Binding:
         self._bound = {} if whole else {id(bound.parameter): bound for bound in self.records.values()}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
-        self._addresses: dict[str, int] = {}  # of parameters that keep their bytes
+        self._addresses: list[tuple[BoundParameter, int]] = []  # of parameters that keep their bytes
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
@@ -144,33 +154,34 @@ class Binding:
             for bound in self.records.values():
                 if self.is_whole:
                     self._hold(bound)
-                else:
-                    bound.parameter.data = bound.standin
-                    bound.parameter.__class__ = self._parameter_class
+                    continue
+                bound.parameter.data = bound.standin
+                bound.parameter.__class__ = self._parameter_class
                 self.gradients.watch(bound)
+            if self.is_whole:  # one tells of a backward: the gradients stay where they are
+                self._addresses = [(bound, bound.tensor().data_ptr()) for bound in self]
+                self.gradients.watch(next((bound for bound in self if bound.parameter.requires_grad), next(iter(self))))
 
     def _hold(self, bound: BoundParameter) -> None:
         """Gives a parameter the bytes of its slot for good. See Note [Whole]."""
+        if not bound.shape_only.numel():
+            return
         self._owner.use(bound.name, bound.touches)
         part = self.leases.take_part(bound.ref, slice(bound.offset, bound.offset + bound.shape_only.numel()))
+        storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its binding
+        storage.managed_by = weakref.ref(self)
         bound.parameter.data = torch.as_strided(part, bound.shape_only.shape, bound.shape_only.stride())
-        self._addresses[bound.name] = part.data_ptr()
 
     def take_back(self) -> None:
-        """Takes over what was given by hand to parameters that keep their bytes: other memory, whose values are copied, or a gradient to come.
+        """Takes over the values of memory that was given by hand to parameters that keep their bytes (`p.data = value`).
 
         Raises:
-            StateError: the memory is of another shape, type or device. BudgetError: there is no room for training what was frozen.
+            StateError: the memory is of another shape, type or device.
         """
         with Plain():
-            for name, address in self._addresses.items():
-                bound = self.by_name[name]
-                parameter = bound.parameter
-                if parameter.data_ptr() != address:
+            for bound, address in self._addresses:
+                if bound.tensor().data_ptr() != address:
                     self._take_value(bound)
-                if parameter.requires_grad and not bound.handles:
-                    self._owner.thawed(name)
-                    self.gradients.watch(bound)
 
     def _take_value(self, bound: BoundParameter) -> None:
         value, place = bound.parameter.data, bound.shape_only
@@ -205,16 +216,19 @@ class Binding:
 
     def is_managed(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is a managed parameter, and has the class of one."""
-        if self.is_whole:
-            return self.names.get(id(tensor)) in self._addresses and type(tensor) is nn.Parameter
-        return id(tensor) in self._bound and type(tensor) is self._parameter_class
+        return id(tensor) in self.names and type(tensor) is (nn.Parameter if self.is_whole else self._parameter_class)
+
+    def are_managed(self) -> bool:
+        """Tells whether every parameter has the class of one that is managed."""
+        kind = nn.Parameter if self.is_whole else self._parameter_class
+        return [type(bound.alive) for bound in self.by_name.values()] == [kind] * len(self.by_name)
 
     def __iter__(self) -> Iterator[BoundParameter]:
         return iter(self.by_name.values())
 
     def taken_bytes(self) -> int:
-        """Bytes of the budget that the user has taken: gradients of the user's own, whole tensors put together."""
-        return self.gradients.taken_bytes() + self.assembled.taken_bytes()
+        """Bytes of the budget that the user has taken: gradients of the user's own, unless all are, and whole tensors put together."""
+        return (0 if self.is_whole else self.gradients.taken_bytes()) + self.assembled.taken_bytes()
 
     # one use
 

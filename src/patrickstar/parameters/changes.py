@@ -162,7 +162,7 @@ class Changes:
     def outdate(self, names: Iterable[str]) -> None:
         """Raises the versions of parameters whose values change: what autograd saved of them before is out of date."""
         with Plain():
-            torch.autograd.graph.increment_version([bound.parameter for bound in with_tiles(self._records, names)])
+            torch.autograd.graph.increment_version([bound.tensor() for bound in with_tiles(self._records, names)])
 
     def renew(self, names: Iterable[str]) -> None:
         """Carries changed values of parameters to copies that somebody still holds, and raises their versions."""
@@ -185,9 +185,10 @@ class Changes:
         """Tells whoever holds copies or state of parameters, or tiles, that an update has changed all of it."""
         names = list(names)
         self.renew(names)
-        for owner in dict.fromkeys(self._records[name].owner for name in names):
-            for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
-                self._assembled.changed(AssembledKey(owner, plane))
+        owners = {self._records[name].owner for name in names}
+        for key in self._assembled:
+            if key.plane in (EXP_AVG, EXP_AVG_SQ, STEP) and key.name in owners:
+                self._assembled.changed(key)
 
 
 def _version(tensor: Tensor) -> int:

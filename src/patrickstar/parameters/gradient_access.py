@@ -14,21 +14,13 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain
 
-__all__ = ["GradientAccess", "manager_of"]
+__all__ = ["GradientAccess"]
 
 
 _SPENT = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
-
-
-def manager_of(parameter: Tensor) -> Owner | None:
-    """The owner of a parameter's bytes, who takes its gradients; None where there is none."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    ours = (hook for hook in hooks if isinstance(hook, partial) and hook.func is GradientAccess._take)
-    return next((hook.args[0].owner for hook in ours), None)
 
 
 class GradientAccess:
@@ -47,7 +39,7 @@ class GradientAccess:
 
     def __init__(self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse) -> None:
         self._by_name = access.records
-        self.owner = self._owner = access.owner
+        self._owner = access.owner
         self._access = access
         self._assembled = assembled
         self._use = use
@@ -156,7 +148,7 @@ class GradientAccess:
         """Sets all gradients that are the user's own to None."""
         with Plain():
             for name in self.own:
-                self._by_name[name].parameter.grad = None
+                self._by_name[name].tensor().grad = None
         if not self.stay:
             self.own.clear()
 

@@ -24,7 +24,7 @@ class Owner(Protocol):
         session_name: how messages call the session.
     """
 
-    session_name = "a session"
+    session_name: str = "a session"
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         """Makes the units of a use resident, all at once; `label` is the first parameter's name. BudgetError where they cannot be."""

@@ -31,7 +31,8 @@ class WholeCalls:
         self._binding = binding
         self._open: dict[int, list[ExitStack]] = {}
         kinds = (*FUSED, nn.TransformerEncoder)
-        self.watched: Watched = watch_calls([module for module in model.modules() if isinstance(module, kinds)], self)
+        found = [] if binding.is_whole else [module for module in model.modules() if isinstance(module, kinds)]
+        self.watched: Watched = watch_calls(found, self)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """The call begins: parameters are there, and ordinary."""

@@ -20,6 +20,7 @@ from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
+from patrickstar.parameters.transforms import expect_not_compiled
 from patrickstar.parameters.whole_calls import WholeCalls
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
@@ -74,6 +75,8 @@ def assemble(
         find_passes=choose_kernels,
         may_be_whole=may_be_whole,
     )
+    if not setup.is_whole:
+        expect_not_compiled(model)
     uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
     if uncounted:
         _log.warning(

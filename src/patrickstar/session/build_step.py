@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.memory.shortages import tell_when_out_of_memory
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.passes import Passes
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.escapes import EscapedMemory
@@ -38,6 +40,7 @@ from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
+from patrickstar.step.whole_step import WholeStep
 
 __all__ = ["build_step"]
 
@@ -147,6 +150,7 @@ def build_step(
         late_planes=late_planes,
         assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
         is_managed=binding.is_managed,
+        are_managed=binding.are_managed,
         take_back=binding.take_back,
         is_whole=lambda: binding.is_whole,
     )
@@ -184,7 +188,23 @@ def _build_training(
     parts |= {"touches": touches, "hypers": hypers}
     if setup.gradients is GradientUse.UPDATE:
         return InBackwardTraining(is_watched=is_watched, **parts)
-    return DeferredTraining(late_planes=late_planes, passes=passes, max_grad_norm=memory.max_grad_norm, **parts)
+    whole = _whole_step(late_planes=late_planes, passes=passes, **parts) if setup.is_whole else None
+    return DeferredTraining(
+        late_planes=late_planes, passes=passes, max_grad_norm=memory.max_grad_norm, whole=whole, **parts
+    )
+
+
+def _whole_step(
+    *,
+    binding: Binding,
+    layout: Layout,
+    executor: Executor,
+    late_planes: LatePlanes,
+    passes: Mapping[str, Passes],
+    **_: Any,
+) -> WholeStep:
+    device = "cpu" if binding.device is None else binding.device.type
+    return WholeStep(binding=binding, layout=layout, executor=executor, late_planes=late_planes, passes=passes[device])
 
 
 def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory | None:

@@ -11,9 +11,7 @@ from torch import nn
 from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, StateError
-from patrickstar.hooks import events_of
-from patrickstar.parameters.gradient_access import manager_of
-from patrickstar.parameters.transforms import expect_not_compiled
+from patrickstar.parameters.binding import manager_of
 
 __all__ = ["check_model"]
 
@@ -30,17 +28,10 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
         raise ConfigError(f"model is a {type(model).__name__}; manage() takes a torch.nn.Module")
     if is_building():
         raise StateError("the model is being built: call manage() after the `with patrickstar.deferred_init():` block")
-    expect_not_compiled(model)
-    for path, module in model.named_modules():
-        if (events := events_of(module)) is not None:
-            raise StateError(f"{path or 'the model'} is managed already, by {events.session_name}: close that session first")
     named = dict(model.named_parameters())
     if not named:
         raise LayoutError("the model has no parameters: there is nothing to manage")
-    for name, parameter in named.items():
-        manager = getattr(type(parameter), "managed_by", None) or manager_of(parameter)
-        if manager is not None:
-            raise StateError(f"{name} is managed already, by {manager.session_name}: close that session first")
+    _expect_unmanaged(named)
     for name, parameter in named.items():
         _check_parameter(name, parameter)
     devices = {str(parameter.device) for parameter in named.values()}
@@ -55,6 +46,13 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
                 f"{path or 'the model'} has sparse gradients, which cannot be managed: build it with sparse=False"
             )
     return named
+
+
+def _expect_unmanaged(named: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in named.items():
+        manager = manager_of(parameter)
+        if manager is not None:
+            raise StateError(f"{name} is managed already, by {manager.session_name}: close that session first")
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from patrickstar.core.planes import REST, WEIGHT, PlaneRef
@@ -92,6 +93,8 @@ class Closing:
             return
         reserved = stretch.reserve_bytes
         for name, gradient in training.gradients():
+            if gradient.layout is not torch.strided:
+                continue  # the user's own, which no step takes
             stretch.reserve(gradient.nbytes)
             if not self._fits(self._weight_bytes() + stretch.reserve_bytes - reserved):
                 _log.warning(

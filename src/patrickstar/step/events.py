@@ -17,6 +17,7 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
@@ -43,6 +44,7 @@ class Neighbours:
     late_planes: LatePlanes
     assembling: Assembling
     is_managed: Callable[[Tensor], bool]
+    are_managed: Callable[[], bool]
     take_back: Callable[[], None]
     is_whole: Callable[[], bool]
 
@@ -68,7 +70,7 @@ class Events:
     ) -> None:
         self._model = model
         self._named = named
-        self._expected = [id(parameter) for parameter in model.parameters()]
+        self._registered = Registered(model)
         self._probe = next(iter(named.values()))
         self.touches = touches
         self._compute = compute
@@ -236,7 +238,7 @@ class Events:
         self.check_watch()
         self._to.take_back()
         with self._to.executor.lock:
-            self._to.stretches.begin_forward(module, self._named, args, kwargs)
+            self._to.stretches.begin_forward(self._registered, self._named, args, kwargs)
         self.touches.begin_forward()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False
@@ -270,8 +272,11 @@ class Events:
 
     def expect_own_parameters(self) -> None:
         """Raises StateError where the model's parameters are not those that are managed."""
-        found = list(self._model.parameters())
-        if [id(parameter) for parameter in found] == self._expected and all(map(self._to.is_managed, found)):
+        if self._registered.are_there() and self._to.are_managed():
+            return
+        found, expected = Registered(self._model), self._registered.parameters
+        if list(map(id, found.parameters)) == list(map(id, expected)) and self._to.are_managed():
+            self._registered = found  # modules without parameters have come, or gone
             return
         now = dict(self._model.named_parameters())
         names = [

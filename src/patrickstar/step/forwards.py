@@ -12,6 +12,7 @@ from torch import nn
 
 from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Phase, Trace
+from patrickstar.parameters.registered import Registered
 from patrickstar.plan.fit import expect_room, within, worst_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.stretch import Stretch, StretchKind
@@ -55,19 +56,23 @@ class KnownForwards:
         self.kinds: OrderedDict[Signature, KnownForward] = OrderedDict()
 
     def expect(
-        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        registered: Registered,
+        named: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> KnownForward:
         """Knowledge of a forward that is about to begin. BudgetError: it does not fit, or its gradients do not."""
         if not can_be_traced((args, kwargs)):
             unknown = KnownForward(reason=_UNTRACEABLE.format("a fake-tensor trace could change its inputs"))
             self._reserve(unknown)
             return unknown
-        key = signature(model, args, kwargs)
+        key = signature(registered.modules, registered.parameters, args, kwargs)
         known = self.kinds.get(key)
         if known is None:
             known = like_a_larger_one(key, self.kinds)
             if known.trace is None:
-                self._foresee(known, model, named, args, kwargs)
+                self._foresee(known, registered.model, named, args, kwargs)
         # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
         self._reserve(known.expected)
         self.kinds[key] = known

@@ -15,6 +15,7 @@ from torch import nn
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
+from patrickstar.parameters.registered import Registered
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.stretch import Ask, Draft, Stretch, StretchKind
@@ -81,7 +82,11 @@ class Stretches:
     # forwards
 
     def begin_forward(
-        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        registered: Registered,
+        named: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Begins the stretch of a forward of the whole model.
 
@@ -89,7 +94,7 @@ class Stretches:
             BudgetError: the forward does not fit. Nothing has changed then.
         """
         self.end()
-        known = self.known.expect(model, named, args, kwargs)
+        known = self.known.expect(registered, named, args, kwargs)
         expected = known.expected
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
@@ -118,7 +123,7 @@ class Stretches:
         draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
         stretch = Stretch(kind, draft, reserve_bytes=self._room.level_bytes, is_seen=False)
         self._begin(stretch)
-        self._executor.open()
+        self._room.open((), None)
         if kind is StretchKind.TRAINING:
             self.training = stretch
 

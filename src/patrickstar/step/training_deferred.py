@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.memory.device_failure import noticed_at
+from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, clip_factor, norm_of
 from patrickstar.optim.passes import Passes
 from patrickstar.plan.touches import gradient_parts
@@ -18,6 +20,7 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.pending_step import Factors
 from patrickstar.step.training import Training
+from patrickstar.step.whole_step import WholeStep
 
 __all__ = ["DeferredTraining"]
 
@@ -27,7 +30,7 @@ class DeferredTraining(Training):
     """Training with gradients that are kept until `step()`. See Note [Pending step].
 
     Attributes:
-        passes: by type of device. max_grad_norm: clipping at every step, or None.
+        passes: by type of device. max_grad_norm: clipping at every step, or None. whole: does the step where parameters keep their bytes.
     """
 
     in_backward = False
@@ -35,6 +38,7 @@ class DeferredTraining(Training):
     late_planes: LatePlanes
     passes: Mapping[str, Passes]
     max_grad_norm: float | None
+    whole: WholeStep | None
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
 
@@ -159,6 +163,9 @@ class DeferredTraining(Training):
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
+        if self.whole is not None:
+            self._step_whole(self.whole, hypers)
+            return
         own = {name for name, _ in self.binding.gradients.owned()}
         names = [
             name for name in self.binding.by_name if name in hypers and (name in self.in_chunks.names or name in own)
@@ -173,3 +180,17 @@ class DeferredTraining(Training):
             self.updates.do_now(order)
         else:
             self.executor.pending = order
+
+    def _step_whole(self, whole: WholeStep, hypers: Mapping[str, Hyper]) -> None:
+        """Updates every parameter that has a gradient and is in a group, at once."""
+        began = time.perf_counter()
+        names = [
+            name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
+        ]
+        whole.update(names, hypers, self.steps)
+        self.updates.seconds = time.perf_counter() - began
+        self.binding.changes.stepped(names)
+        stretch = self.executor.pilot.stretch
+        stretch.gives_gradients()  # of which most have not been told of
+        stretch.finish()
+        self.stretches.step_ended()

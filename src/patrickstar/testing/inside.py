@@ -29,4 +29,6 @@ def manage_inside(
 
     Raises what that raises.
     """
-    return assemble(model, optimizer, check_arguments(**arguments), make_lane=make_lane, choice=choice, may_be_whole=may_be_whole)
+    return assemble(
+        model, optimizer, check_arguments(**arguments), make_lane=make_lane, choice=choice, may_be_whole=may_be_whole
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +31,17 @@ class Signature:
         )
 
 
-def signature(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
-    """Shapes and types of the inputs, plain values among them, and the modes that steer a forward.
+def signature(
+    modules: Iterable[nn.Module], parameters: Iterable[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Signature:
+    """Shapes and types of the inputs of a model of these modules and parameters, plain values among them, and the modes that steer a forward.
 
     Tensor *values* are no part of it, nor what is inside of objects we do not know (a key-value cache): where those make a difference, the
     step departs from its trace and is finished by the reactive pilot.
     """
     # Which modules train and which parameters are frozen decides what is saved for backward.
-    training = hash(tuple(module.training for module in model.modules()))
-    trainable = hash(tuple(parameter.requires_grad for parameter in model.parameters()))
+    training = hash(tuple([module.training for module in modules]))
+    trainable = hash(tuple([parameter.requires_grad for parameter in parameters]))
     modes = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

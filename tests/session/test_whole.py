@@ -1,0 +1,253 @@
+"""Where all model states fit, parameters are ordinary ones: whatever PyTorch can do with the model it does under `manage`, with the same bits."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.flop_counter import FlopCounterMode
+
+import patrickstar
+from patrickstar import StateError
+from tests.session.builders import adamw
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+class Model(nn.Module):
+    """Two linears, a weight that is used as complex numbers, and one that is shared by name of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.waves = nn.Parameter(torch.randn(3, 2))
+        self.calls = 0
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(self.first(x))[..., :3] * torch.view_as_complex(self.waves)
+        return self.second(torch.fft.irfft(spectrum, n=8)).tanh()
+
+
+def build():
+    torch.manual_seed(0)
+    return Model()
+
+
+def inputs(seed=1):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, optimizer, steps=2, **seen):
+    losses = []
+    for step in range(steps):
+        loss = model(inputs(step)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def loss_of(model):
+    return lambda values, x: functional_call(model, values, (x,)).square().sum()
+
+
+def values_of(model):
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def dual(model):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(inputs(), torch.ones(4, 8)))).tangent
+
+
+def through_a_fused_loss(model):
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            with torch._C.DisableTorchFunctionSubclass():
+                return (x @ weight.T).sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            return gradient * weight.sum(0).expand_as(x), gradient * x.sum(0).expand_as(weight)
+
+    Fused.apply(model.first(inputs()), model.second.weight).backward()
+    return [model.first.weight.grad.clone(), model.second.weight.grad.clone()]
+
+
+def jagged(model):
+    ragged = torch.nested.nested_tensor([inputs()[:3], inputs()[:1]], layout=torch.jagged)
+    nn.functional.linear(ragged, model.second.weight).values().sum().backward()
+    return model.second.weight.grad.clone()
+
+
+def flops(model):
+    with FlopCounterMode(display=False) as counter:
+        model(inputs()).sum().backward()
+    return torch.tensor(counter.get_total_flops())
+
+
+def hooks(model):
+    seen = []
+    model.first.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
+    model.first.register_forward_hook(lambda *_: seen.append(2))
+    model.second.register_full_backward_hook(lambda *_: seen.append(3))
+    model.second.weight.register_hook(lambda gradient: seen.append(4))
+    model.second.bias.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
+    model(inputs()).sum().backward()
+    return torch.tensor(seen)
+
+
+def exported(model):
+    return torch.export.export(model.eval(), (inputs(),)).module()(inputs())
+
+
+KINDS = {
+    "grad": lambda m: grad(lambda x: m(x).sum())(inputs()),
+    "grad of the values": lambda m: list(grad(loss_of(m))(values_of(m), inputs()).values()),
+    "vjp": lambda m: vjp(m, inputs())[1](torch.ones(4, 8))[0],
+    "jvp": lambda m: jvp(m, (inputs(),), (torch.ones(4, 8),))[1],
+    "jacrev": lambda m: jacrev(m)(inputs()[0]),
+    "hessian": lambda m: hessian(lambda x: m(x).sum())(inputs()[0]),
+    "gradients of each sample": lambda m: list(vmap(grad(loss_of(m)), (None, 0))(values_of(m), inputs()).values()),
+    "functional_call": lambda m: functional_call(m, {"first.weight": torch.eye(8)}, (inputs(),)),
+    "forward AD": dual,
+    "a fused loss": through_a_fused_loss,
+    "jagged": jagged,
+    "flops": flops,
+    "hooks": hooks,
+    "deepcopy": lambda m: copy.deepcopy(m)(inputs()),
+    "pickle": lambda m: pickle.loads(pickle.dumps(m))(inputs()),
+    "torch.save": lambda m: torch.tensor(saved_bytes(m.state_dict())),
+    "export": exported,
+    "jit.trace": lambda m: torch.jit.trace(m.eval(), inputs())(inputs()),
+    "compile": lambda m: torch.compile(m, backend="eager", fullgraph=True)(inputs()),
+    "DataParallel": lambda m: nn.DataParallel(m)(inputs()),
+    "a gradient of a gradient": lambda m: torch.autograd.grad(penalty(m), m.first.weight)[0],
+}
+
+
+def penalty(model):
+    x = inputs().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def saved_bytes(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return len(file.getvalue())
+
+
+def equal(one, other):
+    if isinstance(one, list):
+        return all(map(equal, one, other))
+    return torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_torch_does_with_the_model_in_the_middle_of_a_training_has_the_same_bits(kind):
+    plain, model = build(), build()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model)) as session:
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        for first, second in ((plain, optimizer), (model, session.optimizer)):
+            train(first, second)
+        expected, found = KINDS[kind](plain), KINDS[kind](model)
+        assert equal(expected, found)
+        plain.zero_grad()
+        model.zero_grad()
+        assert equal(train(plain.train(), optimizer), train(model.train(), session.optimizer))
+        assert equal(list(plain.parameters()), list(model.parameters()))
+
+
+CHANGES = {
+    "compiled before": (lambda m: torch.compile(m, backend="aot_eager")),
+    "parametrized": lambda m: register_parametrization(m.first, "weight", Doubled()),
+    "spectral norm": lambda m: parametrizations.spectral_norm(m.first),
+    "weight norm": lambda m: parametrizations.weight_norm(m.first),
+    "pruned": lambda m: prune.l1_unstructured(m.first, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_models_that_were_changed_before_train_with_the_same_bits(change):
+    pair = []
+    for _ in range(2):
+        model = build()
+        made = CHANGES[change](model)
+        pair.append(made if isinstance(made, torch._dynamo.OptimizedModule) else model)
+    plain, model = pair
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model)) as session:
+        assert equal(train(plain, optimizer, 3), train(model, session.optimizer, 3))
+        assert equal(list(plain.parameters()), list(model.parameters()))
+
+
+def test_a_parameter_has_a_storage_of_its_own_that_does_not_move():
+    model = build()
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters())) as session:
+        before = [parameter.data_ptr() for parameter in model.parameters()]
+        assert [parameter.untyped_storage().nbytes() for parameter in model.parameters()] == [
+            parameter.nbytes for parameter in model.parameters()
+        ]
+        train(model, session.optimizer)
+        assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+def test_values_given_by_hand_are_taken_over_at_a_forward_at_a_step_and_on_reading():
+    model = build()
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)) as session:
+        weight, address = model.first.weight, model.first.weight.data_ptr()
+        for number, read in enumerate([lambda: model(inputs()), session.optimizer.step, session.state_dict], start=1):
+            given = torch.full((8, 8), float(number))
+            weight.data = given
+            read()
+            assert session.state_dict()["first.weight"][0, 0] == number == weight[0, 0]
+            assert weight.data_ptr() == address
+        weight.data = torch.zeros(3, 3)
+        with pytest.raises(StateError, match=r"first.weight.data was assigned a tensor \(3, 3\)"):
+            model(inputs())
+        weight.data = torch.zeros(8, 8)
+        model(inputs())
+
+
+def test_a_view_that_outlives_the_session_keeps_its_values():
+    model = build()
+    session = patrickstar.manage(model, torch.optim.AdamW(model.parameters()))
+    view, values = model.first.weight.detach()[2:4], model.first.weight.detach().clone()
+    session.close()
+    assert torch.equal(view, values[2:4])
+    assert type(model.first.weight) is nn.Parameter
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    model = build()
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters())) as session:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model.waves.grad = torch.ones(3, 2).to_sparse()
+        with pytest.raises(StateError, match="sparse gradients"):
+            session.optimizer.step()
+        assert equal(before, list(model.parameters()))
+
+
+def test_a_second_session_over_the_model_or_a_part_of_it_is_refused():
+    model = build()
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters())):
+        for part in (model, nn.Sequential(model), model.first):
+            with pytest.raises(StateError, match="managed already, by <Session of Model"):
+                patrickstar.manage(part, torch.optim.AdamW(part.parameters()))
