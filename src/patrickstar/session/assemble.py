@@ -75,7 +75,7 @@ def assemble(
         find_passes=choose_kernels,
         may_be_whole=may_be_whole,
     )
-    if not setup.is_whole:
+    if setup.by_use:
         expect_not_compiled(model)
     uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
     if uncounted:

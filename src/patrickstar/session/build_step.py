@@ -83,7 +83,7 @@ def build_step(
         copied=precision.copied(layout),
         gradients=gradients,
         device=budgets.stream_device,
-        whole=setup.is_whole,
+        whole=not setup.by_use,
     )
     pilot = Pilot(
         store.state,
@@ -166,6 +166,7 @@ def build_step(
         weights=weights,
         gradients=in_chunks,
         training=training,
+        by_use=setup.by_use,
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
         shortage=_shortage(executor, room, budgets),
     )
@@ -188,7 +189,7 @@ def _build_training(
     parts |= {"touches": touches, "hypers": hypers}
     if setup.gradients is GradientUse.UPDATE:
         return InBackwardTraining(is_watched=is_watched, **parts)
-    whole = _whole_step(late_planes=late_planes, passes=passes, **parts) if setup.is_whole else None
+    whole = _whole_step(late_planes=late_planes, passes=passes, **parts) if not setup.by_use else None
     return DeferredTraining(
         late_planes=late_planes, passes=passes, max_grad_norm=memory.max_grad_norm, whole=whole, **parts
     )

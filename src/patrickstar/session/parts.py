@@ -29,7 +29,7 @@ class Parts:
     """The parts of a session that take steps. The store, which has all memory, is the executor's.
 
     Attributes:
-        training: None where only weights are managed. gradients: those in chunks.
+        training: None where only weights are managed. gradients: those in chunks. by_use: why parameters are bound by use, if they are.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
         shortage: is told where a device has no memory left.
     """
@@ -44,6 +44,7 @@ class Parts:
     weights: Weights
     gradients: Gradients
     training: Training | None
+    by_use: str
     host_budget_bytes: int | None
     shortage: OutOfMemory | None
 

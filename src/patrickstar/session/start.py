@@ -58,10 +58,16 @@ class Setup:
     may_be_whole: bool = True
 
     @property
-    def is_whole(self) -> bool:
-        """True where parameters keep their bytes for the whole session: all model states fit, in the type that computes. See Note [Whole]."""
-        fits = not self.budgets.bind and self.memory.options.tile_rows is None
-        return self.may_be_whole and fits and not self.precision.mixed and self.gradients is not GradientUse.UPDATE
+    def by_use(self) -> str:
+        """The reason why parameters are bound by use; empty where they keep their bytes for the whole session. See Note [Whole] in the binding."""
+        reasons = {
+            "asked for": not self.may_be_whole,
+            "there is a budget, or a tier below": self.budgets.bind,
+            "16-bit weights have masters": self.precision.mixed,
+            "tile_rows": self.memory.options.tile_rows is not None,
+            'step="in_backward"': self.gradients is GradientUse.UPDATE,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def touches(self, updates: Callable[[str], bool]) -> Touches:
         """The units that events touch, with counts of uses that begin at none. `updates`: tells which parameters the optimizer has."""

@@ -44,6 +44,9 @@ class Stats:
     bytes_per_parameter: float
     """Bytes of model states per parameter."""
 
+    binding: str
+    """How parameters have their bytes: "whole", ordinary ones for the whole session, or "by use" and why."""
+
     def __str__(self) -> str:
         """A table of peaks and transfers by tier, and lines about model states, steps and seconds."""
         tiers = ("device", "host", "disk")
@@ -60,6 +63,7 @@ class Stats:
         other = f", {self.reactive_steps} not ({self.reason})" if self.reactive_steps else ""
         steps = f"{self.steps}, {self.planned_steps} as planned{other}"
         lines += [_line("model states", data), _line("steps", steps), _line("last step", seconds or "-")]
+        lines.append(_line("parameters", self.binding))
         return "\n".join(lines)
 
 
@@ -92,5 +96,6 @@ def gather_stats(parts: Parts) -> Stats:
         reactive_steps=counts.reactive,
         reason=counts.reason,
         seconds={**parts.events.seconds, "step": training.updates.seconds if training is not None else 0.0},
+        binding=f"by use: {parts.by_use}" if parts.by_use else "whole",
         bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
     )
