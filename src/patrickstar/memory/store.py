@@ -68,6 +68,7 @@ class ChunkStore:
     Attributes:
         leases: on slots of the compute tier, and on what is held in the stead of one.
         dtype: the torch type of a unit's elements. has_disk: true where anything can rest on a disk.
+        slots_here: the first slot of each unit on the compute tier.
         committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
         hold_beside: notes how many bytes of non-model data are on the compute tier now.
         log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
@@ -106,6 +107,7 @@ class ChunkStore:
         self.hold_beside = partial(ledger.nonmodel, state.compute)
         self.limit_slots = arenas[state.compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
+        self.slots_here: Mapping[PlaneRef, int] = self._at[state.compute]
         self._under_way: dict[tuple[WorkKind, PlaneRef, Tier], _UnderWay] = {}  # by work
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
 

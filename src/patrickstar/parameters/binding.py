@@ -8,6 +8,13 @@ Note [Binding]
     What a use returns may be a view of the slot (`weight.t()`, `weight[3]`). Such a tensor gets the class `Alias`, which does the same for
     operations on it: what autograd saves of it is packed, and a change made through it is noticed. `weight.detach()` and `weight.data`, which
     people collect in lists (state dicts, averages), are not uses at all: they give another stand-in for the same bytes, of class `Detached`.
+
+Note [Whole]
+    Where all model states fit on the tier that computes, beside the worst op of each forward, nothing has to move, and none of this is needed:
+    parameters are ordinary ones, each over a storage of its own in its slot, which the lease of that storage keeps in place. Their gradients are
+    autograd's own, and the optimizer's step reads them where they lie (`step/whole.py`). Nobody sees uses. What has to be noticed is asked before
+    each forward and step, and before state is read: whether modules have the same parameters, and these the same memory. The first forward that
+    does not fit has them bound by use from then on.
 """
 
 from __future__ import annotations
@@ -150,17 +157,35 @@ class Binding:
 
     def bind(self) -> None:
         """Turns every parameter into a managed one. The old data is let go."""
+        if self.is_whole:
+            self.hold()
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Turns parameters into placeholders, which are bound by use from now on. Gradients that they have stay the user's own."""
+        self.is_whole = False
+        self._addresses.clear()
         with Plain():
             for bound in self.records.values():
-                if self.is_whole:
-                    self._hold(bound)
-                    continue
+                self._bound[id(bound.parameter)] = bound
                 bound.parameter.data = bound.standin
                 bound.parameter.__class__ = self._parameter_class
                 self.gradients.watch(bound)
-            if self.is_whole:  # one tells of a backward: the gradients stay where they are
-                self._addresses = [(bound, bound.tensor().data_ptr()) for bound in self]
-                self.gradients.watch(next((bound for bound in self if bound.parameter.requires_grad), next(iter(self))))
+            self.gradients.lie_apart()
+
+    def hold(self) -> None:
+        """Gives parameters their bytes for good: they are ordinary ones. See Note [Whole]."""
+        self.is_whole = True
+        self._bound.clear()
+        with Plain():
+            for bound in self:
+                bound.parameter.__class__ = nn.Parameter
+                self._hold(bound)
+            self._addresses = [(bound, bound.tensor().data_ptr()) for bound in self]
+            self.gradients.stay_put()
+            # One tells of a backward: gradients stay where they are.
+            self.gradients.watch(next((bound for bound in self if bound.parameter.requires_grad), next(iter(self))))
 
     def _hold(self, bound: BoundParameter) -> None:
         """Gives a parameter the bytes of its slot for good. See Note [Whole]."""

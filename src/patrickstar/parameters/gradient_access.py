@@ -34,7 +34,7 @@ class GradientAccess:
         assembled: what stands for gradients in chunks. use: where gradients go.
 
     Attributes:
-        own: the parameters whose gradient is the user's own, by name.
+        own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
     """
 
     def __init__(self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse) -> None:
@@ -45,12 +45,19 @@ class GradientAccess:
         self._use = use
 
         self._by_id: dict[int, BoundParameter] = {}
-        self.own: set[str] = set(access.records) if use is GradientUse.TENSOR else set()
+        self.stay = use is GradientUse.TENSOR
+        self.own: set[str] = set(access.records) if self.stay else set()
 
-    @property
-    def stay(self) -> bool:
-        """True where gradients stay the tensors that autograd made."""
-        return self._use is GradientUse.TENSOR
+    def stay_put(self) -> None:
+        """Leaves all gradients where autograd makes them from now on."""
+        self.stay = self._use is not GradientUse.NONE
+        self.own = set(self._by_name) if self.stay else set()
+
+    def lie_apart(self) -> None:
+        """Has gradients go where the session keeps them from now on, but for those that there are."""
+        self.stay = self._use is GradientUse.TENSOR
+        if not self.stay:
+            self.own = {name for name in self.own if self._by_name[name].tensor().grad is not None}
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""

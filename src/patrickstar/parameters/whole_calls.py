@@ -30,9 +30,13 @@ class WholeCalls:
     def __init__(self, model: nn.Module, binding: Binding) -> None:
         self._binding = binding
         self._open: dict[int, list[ExitStack]] = {}
+        self._model = model
+        self.watched = Watched(())
+
+    def watch(self) -> None:
+        """Watches from now on: parameters are bound by use."""
         kinds = (*FUSED, nn.TransformerEncoder)
-        found = [] if binding.is_whole else [module for module in model.modules() if isinstance(module, kinds)]
-        self.watched: Watched = watch_calls(found, self)
+        self.watched = watch_calls([module for module in self._model.modules() if isinstance(module, kinds)], self)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """The call begins: parameters are there, and ordinary."""

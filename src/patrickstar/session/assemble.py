@@ -107,7 +107,11 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
         root = watch_root(model, parts.events)
         undo.callback(root.remove)
         whole_calls = WholeCalls(model, binding)
-        undo.callback(whole_calls.watched.remove)
+        undo.callback(lambda: whole_calls.watched.remove())  # noqa: PLW0108  (there may be others by then)
+        if parts.whole.holds:
+            parts.whole.left = whole_calls.watch
+        else:
+            whole_calls.watch()
         undo.callback(put_back, model, all_buffers(model))
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device)

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.memory.shortages import tell_when_out_of_memory
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.passes import Passes
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.escapes import EscapedMemory
@@ -40,7 +38,7 @@ from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
-from patrickstar.step.whole_step import WholeStep
+from patrickstar.step.whole import Whole
 
 __all__ = ["build_step"]
 
@@ -103,6 +101,16 @@ def build_step(
         gradients=gradients,
         changed=lambda why: stretches.forget_plans(why),  # noqa: PLW0108  (stretches are made below, with it)
     )
+    whole = Whole(
+        binding=binding,
+        layout=layout,
+        executor=executor,
+        late_planes=late_planes,
+        passes=setup.passes or {},
+        sizes=lambda: (setup.state_bytes, 0 if gradients is GradientUse.TENSOR else setup.gradient_bytes),
+        room_bytes=budgets.room_bytes,
+        why=setup.by_use,
+    )
     stretches = Stretches(
         executor=executor,
         planner=setup.planner(
@@ -113,7 +121,7 @@ def build_step(
         taken_bytes=binding.taken_bytes,
         late_planes=late_planes,
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
-        is_whole=lambda: binding.is_whole,
+        whole=whole,
         may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes)
@@ -132,6 +140,7 @@ def build_step(
             setup,
             is_watched=lambda: events.watches,
             late_planes=late_planes,
+            whole=whole,
             touches=touches,
             hypers=hypers,
             binding=binding,
@@ -152,7 +161,7 @@ def build_step(
         is_managed=binding.is_managed,
         are_managed=binding.are_managed,
         take_back=binding.take_back,
-        is_whole=lambda: binding.is_whole,
+        is_whole=lambda: whole.holds,
     )
     events.connect(neighbours)
     return Parts(
@@ -166,7 +175,7 @@ def build_step(
         weights=weights,
         gradients=in_chunks,
         training=training,
-        by_use=setup.by_use,
+        whole=whole,
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
         shortage=_shortage(executor, room, budgets),
     )
@@ -177,35 +186,22 @@ def _build_training(
     *,
     is_watched: Callable[[], bool],
     late_planes: LatePlanes,
+    whole: Whole,
     touches: Touches,
     hypers: Callable[[], Mapping[str, Hyper]],
     **parts: Any,
 ) -> Training:
     """Training in the mode in which gradients are used. `parts`: that training has in common with the optimizer's step."""
     formats, passes, memory = setup.formats, setup.passes or {}, setup.memory
-    in_chunks = not parts["binding"].gradients.stay
+    in_chunks = setup.gradients is not GradientUse.TENSOR
     traces = StepTraces(setup.layout, formats, in_chunks=in_chunks, passes=setup.budgets.passes)
     parts["updates"] = OptimizerStep(traces=traces, passes=passes, formats=formats, **parts)
     parts |= {"touches": touches, "hypers": hypers}
     if setup.gradients is GradientUse.UPDATE:
         return InBackwardTraining(is_watched=is_watched, **parts)
-    whole = _whole_step(late_planes=late_planes, passes=passes, **parts) if not setup.by_use else None
     return DeferredTraining(
         late_planes=late_planes, passes=passes, max_grad_norm=memory.max_grad_norm, whole=whole, **parts
     )
-
-
-def _whole_step(
-    *,
-    binding: Binding,
-    layout: Layout,
-    executor: Executor,
-    late_planes: LatePlanes,
-    passes: Mapping[str, Passes],
-    **_: Any,
-) -> WholeStep:
-    device = "cpu" if binding.device is None else binding.device.type
-    return WholeStep(binding=binding, layout=layout, executor=executor, late_planes=late_planes, passes=passes[device])
 
 
 def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory | None:

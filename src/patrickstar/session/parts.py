@@ -20,6 +20,7 @@ from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights
+from patrickstar.step.whole import Whole
 
 __all__ = ["Parts", "Ties"]
 
@@ -29,7 +30,7 @@ class Parts:
     """The parts of a session that take steps. The store, which has all memory, is the executor's.
 
     Attributes:
-        training: None where only weights are managed. gradients: those in chunks. by_use: why parameters are bound by use, if they are.
+        training: None where only weights are managed. gradients: those in chunks. whole: the parameters as long as they keep their bytes.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
         shortage: is told where a device has no memory left.
     """
@@ -44,7 +45,7 @@ class Parts:
     weights: Weights
     gradients: Gradients
     training: Training | None
-    by_use: str
+    whole: Whole
     host_budget_bytes: int | None
     shortage: OutOfMemory | None
 

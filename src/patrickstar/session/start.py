@@ -12,6 +12,7 @@ from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.chunk_size import GRAIN, search_chunk_numel, whole_grains
+from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
@@ -27,7 +28,7 @@ from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
 from patrickstar.plan.placement import place, place_gradients, place_on_all_tiers
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.planner import Planner
-from patrickstar.plan.residency import Residency
+from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 from patrickstar.plan.touches import Touches, UseCounts, norm_trace, step_trace
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.budgets import Budgets, find_budgets
@@ -35,6 +36,7 @@ from patrickstar.step.overflow import overflow_bytes
 from patrickstar.step.precision import Precision, find_precision, lies_in
 from patrickstar.step.resources import Resources
 from patrickstar.tracing.offline import OfflineTracer
+from patrickstar.units import format_bytes
 
 __all__ = ["Setup", "add_gradients", "find_tiles", "layout_of", "resting_state", "set_up", "with_pass_bytes"]
 
@@ -62,12 +64,31 @@ class Setup:
         """The reason why parameters are bound by use; empty where they keep their bytes for the whole session. See Note [Whole] in the binding."""
         reasons = {
             "asked for": not self.may_be_whole,
-            "there is a budget, or a tier below": self.budgets.bind,
             "16-bit weights have masters": self.precision.mixed,
             "tile_rows": self.memory.options.tile_rows is not None,
             'step="in_backward"': self.gradients is GradientUse.UPDATE,
         }
+        room = self.budgets.room_bytes() - self.budgets.spare_bytes - self.budgets.passes.update
+        states = f"{format_bytes(self.state_bytes)} of model states do not fit in {format_bytes(max(0, room))}"
+        reasons[states] = self.budgets.bind and self.state_bytes > room
         return next((reason for reason, holds in reasons.items() if holds), "")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all model states together, on the tier that computes."""
+        formats, layout = self.formats.now, self.layout
+        units = formats.units(layout, tuple(plane for plane in self.gradients.planes if plane != GRAD))
+        slots = sum(slots_of(ref, layout, formats) for ref in units)
+        return slots * bytes_of_slot(layout, formats) + self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients, as tensors of fp32."""
+        formats, layout = self.formats.now, self.layout
+        if self.gradients is GradientUse.NONE:
+            return 0
+        trained = [place for place in layout.slices.values() if formats.is_trained(place.chunk, layout)]
+        return sum(block_bytes(4 * place.numel, self.budgets.device.type) for place in trained)
 
     def touches(self, updates: Callable[[str], bool]) -> Touches:
         """The units that events touch, with counts of uses that begin at none. `updates`: tells which parameters the optimizer has."""

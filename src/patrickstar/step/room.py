@@ -128,6 +128,11 @@ class Room:
         """True where what lies beside chunks is known by more than a trace."""
         return self.meter is not None
 
+    @property
+    def is_exceeded(self) -> bool:
+        """True where more has been taken than anybody foresaw."""
+        return False
+
     def open(self, actions: Sequence[Action], pending: PendingStep | None) -> None:
         """Has done what may be done as soon as a stretch has begun."""
         if self.meter is None:
@@ -315,6 +320,10 @@ class HostRoom(Room):
         moment = stretch.followed.trace.moments[stretch.position - 1]
         return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
 
+    @property
+    def is_exceeded(self) -> bool:
+        return self._is_bounded and self.is_exceeded_by(0)
+
     def is_exceeded_by(self, growth_bytes: int) -> bool:
         """Tells whether the process would be too large once it has grown by so much, with nothing given back."""
         return resident_bytes() + growth_bytes > self._limits[1]
@@ -458,6 +467,9 @@ class DeviceRoom(EmulatedRoom):
             excess = most - self.level_bytes
         elif stretch.foreseen is None:
             excess = known.expected.excess_bytes = max(0, most - trace.peak)
+        elif not stretch.is_seen:
+            excess = max(0, most - stretch.reserve_bytes)
+            known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
         else:
             # Moments of a plan that was left do not tell by how much.
             excess = max(stretch.excess_bytes, most - stretch.foreseen.peak if stretch.reason else 0)

@@ -26,6 +26,7 @@ from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward, refuse
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_counts import StepCounts
+from patrickstar.step.whole import Whole
 from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
 
@@ -42,7 +43,7 @@ class Stretches:
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         late_planes: has room for gradients that must wait.
         whole_chunks: whether a backward updates chunks whole where there is room.
-        may_weave: whether nobody holds what an update would have to renew. is_whole: whether parameters keep their bytes.
+        may_weave: whether nobody holds what an update would have to renew. whole: the parameters as long as they keep their bytes.
 
     Attributes:
         known: the kinds of forward. counts: of steps that went as planned, or did not.
@@ -60,7 +61,7 @@ class Stretches:
         late_planes: LatePlanes,
         whole_chunks: bool,
         may_weave: Callable[[], bool],
-        is_whole: Callable[[], bool],
+        whole: Whole,
     ) -> None:
         self._executor = executor
         self._planner = planner
@@ -72,7 +73,7 @@ class Stretches:
         self.counts = StepCounts()
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
-        self._is_whole = is_whole
+        self._whole = whole
 
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
         self._current: KnownForward | None = None
@@ -99,7 +100,7 @@ class Stretches:
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
-        if self._is_whole():
+        if self._stays_whole(expected):
             self._begin_unseen(kind, known)
             return
         stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
@@ -116,14 +117,29 @@ class Stretches:
         if recorded:
             self.training = stretch
 
+    def _stays_whole(self, expected: KnownForward) -> bool:
+        """Tells whether parameters keep their bytes in a forward; from the first on that leaves no room for that they do not."""
+        if self._whole.holds and self._budgets.bind:
+            beside = None
+            if expected.trace is not None and not self._room.is_exceeded:
+                excess = expected.excess_beyond(self._budgets.machine.costs.set_aside_bytes)
+                beside = expected.trace.peak + excess + self._budgets.spare_bytes
+            self._whole.expect_room(beside)
+        return self._whole.holds
+
     def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
         """Begins the stretch of a forward whose parameters are ordinary: nothing has to move for it, and nobody tells of their uses."""
         self._executor.settle()
         self.end()
         draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
+        if self._room.always_meters:
+            self._room.start_meter(acts=True)
         stretch = Stretch(kind, draft, reserve_bytes=self._room.level_bytes, is_seen=False)
+        stretch.reserve(self._whole.gradient_bytes)
+        self._current = known
         self._begin(stretch)
-        self._room.open((), None)
+        if self._room.meter is None:
+            self._executor.store.hold_beside(stretch.reserve_bytes)
         if kind is StretchKind.TRAINING:
             self.training = stretch
 
@@ -253,6 +269,7 @@ class Stretches:
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self._planner.forget()
+        self._whole.sizes_changed()
         if not self._executor.pilot.stretch.complete:
             self._executor.pilot.stretch.depart(why)
 

@@ -20,7 +20,7 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.pending_step import Factors
 from patrickstar.step.training import Training
-from patrickstar.step.whole_step import WholeStep
+from patrickstar.step.whole import Whole
 
 __all__ = ["DeferredTraining"]
 
@@ -30,7 +30,7 @@ class DeferredTraining(Training):
     """Training with gradients that are kept until `step()`. See Note [Pending step].
 
     Attributes:
-        passes: by type of device. max_grad_norm: clipping at every step, or None. whole: does the step where parameters keep their bytes.
+        passes: by type of device. max_grad_norm: clipping at every step, or None. whole: takes the step where parameters keep their bytes.
     """
 
     in_backward = False
@@ -38,7 +38,7 @@ class DeferredTraining(Training):
     late_planes: LatePlanes
     passes: Mapping[str, Passes]
     max_grad_norm: float | None
-    whole: WholeStep | None
+    whole: Whole
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
 
@@ -163,8 +163,8 @@ class DeferredTraining(Training):
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
-        if self.whole is not None:
-            self._step_whole(self.whole, hypers)
+        if self.whole.holds:
+            self._step_whole(hypers)
             return
         own = {name for name, _ in self.binding.gradients.owned()}
         names = [
@@ -181,13 +181,13 @@ class DeferredTraining(Training):
         else:
             self.executor.pending = order
 
-    def _step_whole(self, whole: WholeStep, hypers: Mapping[str, Hyper]) -> None:
+    def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:
         """Updates every parameter that has a gradient and is in a group, at once."""
         began = time.perf_counter()
         names = [
             name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
         ]
-        whole.update(names, hypers, self.steps)
+        self.whole.update(names, hypers, self.steps)
         self.updates.seconds = time.perf_counter() - began
         self.binding.changes.stepped(names)
         stretch = self.executor.pilot.stretch

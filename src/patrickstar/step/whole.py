@@ -1,0 +1,172 @@
+"""Parameters that keep their bytes, as long as all model states fit beside the worst op of each forward. See Note [Whole] in the binding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.layout import Layout
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import BudgetError, StateError
+from patrickstar.memory.interruptions import InterruptionsPutOff
+from patrickstar.optim.hyper import Hyper
+from patrickstar.optim.passes import Passes, update_all
+from patrickstar.parameters.binding import Binding
+from patrickstar.step.executor import Executor
+from patrickstar.step.late_planes import LatePlanes
+from patrickstar.units import format_bytes
+
+__all__ = ["Whole"]
+
+_log = logging.getLogger("patrickstar")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A piece of a parameter, in one chunk: which of its elements, and where they and their averages lie, as 1-D tensors."""
+
+    span: slice
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    averages: tuple[tuple[PlaneRef, int | None], ...]
+    """The units of the averages, and the slot of each: where that is another one now, these tensors are of others."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Whole:
+    """What is done with parameters that keep their bytes: they are updated all at once, and let go of where they do not fit any more.
+
+    Attributes:
+        passes: by type of device. sizes: gives the bytes of all model states, and those of gradients, which are no units and in no trace.
+        room_bytes: gives what model states and activations may take. why: why parameters are bound by use; empty as long as they are not.
+        left: is called where they are from now on.
+    """
+
+    binding: Binding
+    layout: Layout
+    executor: Executor
+    late_planes: LatePlanes
+    passes: Mapping[str, Passes]
+    sizes: Callable[[], tuple[int, int]]
+    room_bytes: Callable[[], int]
+    why: str
+
+    left: Callable[[], None] = lambda: None
+    _places: dict[str, list[_Place]] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """True while parameters keep their bytes."""
+        return not self.why
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        return self.sizes()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that gradients take beside the units and what traces have."""
+        return self._sizes[1]
+
+    def sizes_changed(self) -> None:
+        """Notes that there are other units, or units of other sizes."""
+        self.__dict__.pop("_sizes", None)
+
+    # the end of it
+
+    def expect_room(self, beside_bytes: int | None) -> None:
+        """Lets parameters go, to be bound by use, where a forward that is about to begin takes too much beside them; None: nobody knows how much.
+
+        Raises:
+            BudgetError: something holds their memory: a graph whose backward is still to come, a view. Nothing has changed then.
+        """
+        room, states = self.room_bytes(), self._sizes[0]
+        if beside_bytes is not None and states + beside_bytes <= room:
+            return
+        takes = "an unknown amount" if beside_bytes is None else format_bytes(beside_bytes)
+        why = f"beside {format_bytes(states)} of model states a forward takes {takes}, and there is room for {format_bytes(room)} in all"
+        self._leave(why, needed=states + (beside_bytes or 0), room=room)
+
+    def _leave(self, why: str, *, needed: int, room: int) -> None:
+        store, weights = self.executor.store, [ref for ref in self.executor.store.state.home if ref.plane == WEIGHT]
+        self._places.clear()
+        store.compute([Touch(ref) for ref in weights])  # what is queued on a device still reads them
+        for ref in weights:
+            store.wrote(ref)  # nobody has told of changes by hand
+        self.binding.let_go()
+        held = [ref for ref in weights if ref in store.leases.held()]
+        if held:
+            self.binding.bind()
+            raise BudgetError(
+                f"{why}: parameters would have to move from now on, and {len(held)} of {len(weights)} chunks of weights are held, by the graph of "
+                "a forward whose backward is still to come or by views of parameters (p.data, p.detach()). Do that backward, or let go of them, "
+                "or give a larger budget",
+                tier=store.state.compute.label,
+                available_bytes=room,
+                needed_bytes=needed,
+                smallest_bytes=needed,
+            )
+        self.why = why
+        self.left()
+        _log.info("parameters are bound by use from now on: %s", why)
+
+    # updates
+
+    def update(self, names: Iterable[str], hypers: Mapping[str, Hyper], steps: dict[str, int]) -> None:
+        """Updates these parameters from their gradients, and counts it in `steps`.
+
+        Raises:
+            StateError: a gradient is sparse. BudgetError: there is no room for the averages of the first update. Nothing has changed then.
+        """
+        alike: dict[tuple[Hyper, int], list[tuple[Tensor, ...]]] = {}
+        by_name = self.binding.by_name
+        device = "cpu" if self.binding.device is None else self.binding.device.type
+        with self.executor.lock, self.executor.apart():
+            for name in names:
+                bound = by_name[name]
+                gradient = bound.tensor().grad
+                if gradient is None or gradient.layout is not torch.strided:
+                    raise StateError(
+                        f"{name} has a gradient that is not dense: sparse gradients cannot be managed; use sparse=False"
+                    )
+                flat = bound.flat(gradient)
+                planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
+                for place in self._pieces(name):
+                    planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
+            with InterruptionsPutOff():  # between two tensors weights would be of no one step
+                for (hyper, step), planes in alike.items():
+                    update_all(self.passes[device], planes, step=step, hyper=hyper)
+                for name in names:
+                    steps[name] = steps.get(name, 0) + 1
+
+    def _pieces(self, name: str) -> list[_Place]:
+        """The pieces of a parameter, with averages of zero where it has had none."""
+        slots, known = self.executor.store.slots_here, self._places.get(name)
+        if known is not None:
+            was = [slots.get(ref) == slot for place in known for ref, slot in place.averages]
+            if all(was):
+                return known
+        self.late_planes.thaw(name)
+        found = self._places[name] = list[_Place]()
+        for part in self.layout.parts(name):
+            averages = [PlaneRef(part.chunk, plane) for plane in (EXP_AVG, EXP_AVG_SQ)]
+            exp_avg, exp_avg_sq = self.executor.use(Phase.STEP, name, [Touch(ref, True) for ref in averages])
+            weight, start = self.layout.weight_place(part)
+            numel, own = part.stop - part.start, slice(part.start, part.stop)
+            found.append(
+                _Place(
+                    slice(part.tensor_start, part.tensor_start + numel),
+                    self.executor.store.tensor(weight)[start : start + numel],
+                    exp_avg[own],
+                    exp_avg_sq[own],
+                    tuple((ref, slots.get(ref)) for ref in averages),
+                )
+            )
+        return found
