@@ -24,7 +24,7 @@ from patrickstar.plan.simulate import Simulation
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.paper_run import PaperRun
 from patrickstar.session.smallest import smallest_budgets
-from patrickstar.session.start import add_gradients, resting_state, set_up
+from patrickstar.session.start import Setup, add_gradients, resting_state, set_up
 from patrickstar.step.budgets import Budgets, find_resources, leaves_room, with_retention
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
@@ -182,6 +182,7 @@ def _forecast(
             clips=takes_norm,
             in_backward=in_backward,
             whole=in_backward and not choice.apart,
+            gradient_bytes=_whole_gradients(setup, step),
             simulated=lambda simulated, trace: ran.append((simulated, trace)),
         )
         first, last = run.settle()
@@ -199,6 +200,15 @@ def _forecast(
         beside_bytes=budgets.beside_bytes + _kept_bytes(budgets, ran, slot_bytes=state.slot_bytes),
         **facts,  # type: ignore[arg-type]
     )
+
+
+def _whole_gradients(setup: Setup, step: Trace) -> int | None:
+    """Bytes of gradients that no trace has, where parameters keep their bytes in such a step; None where they are bound by use."""
+    budgets = setup.budgets
+    fits = not budgets.bind or setup.state_bytes + step.peak + budgets.spare_bytes <= budgets.room_bytes()
+    if setup.by_use or not fits:
+        return None
+    return 0 if setup.gradients is GradientUse.TENSOR else setup.gradient_bytes
 
 
 def _kept_bytes(budgets: Budgets, ran: Sequence[tuple[Simulation, Trace]], *, slot_bytes: int) -> int:

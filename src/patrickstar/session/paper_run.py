@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, REST, PlaneRef
-from patrickstar.core.trace import Moment, Phase, Trace
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan import residency
 from patrickstar.plan.pilot import Pilot
@@ -46,7 +46,8 @@ class PaperRun:
         update_of: gives the trace of the update with chunks on these tiers. traces: of the norm.
         trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
         clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
-        whole: whether a backward updates chunks whole where there is room. simulated: is told of each stretch that was carried out.
+        whole: whether a backward updates chunks whole where there is room. gradient_bytes: where parameters keep their bytes, what
+            gradients take beside chunks and what the trace has; None: they are bound by use. simulated: is told of each stretch that was carried out.
 
     Attributes:
         peak: bytes by tier, of all steps so far.
@@ -65,6 +66,7 @@ class PaperRun:
         clips: bool,
         in_backward: bool,
         whole: bool,
+        gradient_bytes: int | None,
         simulated: Callable[[Simulation, Trace], object],
     ) -> None:
         self._planner = planner
@@ -76,6 +78,7 @@ class PaperRun:
         self._clips = clips
         self._in_backward = in_backward
         self._whole = whole
+        self._gradient_bytes = gradient_bytes
         self._simulated = simulated
 
         self.state = state
@@ -100,12 +103,35 @@ class PaperRun:
     def step(self) -> PaperStep:
         """One step. BudgetError: some moment of it does not fit."""
         step = PaperStep()
+        if self._gradient_bytes is not None:
+            self._step_whole(step, self._gradient_bytes)
+            return step
         self._forward(step)
         if self._clips:
             self._norm(step)
         self._update(step)
         self._done += 1
         return step
+
+    def _step_whole(self, step: PaperStep, gradient_bytes: int) -> None:
+        """A step in which nothing moves (Note [Whole] in the binding): gradients are tensors, the optimizer's step is no stretch."""
+        layout, pilot = self._planner.layout, self._pilot()
+        for name in layout.slices:
+            self._use(pilot, name, [Touch(ref) for ref in layout.weight_units(name)])
+        start, peak = self.state, self.peak.copy()
+        draft = self._plan(StretchKind.TRAINING, self._forward_trace)
+        self._carry_out(draft, step)
+        self.state, self.peak = start, peak  # whose gradients are in slots
+        self._note_peak(draft.trace.peak + gradient_bytes)
+        for name in self._trained:
+            for part in layout.parts(name):
+                self._use(pilot, name, [Touch(PlaneRef(part.chunk, plane), True) for plane in (EXP_AVG, EXP_AVG_SQ)])
+        self._note_peak(gradient_bytes)
+
+    def _note_peak(self, beside_bytes: int) -> None:
+        tier = self.state.compute
+        taken = self.state.slots_used[tier] * self.state.slot_bytes + beside_bytes
+        self.peak[tier.label] = max(self.peak[tier.label], taken)
 
     def _forward(self, step: PaperStep) -> None:
         pending, self._pending = self._pending, None
@@ -176,15 +202,18 @@ class PaperRun:
 
     def _fill(self, layout: Layout) -> None:
         """Values are put into chunks as `manage` does it: parameter by parameter, a piece of each master at a time."""
-        pilot, state = self._pilot(), self.state
+        pilot = self._pilot()
         for name in layout.slices:
             for part in layout.parts(name):
-                is_split = PlaneRef(part.chunk, REST) in state.home
-                touches = pilot.nearest(master_touches(part, layout, is_split=is_split, writes=True))
-                assert pilot.planned(Phase.STEP, touches, ()) is None, "there is no plan yet"
-                for action in pilot.decided(Phase.STEP, name, touches, ()):
-                    residency.apply(state, action)
-                residency.mark_moment(state, Moment(Phase.STEP, name, touches))
+                is_split = PlaneRef(part.chunk, REST) in self.state.home
+                self._use(pilot, name, pilot.nearest(master_touches(part, layout, is_split=is_split, writes=True)))
+
+    def _use(self, pilot: Pilot, name: str, touches: Sequence[Touch]) -> None:
+        """Has units used in a moment that is decided on the spot."""
+        assert pilot.planned(Phase.STEP, touches, ()) is None, "there is no plan yet"
+        for action in pilot.decided(Phase.STEP, name, touches, ()):
+            residency.apply(self.state, action)
+        residency.mark_moment(self.state, Moment(Phase.STEP, name, tuple(touches)))
 
     def _pilot(self) -> Pilot:
         budget = self._budgets.machine.budget
