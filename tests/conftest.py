@@ -71,6 +71,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def binding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of tests fit, and are to show what becomes of those that do not: they are bound by use, but for tests that are marked `whole`."""
+    from patrickstar.session.start import set_up
+
+    monkeypatch.setitem(set_up.__kwdefaults__, "may_be_whole", request.node.get_closest_marker("whole") is not None)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_bf16_by_default() -> Iterator[None]:
     """Where no precision is given, tests run in fp32 on every machine; those that ask for bf16 say what computes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,24 @@ def assert_parity(row: Row, directory: Path, *, plans_too: bool = False) -> None
 
     `plans_too`: whether plans are compared even where that takes another run, in which updates are apart and nothing begins early.
     """
+    outcome, plans = run(row, directory)
+    if row.budget != "fits":
+        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
+        if outcome.stats.steps < STEPS:  # moments that one update has written may never be read again
+            still = still if len(still) == len(LINKS[row.tier]) else []
+        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
+    is_known = is_known_here(row) and (plans_too or choice_of(row) == APART)
+    if is_known and digest(plans) != DIGESTS[str(row)]:
+        # Where a step departs while transfers are early, later plans start elsewhere: those of a run that has none early are known.
+        with recorded() as plans:
+            managed.train(row, limits_of(row), directory / "disk", prefetch=0, choice=APART)
+        assert digest(plans) == DIGESTS[str(row)], (
+            f"{row}: plans are other than they were; `make plans` where that is meant"
+        )
+
+
+def run(row: Row, directory: Path) -> tuple[managed.Outcome, list[Any]]:
+    """Runs the row, which has the oracle's bits; gives its outcome, and its plans."""
     expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision, row.tile_rows)
     limits = limits_of(row)
     try:
@@ -71,19 +90,7 @@ def assert_parity(row: Row, directory: Path, *, plans_too: bool = False) -> None
     for name, parameter in outcome.closed.items():
         assert same_bits(expected.weights[name], parameter), f"{row}: {name} changed in close()"
     assert outcome.stats.steps == STEPS - expected.skipped
-    if row.budget != "fits":
-        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
-        if expected.skipped:  # moments that one update has written may never be read again
-            still = still if len(still) == len(LINKS[row.tier]) else []
-        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
-    is_known = is_known_here(row) and (plans_too or choice_of(row) == APART)
-    if is_known and digest(plans) != DIGESTS[str(row)]:
-        # Where a step departs while transfers are early, later plans start elsewhere: those of a run that has none early are known.
-        with recorded() as plans:
-            managed.train(row, limits, directory / "disk", prefetch=0, choice=APART)
-        assert digest(plans) == DIGESTS[str(row)], (
-            f"{row}: plans are other than they were; `make plans` where that is meant"
-        )
+    return outcome, plans
 
 
 def assert_least(row: Row, directory: Path) -> None:
@@ -102,6 +109,15 @@ def at_least(rows: tuple[Row, ...]) -> list[Row]:
     return [row for row in rows if row.budget == "minimum"]
 
 
+def where_everything_fits(rows: Sequence[Row]) -> list[Row]:
+    """The rows in which parameters may keep their bytes."""
+    return [
+        row
+        for row in rows
+        if (row.budget, row.precision, row.step, row.tile_rows) == ("fits", "fp32", "deferred", None)
+    ]
+
+
 def at_once(rows: Sequence[Row]) -> list[object]:
     """The rows, of which those that `make test` leaves out are campaigns."""
     return [pytest.param(row, marks=() if row in FEW else pytest.mark.campaign) for row in rows]
@@ -110,6 +126,13 @@ def at_once(rows: Sequence[Row]) -> list[object]:
 @pytest.mark.parametrize("row", at_once(PAIRS), ids=str)
 def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path) -> None:
     assert_parity(row, tmp_path, plans_too=row not in FEW)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("row", at_once(where_everything_fits((*PAIRS, *WIDE))), ids=str)
+def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path: Path) -> None:
+    outcome, _ = run(row, tmp_path)
+    assert outcome.stats.binding == "whole"
 
 
 @pytest.mark.campaign

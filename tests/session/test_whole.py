@@ -17,6 +17,8 @@ import patrickstar
 from patrickstar import StateError
 from tests.session.builders import adamw
 
+pytestmark = pytest.mark.whole
+
 
 class Doubled(nn.Module):
     def forward(self, weight):

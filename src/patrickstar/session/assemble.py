@@ -49,7 +49,6 @@ def assemble(
     *,
     make_lane: MakeLane | None = None,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
-    may_be_whole: bool = True,
 ) -> Session:
     """The session for arguments of `manage`, which have been checked.
 
@@ -73,7 +72,6 @@ def assemble(
         trained=partial(_is_trained, optimizer=optimizer),
         trains=optimizer is not None,
         find_passes=choose_kernels,
-        may_be_whole=may_be_whole,
     )
     if setup.by_use:
         expect_not_compiled(model)

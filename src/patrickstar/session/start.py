@@ -144,7 +144,7 @@ def set_up(
 
     Args:
         has: what the machine has. trained: tells whether a parameter needs more than its weight. trains: whether there is an optimizer.
-        find_passes: finds the kernels of a device; None: they are those of a GPU.
+        find_passes: finds the kernels of a device; None: they are those of a GPU. may_be_whole: whether parameters keep their bytes where they can.
 
     Raises:
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.

@@ -22,13 +22,10 @@ def manage_inside(
     *,
     make_lane: MakeLane | None = None,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
-    may_be_whole: bool = True,
     **arguments: Any,
 ) -> Session:
     """Does what `patrickstar.manage(model, optimizer, **arguments)` does, with these lanes, and with chunks updated when this says.
 
     Raises what that raises.
     """
-    return assemble(
-        model, optimizer, check_arguments(**arguments), make_lane=make_lane, choice=choice, may_be_whole=may_be_whole
-    )
+    return assemble(model, optimizer, check_arguments(**arguments), make_lane=make_lane, choice=choice)
