@@ -151,11 +151,13 @@ OUTSIDE: tuple[Mutant, ...] = (
         drop("renew"),
         f"{LINE}[memory(2) train(2) write(4)=1 read free train-bf16-emulated]",
     ),
-    Fault("what-is-written-unseen-after-a-step-comes-before-it", "session.session:Session.step_groups").by(
+    Fault(
+        "what-is-written-unseen-after-a-step-comes-before-it", "session.optimizer_target:OptimizerTarget.step_groups"
+    ).by(
         never("watches"),
         f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-bf16-emulated]",
     ),
-    Fault("what-is-written-unseen-is-not-looked-for-before-state-is-read", "session.session:Session._begin_access").by(
+    Fault("what-is-written-unseen-is-not-looked-for-before-state-is-read", "session.parts:Parts.begin_access").by(
         drop("check_watch"),
         f"{LINE}[train unseen(2) read train unseen(2) forward backward step-bf16-emulated]",
     ),

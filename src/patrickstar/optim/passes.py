@@ -9,6 +9,8 @@ makes 0x7FFFFFFF of all in fp32, and processors differ too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,7 +22,6 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm, Norm
-from patrickstar.optim.reference import Reference
 from patrickstar.optim.scratch import PassBytes, block_numel
 
 __all__ = ["Passes", "TorchPasses"]
@@ -29,7 +30,8 @@ __all__ = ["Passes", "TorchPasses"]
 class Passes(Protocol):
     """Passes over planes that lie on one device. None waits for it. All tensors are flat and contiguous, of any length, at any address."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def update(
         self,
@@ -74,18 +76,21 @@ class Passes(Protocol):
         """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
 
 
+@dataclass(frozen=True, slots=True)
 class TorchPasses:
     """Passes in torch's operations, on any device.
 
-    Args:
+    Attributes:
         kernel: updates whole fp32 planes; the other formats block by block.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.name = kernel.name
-        self._kernel = kernel
-        self._splitting = Scratch(torch.float32, torch.float32, torch.int32)
-        self._widening = Scratch(torch.float32)
+    kernel: Kernel
+    _splitting: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32, torch.float32, torch.int32))
+    _widening: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32))
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
 
     @torch.no_grad()
     def update(
@@ -101,7 +106,7 @@ class TorchPasses:
         factors: Sequence[Tensor] = (),
     ) -> None:
         if rest is None and grad.dtype is torch.float32 and not factors:
-            self._kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+            self.kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
             return
         numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
         # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
@@ -112,11 +117,11 @@ class TorchPasses:
                 for factor in factors:
                     gradient.mul_(factor)
                 if rest is None:
-                    self._kernel.update(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                    self.kernel.update(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
                     continue
                 master, bits = joined
                 masters.join(weight[span], rest[span], master, scratch=bits)
-                self._kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                self.kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
                 masters.split(master, weight[span], rest[span], scratch=bits)
 
     def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
@@ -146,9 +151,7 @@ class TorchPasses:
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
         block = block_numel(numel, most=masters.BLOCK_NUMEL)
         widened = cuda_block_bytes(4 * block)
-        whole, of_block = (
-            map(self._kernel.scratch_bytes, (numel, block)) if isinstance(self._kernel, Reference) else (0, 0)
-        )
+        whole, of_block = map(self.kernel.scratch_bytes, (numel, block))
         # Masters are joined and split in blocks of three types, and splitting looks for NaN.
         update = 3 * widened + max(of_block, 4 * widened) if is_split else max(whole, widened + of_block)
         return PassBytes(update, GlobalNorm.scratch_bytes(largest, tensors))

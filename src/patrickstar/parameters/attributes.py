@@ -75,11 +75,16 @@ class Attributes:
 
     def _detach(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
-        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())
+        return self._in_its_slot(bound) if backward_id() != -1 else self._alias(bound, bound.tensor().detach())
 
     def _get_data(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
-        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().data)
+        return self._in_its_slot(bound) if backward_id() != -1 else self._alias(bound, bound.tensor().data)
+
+    def _alias(self, bound: BoundParameter, alias: Tensor) -> Tensor:
+        if bound in self._access.held:
+            alias.data = bound.standin
+        return self._detached.make(bound, alias)
 
     def _in_its_slot(self, bound: BoundParameter) -> Tensor:
         """A view that holds the slot, for use inside of a backward. Checkpointing detaches what a custom Function saves while it recomputes,
@@ -117,7 +122,7 @@ class Attributes:
         try:
             leased = self._access.lease(bound.key)
             if bound.is_detached:
-                bound.lease = leased
+                self._detached.hold(bound.tensor(), leased)
             self._owner.escaped(bound.key)
             with torch.inference_mode(False):
                 view = bound.over(leased).requires_grad_(bound.tensor().requires_grad)
@@ -148,6 +153,7 @@ class DetachedAliases:
     def __init__(self, detached_class: type[Tensor]) -> None:
         self._class = detached_class
         self._known: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
+        self._leases: dict[int, Tensor] = {}
 
     def of(self, tensor: object) -> BoundParameter | None:
         """The record of a detached alias; None for any other object."""
@@ -155,17 +161,19 @@ class DetachedAliases:
 
     def make(self, bound: BoundParameter, alias: Tensor) -> Tensor:
         """Turns a tensor that torch made of a stand-in, with the version counter that it has, into a stand-in of its own."""
-        if bound.depth:
-            alias.data = bound.standin
-        key, known = id(alias), self._known
-        reference = weakref.ref(alias, lambda _: known.pop(key, None))
+        key, known, leases = id(alias), self._known, self._leases
+        reference = weakref.ref(alias, lambda _: (known.pop(key, None), leases.pop(key, None)))
         alias.__class__ = self._class
         living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
         known[key] = (
             reference,
-            replace(bound, tensor=living, alive=None, is_detached=True, lease=None, depth=0, handles=[], tiles=()),
+            replace(bound, tensor=living, alive=None, is_detached=True, tiles=()),
         )
         return alias
+
+    def hold(self, alias: Tensor, leased: Tensor) -> None:
+        """Keeps the slot of an alias where it is as long as the alias lives: its address has been asked for."""
+        self._leases[id(alias)] = leased
 
     def release(self, by_name: Mapping[str, BoundParameter]) -> None:
         """Turns the aliases into ordinary tensors over what their parameters are now."""
@@ -175,6 +183,7 @@ class DetachedAliases:
                 tensor.__class__ = Tensor
                 tensor.data = by_name[bound.name].parameter.data
         self._known.clear()
+        self._leases.clear()
 
 
 def not_its_own(bound: BoundParameter, what: str) -> str:

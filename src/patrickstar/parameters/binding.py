@@ -13,10 +13,9 @@ Note [Binding]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +53,7 @@ from patrickstar.torch_private import Plain, transform_level
 __all__ = ["Binding"]
 
 
-@dataclass(slots=True)
-class Found:
+class Found(NamedTuple):
     """The managed tensors among the arguments of a function, in nested lists, tuples and dicts.
 
     Attributes:
@@ -64,10 +62,10 @@ class Found:
         others: the bindings of other sessions that have a part in the arguments too.
     """
 
-    parameters: list[BoundParameter] = field(default_factory=list)
-    aliases: list[Tensor] = field(default_factory=list)
-    assembled: list[AssembledRecord] = field(default_factory=list)
-    others: list[Binding] = field(default_factory=list)
+    parameters: list[BoundParameter]
+    aliases: list[Tensor]
+    assembled: list[AssembledRecord]
+    others: list[Binding]
 
 
 class Binding:
@@ -144,14 +142,11 @@ class Binding:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
         with Plain():
             for bound in self._bound.values():
-                for handle in bound.handles:
-                    handle.remove()
-                bound.handles.clear()
                 bound.parameter.__class__ = nn.Parameter
                 data = data_of(bound) if bound.owner == bound.name else None
                 if data is not None:
                     bound.parameter.data = data
-            self.gradients.own.clear()
+            self.gradients.release()
             self._detached.release(self.by_name)
             self.assembled.release()
 
@@ -197,7 +192,7 @@ class Binding:
                 )
             if func in STRIDED:
                 args, kwargs = from_offset(args, kwargs, offset=self._start(args[0]))
-            found = Found()
+            found = Found([], [], [], [])
             self._search(args, found)
             if kwargs:
                 self._search(kwargs, found)
@@ -268,7 +263,7 @@ class Binding:
                 found.others.append(other)
 
     def _found(self, value: Any) -> Found:
-        found = Found()
+        found = Found([], [], [], [])
         self._search(value, found)
         return found
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import GRAD, GradientUse
@@ -45,6 +46,7 @@ class GradientAccess:
         self._use = use
 
         self._by_id: dict[int, BoundParameter] = {}
+        self._hooks: dict[BoundParameter, RemovableHandle] = {}
         self.own: set[str] = set(access.records) if use is GradientUse.TENSOR else set()
 
     @property
@@ -55,12 +57,12 @@ class GradientAccess:
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""
         self._by_id[id(bound.parameter)] = bound
-        if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound.handles:
+        if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound in self._hooks:
             return
         # torch's own reference to a hook is none that the garbage collector sees: through it, a parameter would hold itself.
         take = partial(GradientAccess._take, weakref.proxy(self))
         handle = bound.parameter.register_post_accumulate_grad_hook(take)
-        bound.handles.append(handle)
+        self._hooks[bound] = handle
         # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
         # ordered one: only the order of insertion counts.
         hooks = bound.parameter._post_accumulate_grad_hooks
@@ -68,6 +70,13 @@ class GradientAccess:
         for key, _ in others:
             del hooks[key]
         hooks.update(others)
+
+    def release(self) -> None:
+        """Takes nothing off any more: gradients are ordinary parameters'."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self.own.clear()
 
     def _take(self, parameter: Tensor) -> None:
         with self._access.lock, Plain():

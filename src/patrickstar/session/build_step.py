@@ -200,6 +200,6 @@ def _escaped(binding: Binding, events: Events, masters_by_hand: MastersByHand, *
         binding.access.lease,
         binding.leases.living,
         events.changed,
-        before=lambda key: binding.changes.remember(binding.access.places.parameters_in(key)),
+        before=lambda key: binding.changes.remember(binding.access.parameters_in(key)),
         after=lambda name, before: masters_by_hand.carry_if_changed(binding.records[name], before),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cached_property
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import begin_anew, return_state
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import put_on_meta, restore_buffers
-from patrickstar.session.optimizer_state import OptimizerState
+from patrickstar.session.optimizer_target import states_of
 from patrickstar.session.parts import Parts, Ties
 
 __all__ = ["Closing"]
@@ -25,23 +24,14 @@ class Closing:
     """Gives back what was taken, stage by stage: where a disk fails in the middle, what is left can be given back by another try.
 
     Args:
-        optimizer, optimizer_state: of a session that trains.
+        optimizer: of a session that trains.
         keep_weights: whether the model keeps them; otherwise its parameters become meta tensors.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        ties: Ties,
-        *,
-        optimizer: ManagedOptimizer | None,
-        optimizer_state: Callable[[], OptimizerState],
-        keep_weights: bool,
-    ) -> None:
+    def __init__(self, parts: Parts, ties: Ties, *, optimizer: ManagedOptimizer | None, keep_weights: bool) -> None:
         self._parts = parts
         self._ties = ties
         self._optimizer = optimizer
-        self._optimizer_state = optimizer_state
         self._wanted = keep_weights
         self._keeps = keep_weights and self._weights_fit()
 
@@ -118,7 +108,7 @@ class Closing:
             )
             return
         parts.executor.pilot.stretch.reserve(needed)  # chunks make room
-        return_state(self._optimizer.original, parts.binding.names, self._optimizer_state().states())
+        return_state(self._optimizer.original, parts.binding.names, states_of(parts))
 
     def _return_weights(self) -> None:
         # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.

@@ -52,6 +52,13 @@ class Parts:
         """Updates so far, by parameter."""
         return self.training.steps if self.training is not None else {}
 
+    def begin_access(self) -> None:
+        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""
+        self.events.forget_abandoned_backward()
+        self.executor.settle()
+        self.events.check_watch()
+        self.stretches.pause()
+
     def expect_whole_model(self) -> None:
         """Raises StateError where the weights are of no one step, or not those that are managed."""
         if self.training is not None:
