@@ -42,7 +42,7 @@ from patrickstar.parameters.functions import (
 )
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner
-from patrickstar.parameters.parameter import alias_classes, parameter_class
+from patrickstar.parameters.parameter import managed_classes
 from patrickstar.parameters.saved import SavedTensors
 from patrickstar.parameters.tiles import TILED, tile_by_tile
 from patrickstar.parameters.transforms import expect_no_transform
@@ -113,8 +113,8 @@ class Binding:
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
-        self._parameter_class = parameter_class(self, nn.Parameter if base is Tensor else base)
-        self._alias_class, self._detached_class, self._assembled_class = alias_classes(self, base)
+        classes = managed_classes(self, nn.Parameter if base is Tensor else base, base)
+        self._parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, owners_of=self._owners_of)

@@ -156,7 +156,7 @@ HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
 """Functions that ask to be told of a gradient."""
 
 REPOINTS = frozenset(
-    {
+    [
         "set_",
         "resize_",
         "resize_as_",
@@ -167,7 +167,7 @@ REPOINTS = frozenset(
         "squeeze_",
         "unsqueeze_",
         "as_strided_",
-    }
+    ]
 )
 """Names of functions that give a tensor another storage, shape or strides: a parameter in its slot has only those it has."""
 

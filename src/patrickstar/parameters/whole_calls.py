@@ -43,7 +43,7 @@ class WholeCalls:
         if owner is None:
             return
         found = [bound for bound in map(self._binding.bound, owner.parameters()) if bound is not None]
-        if module.training or (torch.is_grad_enabled() and any(self._requires_grad(bound) for bound in found)):
+        if module.training or (torch.is_grad_enabled() and any(bound.parameter.requires_grad for bound in found)):
             return
         if not container:
             with Plain():
@@ -52,9 +52,6 @@ class WholeCalls:
             parameters = [bound.parameter for bound in found]
             stack.callback(self._tell, self._binding.changes.watch_call(type(module).__name__, parameters))
         stack.enter_context(_plain_class(found, self._binding))
-
-    def _requires_grad(self, bound: BoundParameter) -> bool:
-        return bound.parameter.requires_grad
 
     def _leave(self, found: list[BoundParameter]) -> None:
         with Plain():

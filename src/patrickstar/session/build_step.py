@@ -135,12 +135,15 @@ def build_step(
             stretches=stretches,
             in_chunks=in_chunks,
         )
+    masters_by_hand = MastersByHand(executor, touches)
+    if precision.mixed:
+        binding.changes.rewriting = masters_by_hand
     steps = {} if training is None else training.steps
     neighbours = Neighbours(
         executor=executor,
         stretches=stretches,
         training=training,
-        escaped=_escaped(binding, events, MastersByHand(executor, touches), mixed=precision.mixed),
+        escaped=EscapedMemory(binding.access, binding.changes, masters_by_hand.carry_if_changed),
         copies=Copies(binding, executor, precision, touches),
         late_planes=late_planes,
         assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
@@ -190,16 +193,3 @@ def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory |
     found = OutOfMemory(executor, room, budgets)
     tell_when_out_of_memory(budgets.device, found)
     return found
-
-
-def _escaped(binding: Binding, events: Events, masters_by_hand: MastersByHand, *, mixed: bool) -> EscapedMemory:
-    """The watch over memory that was handed out, whose changes by hand are carried into masters that are split."""
-    if mixed:
-        binding.changes.rewriting = masters_by_hand
-    return EscapedMemory(
-        binding.access.lease,
-        binding.leases.living,
-        events.changed,
-        before=lambda key: binding.changes.remember(binding.access.parameters_in(key)),
-        after=lambda name, before: masters_by_hand.carry_if_changed(binding.records[name], before),
-    )

@@ -33,7 +33,7 @@ class Closing:
         self._ties = ties
         self._optimizer = optimizer
         self._wanted = keep_weights
-        self._keeps = keep_weights and self._weights_fit()
+        self._keeps = keep_weights and self._fits(self._weight_bytes())
 
         self._gradients: dict[str, Tensor] = {}
         self._stages = [self._finish, self._return_gradients, self._return_optimizer_state, self._return_weights]
@@ -139,9 +139,6 @@ class Closing:
         home = self._parts.executor.store.state.home
         rests = [PlaneRef(part.chunk, REST) for part in self._parts.layout.parts(bound.name)]
         return [*bound.refs, *(ref for ref in rests if ref in home)]
-
-    def _weights_fit(self) -> bool:
-        return self._fits(self._weight_bytes())
 
     def _weight_bytes(self) -> int:
         return sum(4 * bound.shape_only.numel() for bound in self._parts.binding)

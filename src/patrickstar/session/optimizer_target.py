@@ -1,4 +1,4 @@
-"""What the optimizer of a session asks for: its steps, and its state as whole tensors, in the format of torch's own classes."""
+"""A session as its optimizer sees it: steps, and the state as whole tensors, in the format of torch's own classes."""
 
 from __future__ import annotations
 
