@@ -42,11 +42,11 @@ CHANGES: tuple[Mutant, ...] = (
         drop("tell"), f"{TESTS}::test_a_module_that_is_one_use_may_change_its_weights"
     ),
     Fault("what-a-recomputation-changes-again-is-out-of-date", "parameters.saved:SavedTensors.unpack").by(
-        replace("saved.is_recomputed and self.changes.was_recomputed(...)", "False"),
+        replace("saved.is_recomputed and self.access.recomputed.get(...) == now", "False"),
         f"{TESTS}::test_a_block_that_is_computed_again_changes_its_weights_again[fp32-non-reentrant]",
     ),
     Fault("under-checkpointing-no-change-is-noticed", "parameters.saved:SavedTensors.unpack").by(
-        without("self.changes.was_recomputed(...)"),
+        without("self.access.recomputed.get(...) == now"),
         f"{TESTS}::test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_is_an_error",
     ),
     Fault("a-view-is-used-before-what-is-pending-is-done", "parameters.binding:Binding._use_bound").by(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
+from patrickstar.config.kinds import RATE
 from patrickstar.config.options import Options
 from patrickstar.config.problems import OTHER_NAMES, choice, later, parsed, refuse, unknown_argument
 from patrickstar.errors import ConfigError, nearest
@@ -169,10 +168,5 @@ def _path(name: str, value: object, of: str) -> list[str]:
 
 
 def _norm(value: object) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return [f"max_grad_norm={value!r}: expected a number, or None"]
-    if not (math.isfinite(value) and float(value) >= 0):
-        return [f"max_grad_norm={value!r}: expected a finite norm of 0 or more; None clips nothing"]
-    return []
+    expected = "expected a finite norm, a number of 0 or more; None clips nothing"
+    return [] if value is None or RATE.takes(value) else [f"max_grad_norm={value!r}: {expected}"]

@@ -28,7 +28,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     Attributes:
         global_steps: boundaries so far, skipped ones included. skipped_steps: those without an update, because gradients overflowed.
-        micro_steps: micro-batches since the last boundary. lr_scheduler: that of the config, or None.
+        lr_scheduler: that of the config, or None.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.global_steps = 0
         self.skipped_steps = 0
         self.micro_steps = 0
+        """Micro-batches since the last boundary."""
         self._updated = False
         self._managed.register_step_post_hook(self._on_update)
 

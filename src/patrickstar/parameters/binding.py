@@ -41,7 +41,7 @@ from patrickstar.parameters.functions import (
     one_by_one,
 )
 from patrickstar.parameters.gradient_access import GradientAccess
-from patrickstar.parameters.owner import Owner
+from patrickstar.parameters.owner import Owner, Rewriting
 from patrickstar.parameters.parameter import managed_classes
 from patrickstar.parameters.saved import SavedTensors
 from patrickstar.parameters.tiles import TILED, tile_by_tile
@@ -76,7 +76,7 @@ class Binding:
         owner: who owns the bytes. leases: of the slots in use. counts: of uses, which are counted.
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
-        device: where parameters are used; None: where they are now.
+        device: where parameters are used; None: where they are now. rewriting: who keeps more of parameters than they show, if anybody does.
 
     Attributes:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
@@ -99,6 +99,7 @@ class Binding:
         copied: Collection[str] = (),
         gradients: GradientUse = GradientUse.CHUNK,
         device: torch.device | None = None,
+        rewriting: Rewriting | None = None,
     ) -> None:
         self._owner = owner
         self.device = device
@@ -117,11 +118,10 @@ class Binding:
         self._parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
-        self.changes = Changes(self.access, self.assembled, owners_of=self._owners_of)
-        self.gradients = GradientAccess(self.access, self.assembled, gradients)
+        self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
+        self.gradients = GradientAccess(self.access, self.assembled, gradients, self._bound)
         self._saved = SavedTensors(
             self.access,
-            self.changes,
             lasting=self.assembled.lasting,
             standin=lambda parameter: self._bound[id(parameter)].standin,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -32,20 +32,22 @@ class GradientAccess:
     them are the user's own, always.
 
     Args:
-        assembled: what stands for gradients in chunks. use: where gradients go.
+        assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
         own: the parameters whose gradient is the user's own, by name.
     """
 
-    def __init__(self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse) -> None:
+    def __init__(
+        self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse, bound: Mapping[int, BoundParameter]
+    ) -> None:
+        self._bound = bound
         self._by_name = access.records
         self._owner = access.owner
         self._access = access
         self._assembled = assembled
         self._use = use
 
-        self._by_id: dict[int, BoundParameter] = {}
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
         self.own: set[str] = set(access.records) if use is GradientUse.TENSOR else set()
 
@@ -56,7 +58,6 @@ class GradientAccess:
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""
-        self._by_id[id(bound.parameter)] = bound
         if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound in self._hooks:
             return
         # torch's own reference to a hook is none that the garbage collector sees: through it, a parameter would hold itself.
@@ -80,7 +81,7 @@ class GradientAccess:
 
     def _take(self, parameter: Tensor) -> None:
         with self._access.lock, Plain():
-            bound = self._by_id[id(parameter)]
+            bound = self._bound[id(parameter)]
             gradient = parameter.grad
             if gradient is not None and self.stay:
                 self._owner.gradient(bound.name, gradient)

@@ -24,7 +24,6 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import WeightKey
-from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import (
@@ -136,12 +135,11 @@ class SavedTensors:
     """The pair of saved-tensor hooks around uses.
 
     Attributes:
-        access: finds what tensors lie in, and brings it again. changes: knows which versions recomputations of a forward have left.
+        access: finds what tensors lie in, and brings it again.
         lasting: gives what may be kept of any other tensor. standin: gives a tensor of a parameter's shape and type that holds no slot.
     """
 
     access: WeightAccess
-    changes: Changes
     lasting: Callable[[torch.Tensor], torch.Tensor]
     standin: Callable[[torch.nn.Parameter], torch.Tensor]
 
@@ -197,7 +195,9 @@ class SavedTensors:
                 with Plain():
                     now = saved.owner._version
                 # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.
-                if now != saved.version and not (saved.is_recomputed and self.changes.was_recomputed(saved.owner, now)):
+                if now != saved.version and not (
+                    saved.is_recomputed and self.access.recomputed.get(id(saved.owner)) == now
+                ):
                     raise WeightChangedError(changed_message(saved.view.shape, now, saved.version))
                 alias = saved.view.over(self.access.unpack(saved.key))
                 if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():

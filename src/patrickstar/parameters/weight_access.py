@@ -31,6 +31,7 @@ class WeightAccess:
     Attributes:
         records, owner, leases: as given. lock: held while bytes are given and taken.
         held: how many uses and module calls hold a parameter now, of those that are held.
+        recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WeightAccess:
         self._base = base
         self.lock = threading.RLock()
         self.held: dict[BoundParameter, int] = {}
+        self.recomputed: dict[int, int] = {}
         self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
         in_units = [bound for bound in records.values() if not bound.tiles]
         for bound in sorted(in_units, key=lambda bound: bound.offset):

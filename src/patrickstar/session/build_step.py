@@ -70,17 +70,6 @@ def build_step(
 
     touches = setup.touches(in_a_group)
     events = Events(model=model, named=named, touches=touches, compute=precision.compute)
-    binding = Binding(
-        named,
-        layout,
-        events,
-        leases=store.leases,
-        counts=touches.counts,
-        dtypes=precision.parameter_dtypes(layout),
-        copied=precision.copied(layout),
-        gradients=gradients,
-        device=budgets.stream_device,
-    )
     pilot = Pilot(
         store.state,
         budget_bytes=lambda: machine.budget[machine.compute] - binding.taken_bytes(),
@@ -91,6 +80,19 @@ def build_step(
     )
     room = room_of(pilot, store, budgets)
     executor = Executor(pilot, store, room)
+    masters_by_hand = MastersByHand(executor, touches)
+    binding = Binding(
+        named,
+        layout,
+        events,
+        leases=store.leases,
+        counts=touches.counts,
+        dtypes=precision.parameter_dtypes(layout),
+        copied=precision.copied(layout),
+        gradients=gradients,
+        device=budgets.stream_device,
+        rewriting=masters_by_hand if precision.mixed else None,
+    )
     late_planes = LatePlanes(
         layout,
         formats,
@@ -135,9 +137,6 @@ def build_step(
             stretches=stretches,
             in_chunks=in_chunks,
         )
-    masters_by_hand = MastersByHand(executor, touches)
-    if precision.mixed:
-        binding.changes.rewriting = masters_by_hand
     steps = {} if training is None else training.steps
     neighbours = Neighbours(
         executor=executor,

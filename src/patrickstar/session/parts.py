@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.hooks import Watched
@@ -58,6 +58,13 @@ class Parts:
         self.executor.settle()
         self.events.check_watch()
         self.stretches.pause()
+
+    def weight_pieces(self, name: str) -> Iterator[Tensor]:
+        """A parameter's elements in fp32, in order, in contiguous 1-D pieces."""
+        if self.binding.by_name[name].shape_only.is_contiguous():
+            yield from self.weights.master_pieces(name)
+        else:
+            yield self.weights.read(name).contiguous().reshape(-1)
 
     def expect_whole_model(self) -> None:
         """Raises StateError where the weights are of no one step, or not those that are managed."""

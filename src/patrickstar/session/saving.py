@@ -53,11 +53,13 @@ class Saving:
             if bound.name in self.parts.steps:
                 shape = tuple(bound.shape_only.shape)
                 entries += [TensorEntry(f"{kind}/{bound.name}", torch.float32, shape, "moments") for kind in _PLANES]
-        groups = self._groups()
+        live = self.live_groups
         state: dict[str, Any] = {
             "steps": dict(self.parts.steps),
             "rng": rng.capture(self.parts.binding.device),
-            "groups": groups,
+            "groups": None
+            if live is None
+            else [{key: group[key] for key in group if key != "params"} for group in live],
             "group_parameters": self._group_parameters(),
             "scaler": self.scaler.state_dict(),
         }
@@ -117,12 +119,6 @@ class Saving:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {bound.name: tuple(bound.shape_only.shape) for bound in self.parts.binding}
 
-    def _groups(self) -> list[dict[str, Any]] | None:
-        live = self.live_groups
-        if live is None:
-            return None
-        return [{key: value for key, value in group.items() if key != "params"} for group in live]
-
     def _group_parameters(self) -> list[list[str]]:
         names = self.parts.binding.names
         return [[names[id(parameter)] for parameter in group["params"]] for group in self.live_groups or ()]
@@ -178,16 +174,10 @@ class Saving:
         if kind == "buffer":
             yield buffers[owner].detach().cpu().contiguous().reshape(-1)
             return
-        bound = self.parts.binding.by_name[owner]
-        if not bound.shape_only.is_contiguous():
-            whole = (
-                self.parts.weights.read(owner)
-                if kind == "weight"
-                else self.parts.weights.read_average(owner, _PLANES[kind])
-            )
-            yield whole.contiguous().reshape(-1)
-        elif kind == "weight":
-            yield from self.parts.weights.master_pieces(owner)
+        if kind == "weight":
+            yield from self.parts.weight_pieces(owner)
+        elif not self.parts.binding.by_name[owner].shape_only.is_contiguous():
+            yield self.parts.weights.read_average(owner, _PLANES[kind]).contiguous().reshape(-1)
         else:
             yield from self.parts.weights.average_pieces(owner, _PLANES[kind])
 

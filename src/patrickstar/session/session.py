@@ -63,9 +63,6 @@ class Session:
         self.optimizer = ManagedOptimizer(original, target=target, names=self._parts.binding.names)
         return self.optimizer
 
-    def _groups(self) -> list[dict[str, Any]] | None:
-        return None if self.optimizer is None else self.optimizer.param_groups
-
     @property
     def plan(self) -> Plan | None:
         """The plan of the last training step's forward and backward; None before the first, and where there was none."""
@@ -202,7 +199,8 @@ class Session:
         export_model(self._parts, Path(dir), shard_bytes=shard_bytes)
 
     def _saving(self) -> Saving:
-        return Saving(self._parts, self._groups(), self.scaler)
+        groups = None if self.optimizer is None else self.optimizer.param_groups
+        return Saving(self._parts, groups, self.scaler)
 
     def _steps(self) -> int:
         self._parts.executor.settle()
