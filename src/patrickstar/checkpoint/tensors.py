@@ -53,11 +53,6 @@ class TensorEntry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def code(self) -> str:
-        """The type's name in safetensors; a KeyError for types the format does not have."""
-        return DTYPE_CODES[self.dtype]
-
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, as writable bytes; no copy."""

@@ -176,7 +176,7 @@ class Binding:
         `foreign`: classes of the user's among them. They have declined, since ours is another, and are asked again where ours has its bytes.
         """
         if self._in_tiles and func in TILED:
-            by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled)
+            by_tiles = tile_by_tile(func, args, kwargs, tiled=self._in_tiles)
             if by_tiles is not None:
                 return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:
@@ -229,9 +229,6 @@ class Binding:
             return 0
         bound = self._bound[id(found[2])]
         return bound.view[2] * bound.shape_only.element_size() // int(tensor.element_size())
-
-    def _tiled(self, tensor: object) -> BoundParameter | None:
-        return self._in_tiles.get(id(tensor))
 
     def _search(self, value: Any, found: Found) -> None:
         if isinstance(value, Tensor):

@@ -110,8 +110,8 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
             managed = session.attach(original)
             undo.callback(managed.detach)
             if setup.precision.scales and isinstance(parts.training, DeferredTraining):
-                ours, scale = (managed, original), setup.memory.options.loss_scale or LossScale()
-                session.scaler = LossScaler(scale, parts.training, ours.__contains__)
+                scale = setup.memory.options.loss_scale or LossScale()
+                session.scaler = LossScaler(scale, parts.training, managed, original)
         if source is not None:
             source.prepare(named, store.state, setup.budgets)
         take_over(parts, source, original)

@@ -51,9 +51,10 @@ class OptimizerTarget:
         names = set(read_groups(self.original.param_groups, self.parts.binding.names))
         self._training().zero_grad(set_to_none=set_to_none, names=names)
 
+    @cached_property
     def optimizer_state(self) -> StateMapping:
         """The state by parameter, bound by use; one and the same mapping."""
-        return self._mapping
+        return StateMapping(self.parts, self.original, expect_open=self.expect_open)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state in torch's format, whole. BudgetError where it does not fit at once."""
@@ -89,10 +90,6 @@ class OptimizerTarget:
             weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
             steps[name] = entry.step
             binding.assembled.changed(AssembledKey(name, STEP))
-
-    @cached_property
-    def _mapping(self) -> StateMapping:
-        return StateMapping(self.parts, self.original, expect_open=self.expect_open)
 
     def _training(self) -> Training:
         assert self.parts.training is not None, "a session with an optimizer trains"
