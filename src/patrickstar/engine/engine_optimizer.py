@@ -45,7 +45,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         self.global_steps = 0
         self.skipped_steps = 0
-        self.micro_steps = 0
+        self.micro_steps: int = 0
         """Micro-batches since the last boundary."""
         self._updated = False
         self._managed.register_step_post_hook(self._on_update)
