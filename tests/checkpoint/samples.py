@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from patrickstar.checkpoint import StepReader, TensorEntry, write_step
 from patrickstar.checkpoint.format import seal
+from patrickstar.checkpoint.reader import StepReader
+from patrickstar.checkpoint.storage import write_step
+from patrickstar.checkpoint.tensors import TensorEntry
 
 SHARD_BYTES = 10_368  # two files for the weights
 PIECE_NUMEL = 700  # neither a whole block nor a whole tensor

@@ -11,8 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from patrickstar.checkpoint import TensorEntry
 from patrickstar.checkpoint.export import write_model
+from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, WEIGHTS_FILE, WeightFiles
 from patrickstar.errors import CheckpointError, DeviceError
 from patrickstar.memory.fileio import FileIO

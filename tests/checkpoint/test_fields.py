@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from patrickstar.checkpoint.fields import as_shape, parse_object
+from patrickstar.checkpoint.fields import as_shape
+from patrickstar.config.json_file import parse_json
 from patrickstar.errors import CheckpointError
 
 
@@ -25,16 +26,15 @@ from patrickstar.errors import CheckpointError
 )
 def test_json_that_says_more_or_less_than_one_plain_object_is_refused(text):
     with pytest.raises(CheckpointError, match=r"^some/index\.json: "):
-        parse_object(text, where="some/index.json")
+        parse_json(text, where="some/index.json", damaged=CheckpointError)
 
 
 def test_plain_json_is_read():
-    assert parse_object(b' {"a": [1, -2.5, null, true, "\\u00e9"]} ', where="x") == {"a": [1, -2.5, None, True, "é"]}
+    plain = b' {"a": [1, -2.5, null, true, "\\u00e9"]} '
+    assert parse_json(plain, where="x", damaged=CheckpointError) == {"a": [1, -2.5, None, True, "é"]}
 
 
-@pytest.mark.parametrize(
-    "shape", [3, [3, -1], [3, True], [2**40, 2**40], [0, 2**62, 2**62], [1] * 65, [1.5], [[1]], {"0": 1}]
-)
-def test_a_shape_is_one_that_memory_could_hold(shape):
+@pytest.mark.parametrize("shape", [3, [3, -1], [3, True], [2**63], [1.5], [[1]], {"0": 1}])
+def test_a_shape_is_a_list_of_whole_numbers(shape):
     with pytest.raises(CheckpointError, match=r"^x"):
         as_shape(shape, "x")

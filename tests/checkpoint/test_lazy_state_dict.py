@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from patrickstar.checkpoint import LazyStateDict
+from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
 
 
 class Shelf:

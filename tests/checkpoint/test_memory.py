@@ -9,7 +9,9 @@ import sys
 SCRIPT = """
 import sys, torch
 from pathlib import Path
-from patrickstar.checkpoint import TensorEntry, open_step, write_step
+from patrickstar.checkpoint.tensors import TensorEntry
+from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.storage import write_step
 
 def high_water():
     status = Path("/proc/self/status").read_text()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from patrickstar.checkpoint import open_step, rng
+from patrickstar.checkpoint import rng
+from patrickstar.checkpoint.find import open_step
 from patrickstar.errors import CheckpointError
 from tests.checkpoint.samples import write
 

@@ -15,7 +15,9 @@ import safetensors
 import safetensors.torch
 import torch
 
-from patrickstar.checkpoint import TensorEntry, newest_intact, open_step, write_step
+from patrickstar.checkpoint.find import newest_intact, open_step
+from patrickstar.checkpoint.storage import write_step
+from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.errors import CheckpointError, ConfigError, DeviceError
 from patrickstar.testing.faults import Fails, FaultyIO
 from tests.checkpoint.faults import FaultyFiles

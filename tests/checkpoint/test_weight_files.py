@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.checkpoint import write_step
+from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.weight_files import INDEX_FILE, WEIGHTS_FILE, WeightFiles
 from patrickstar.errors import CheckpointError
 from tests.checkpoint.faults import FaultyFiles

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import patrickstar
 from patrickstar.optim.passes import TorchPasses
-from patrickstar.optim.reference import Reference
+from patrickstar.optim.reference import REFERENCE
 from patrickstar.step.overflow import Overflow, OverflowFlag, names_of, overflow_bytes, read
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, step, twins
@@ -24,7 +24,7 @@ from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, step, twins
 if TYPE_CHECKING:
     from tests.accelerator.cuda import Accelerator
 
-PASSES = TorchPasses(Reference())
+PASSES = TorchPasses(REFERENCE)
 ONE_LOOK = 8 * 512  # while it is taken: extremes, whether they are finite, and both
 
 

@@ -20,10 +20,10 @@ from benchmarks.gpu.decoder import Decoder, Shape
 from torch import Tensor, nn
 
 import patrickstar
+from patrickstar.optim import reference
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import GlobalNorm
-from patrickstar.optim.reference import Reference
 from tests.optim.definition import Definition
 from tests.parity import oracle
 from tests.parity.compare import differences
@@ -202,7 +202,7 @@ def test_an_update_in_torchs_operations_has_the_definitions_bits(decoupled: bool
     hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
     planes, there = sample.clone(), sample.to(CUDA)
     Definition().update(*planes, step=3, hyper=hyper)
-    Reference().update(*there, step=3, hyper=hyper)
+    reference.update(*there, step=3, hyper=hyper)
     for name, here, found in zip(("weight", "grad", "exp_avg", "exp_avg_sq"), planes, there.cpu()):
         assert torch.equal(here.view(torch.int32), found.view(torch.int32)), name
 

@@ -38,15 +38,15 @@ CHANGES: tuple[Mutant, ...] = (
     Fault("what-batch-norm-averages-into-is-taken-to-be-read", "parameters.functions:uncounted").by(
         always("first"), f"{TESTS}::test_a_parameter_that_batch_norm_averages_into[fp32]"
     ),
-    Fault("a-call-that-is-one-use-changes-nothing", "parameters.whole_calls:WholeCalls._tell").by(
+    Fault("a-call-that-is-one-use-changes-nothing", "parameters.whole_calls:WholeCalls._end").by(
         drop("tell"), f"{TESTS}::test_a_module_that_is_one_use_may_change_its_weights"
     ),
     Fault("what-a-recomputation-changes-again-is-out-of-date", "parameters.saved:SavedTensors.unpack").by(
-        replace("saved.is_recomputed and self._was_recomputed(...)", "False"),
+        replace("saved.is_recomputed and self.access.recomputed.get(...) == now", "False"),
         f"{TESTS}::test_a_block_that_is_computed_again_changes_its_weights_again[fp32-non-reentrant]",
     ),
     Fault("under-checkpointing-no-change-is-noticed", "parameters.saved:SavedTensors.unpack").by(
-        without("self._was_recomputed(...)"),
+        without("self.access.recomputed.get(...) == now"),
         f"{TESTS}::test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_is_an_error",
     ),
     Fault("a-view-is-used-before-what-is-pending-is-done", "parameters.binding:Binding._use_bound").by(

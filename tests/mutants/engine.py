@@ -37,7 +37,7 @@ ENGINE: tuple[Mutant, ...] = (
         drop("loss"), f"{RUN}::test_accumulation_and_clipping_take_effect"
     ),
     Fault("gradients-are-zeroed-between-boundaries", "engine.engine_optimizer:EngineOptimizer.zero_grad").by(
-        always("_micro_steps"), f"{RUN}::test_accumulation_and_clipping_take_effect"
+        always("micro_steps"), f"{RUN}::test_accumulation_and_clipping_take_effect"
     ),
     Fault("the-schedule-does-not-wait-for-an-update", "engine.engine_optimizer:EngineOptimizer.step").by(
         always("_updated"), f"{RUN}::test_a_step_that_overflows_is_skipped_and_the_schedule_waits"

@@ -58,7 +58,7 @@ HOMES: tuple[Mutant, ...] = (
         f"{PLACEMENT}::test_gradients_that_have_homes_keep_them_and_later_ones_find_room",
     ),
     Fault("a-forecast-has-no-update-after-the-backward", "session.paper_run:PaperRun._update").by(
-        never("_trained"),
+        never("trained"),
         f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",
     ),
     Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_most_needed").by(

@@ -58,7 +58,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         f"{PARITY}[function-non-reentrant-x1-noclip-in_backward-lru-minimum-emulated]",
     ),
     Fault("an-address-that-was-handed-out-keeps-no-slot", "parameters.attributes:Attributes._escape").by(
-        drop("lease"), f"{HANDS}::test_the_address_of_an_alias_stays_its_address"
+        drop("hold"), f"{HANDS}::test_the_address_of_an_alias_stays_its_address"
     ),
     Fault("the-other-session-of-an-operation-is-not-asked", "parameters.binding:Binding._add").by(
         drop("others.append"), "tests/session/test_together.py::test_one_operation_on_parameters_of_two_sessions"
@@ -135,7 +135,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault("tied-tensors-that-differ-are-taken", "checkpoint.matching:_expect_same").by(
         never("equal"), "tests/checkpoint/test_matching.py::test_tied_tensors_that_differ_are_refused"
     ),
-    Fault("what-could-not-be-read-back-is-saved", "checkpoint.extra:Values._take").by(
+    Fault("what-could-not-be-read-back-is-saved", "checkpoint.extra:_take").by(
         drop("_expect_readable"),
         f"{EXTRA}::test_what_could_not_be_read_back_is_refused_with_its_place_before_anything_is_written",
     ),
@@ -151,11 +151,13 @@ OUTSIDE: tuple[Mutant, ...] = (
         drop("renew"),
         f"{LINE}[memory(2) train(2) write(4)=1 read free train-bf16-emulated]",
     ),
-    Fault("what-is-written-unseen-after-a-step-comes-before-it", "session.session:Session.step_groups").by(
+    Fault(
+        "what-is-written-unseen-after-a-step-comes-before-it", "session.optimizer_target:OptimizerTarget.step_groups"
+    ).by(
         never("watches"),
         f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-bf16-emulated]",
     ),
-    Fault("what-is-written-unseen-is-not-looked-for-before-state-is-read", "session.session:Session._begin_access").by(
+    Fault("what-is-written-unseen-is-not-looked-for-before-state-is-read", "session.parts:Parts.begin_access").by(
         drop("check_watch"),
         f"{LINE}[train unseen(2) read train unseen(2) forward backward step-bf16-emulated]",
     ),

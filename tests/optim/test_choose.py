@@ -10,8 +10,9 @@ import torch
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.optim import choose
 from patrickstar.optim.choose import choose_kernel, choose_kernels
+from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.passes import TorchPasses
-from patrickstar.optim.reference import Reference
+from patrickstar.optim.reference import REFERENCE
 
 
 @pytest.mark.parametrize("value", [None, "", "torch"])
@@ -75,19 +76,17 @@ def test_a_processor_that_does_not_fuse_is_refused(capability, machine, trains, 
         choose_kernel()
 
 
-class Unfused(Reference):
+def unfused(weight, grad, exp_avg, exp_avg_sq, *, step, hyper):
     """Rounds the product of one formula before it is added."""
-
-    def update(self, weight, grad, exp_avg, exp_avg_sq, *, step, hyper):
-        start = exp_avg.clone()
-        super().update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
-        exp_avg.copy_(start + (grad + weight * hyper.weight_decay - start) * (1 - hyper.beta1))
+    start = exp_avg.clone()
+    REFERENCE.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+    exp_avg.copy_(start + (grad + weight * hyper.weight_decay - start) * (1 - hyper.beta1))
 
 
 def test_a_device_that_rounds_otherwise_is_refused(monkeypatch):
     stand_in, host = torch.device("cpu"), TorchPasses(choose_kernel())
     assert choose._torchs_passes(stand_in, host).name == "reference"
-    monkeypatch.setattr(choose, "Reference", Unfused)
+    monkeypatch.setattr(choose, "REFERENCE", Kernel("unfused", unfused))
     with pytest.raises(DeviceError, match="operations on cpu round other than the host's"):
         choose._torchs_passes(stand_in, host)
 

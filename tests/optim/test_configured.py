@@ -6,11 +6,11 @@ from torch import nn
 
 from patrickstar.config.settings import OptimizerSettings, Schedule
 from patrickstar.optim.configured import Scheduler, build_optimizer
-from patrickstar.optim.schedules import ScheduledRates
+from patrickstar.optim.schedules import rates_of
 
 
 def scheduled(name, **given):
-    return ScheduledRates(Schedule(name, given))
+    return rates_of(Schedule(name, given))
 
 
 CYCLE = scheduled(

@@ -56,6 +56,7 @@ class Target:
             shape = self.parameters[name].shape
             self.states[name] = State(step, state.exp_avg.view(shape), state.exp_avg_sq.view(shape))
 
+    @property
     def optimizer_state(self):
         return self.mapping
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm, clip_factor
+from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm, clip_factor, sum_left_to_right
 from tests.optim.oracle import different, sum_of_squares
 
 
@@ -21,6 +21,11 @@ def added(norm, tensors, factors=()):
         norm.add(tensor, factors)
         norm.end_tensor()
     return norm
+
+
+def total(norm):
+    """The sum of squares so far, in fp64."""
+    return sum_left_to_right(norm.numbers().tolist())
 
 
 def norm_of(tensors, norm=None):
@@ -54,13 +59,13 @@ def gradients(*shapes, seed=1):
 def test_a_tensor_of_any_length_has_the_sum_of_its_blocks(numel, dtype, make_norm):
     (tensor,) = gradients((numel,), seed=numel)
     tensor = tensor.to(dtype)
-    assert added(make_norm(), [tensor]).sum_of_squares() == defined_sum([tensor])
+    assert total(added(make_norm(), [tensor])) == defined_sum([tensor])
 
 
 def test_the_norm_is_the_root_of_the_sum(make_norm):
     tensors = gradients((210_000,), (65_536,), (1,), (0,), (131_072,), (15,))
     norm = added(make_norm(), tensors)
-    assert norm.sum_of_squares() == defined_sum(tensors)
+    assert total(norm) == defined_sum(tensors)
     want = torch.tensor(math.sqrt(defined_sum(tensors)), dtype=torch.float64).float()
     assert different(norm.result(), want) == 0
 
@@ -70,7 +75,7 @@ def test_the_norm_is_the_root_of_the_sum(make_norm):
 def test_factors_multiply_in_fp32_first(factors, dtype, make_norm):
     tensors = [tensor.to(dtype) / 3 for tensor in gradients((100,), (BLOCK_NUMEL + 2_000,))]
     scales = [torch.tensor(factor) for factor in factors]
-    got = added(make_norm(), tensors, scales).sum_of_squares()
+    got = total(added(make_norm(), tensors, scales))
     assert got == defined_sum(tensors, scales) != defined_sum(tensors)
 
 
@@ -86,7 +91,7 @@ def test_pieces_of_any_length_have_the_sum_of_whole_tensors(data, make_norm):
         for start, stop in zip([0, *cuts], [*cuts, tensor.numel()], strict=True):
             pieces.add(tensor[start:stop], factors)
         pieces.end_tensor()
-    assert pieces.sum_of_squares() == added(GlobalNorm(), tensors, factors).sum_of_squares()
+    assert total(pieces) == total(added(GlobalNorm(), tensors, factors))
 
 
 def test_blocks_are_counted_from_the_start_of_each_tensor(make_norm):
@@ -98,9 +103,9 @@ def test_blocks_are_counted_from_the_start_of_each_tensor(make_norm):
         together.add(second)
         together.end_tensor()
         blocks = [first, second[:BLOCK_NUMEL], second[BLOCK_NUMEL:]]
-        assert apart.sum_of_squares() == sum(map(sum_of_squares, blocks))
-        seen_apart.append(apart.sum_of_squares())
-        seen_together.append(together.sum_of_squares())
+        assert total(apart) == sum(map(sum_of_squares, blocks))
+        seen_apart.append(total(apart))
+        seen_together.append(total(together))
     assert seen_apart != seen_together, "a forgotten end_tensor() would not be seen"
 
 
@@ -108,14 +113,14 @@ def test_the_order_of_tensors_is_the_order_of_the_sum():
     seen = []
     for seed in range(8):
         tensors = gradients((10_000,), (20_000,), (3000,), (70_000,), seed=seed)
-        seen.append([added(GlobalNorm(), order).sum_of_squares() for order in (tensors, tensors[::-1])])
+        seen.append([total(added(GlobalNorm(), order)) for order in (tensors, tensors[::-1])])
     assert any(forward != backward for forward, backward in seen)
 
 
 def test_each_sum_has_its_place(make_norm):
     # Of tensors of this size every third or fourth has other bits in another order of additions; the larger, the fewer.
     tensors = gradients(*[(1000,)] * 40)
-    sums = [added(make_norm(), [tensor]).sum_of_squares() for tensor in tensors]
+    sums = [total(added(make_norm(), [tensor])) for tensor in tensors]
     assert sums == [sum_of_squares(tensor) for tensor in tensors]
     assert sums != [float(tensor.double().square().sum()) for tensor in tensors]
 
@@ -123,13 +128,13 @@ def test_each_sum_has_its_place(make_norm):
 def test_nothing_beyond_the_end_is_summed(make_norm):
     whole = torch.full((BLOCK_NUMEL + 100,), torch.nan)
     for numel in (1, 100, 2_051, BLOCK_NUMEL):
-        assert added(make_norm(), [whole[40 : 40 + numel].fill_(2.0)]).sum_of_squares() == 4.0 * numel
+        assert total(added(make_norm(), [whole[40 : 40 + numel].fill_(2.0)])) == 4.0 * numel
         whole.fill_(torch.nan)
 
 
 def test_what_one_tensor_has_left_is_none_of_the_next_ones(make_norm):
     norm = added(make_norm(), [torch.full((5_000,), 3.0), torch.full((1,), 2.0)])
-    assert norm.sum_of_squares() == 45_004.0
+    assert total(norm) == 45_004.0
     norm.add(torch.ones(3))
     with pytest.raises(AssertionError, match="end_tensor"):
         norm.result()
@@ -197,7 +202,7 @@ def test_no_number_of_threads_changes_the_sum():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            sums.add(added(GlobalNorm(), [tensor]).sum_of_squares())
+            sums.add(total(added(GlobalNorm(), [tensor])))
     finally:
         torch.set_num_threads(before)
     assert len(sums) == 1

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from patrickstar import ConfigError
 from patrickstar.config.settings import SCHEDULES, Schedule
-from patrickstar.optim.schedules import ScheduledRates, defaults_of
+from patrickstar.optim.schedules import defaults_of, rates_of
 
 
 def scheduled(name, **given):
-    return ScheduledRates(Schedule(name, given))
+    return rates_of(Schedule(name, given))
 
 
 def rates(schedule, steps, base=0.5):
@@ -41,7 +41,7 @@ def test_every_schedule_has_a_formula_and_defaults_for_what_need_not_be_given():
 def test_a_schedule_knows_whether_it_follows_the_optimizer(name, given, follows):
     assert Schedule(name, given).follows_optimizer is follows
     steps = range(2000)
-    one, two = ([ScheduledRates(Schedule(name, given)).lr(done, base) for done in steps] for base in (1.0, 2.0))
+    one, two = ([rates_of(Schedule(name, given)).lr(done, base) for done in steps] for base in (1.0, 2.0))
     assert (one != two) is follows
 
 

@@ -16,72 +16,69 @@ import torch
 
 from patrickstar.checkpoint.source import Source
 from patrickstar.checkpoint.staged_files import StagedFiles
-from patrickstar.checkpoint.tensors import is_plain
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import CheckpointError
 
-__all__ = ["Values", "read_values", "write_values"]
+__all__ = ["Saved", "read_values", "take_values", "write_values"]
 
 _AS_THEY_ARE = (type(None), bool, float, str)
 
 
-class Values:
-    """Values as they will come back: an object with `state_dict` as what that gives, a tensor on the CPU without what hangs on it."""
+Saved = dict[int, tuple[object, torch.Tensor]]
+"""Tensors by id: each, kept alive so, and what is saved of it."""
 
-    def __init__(self) -> None:
-        # By id: the tensor, kept alive so, and what is saved of it.
-        self._tensors: dict[int, tuple[object, torch.Tensor]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors so far."""
-        return sum(saved.nbytes for _, saved in self._tensors.values())
+def take_values(value: object, name: str, tensors: Saved) -> object:
+    """The value as it will come back, ready for `torch.save`; places in it are called `name["key"][0]`.
 
-    def take(self, value: object, name: str) -> object:
-        """`value`, ready for `torch.save`; places in it are called `name["key"][0]`.
+    An object with `state_dict` is what that gives, a tensor on the CPU without what hangs on it.
 
-        Raises:
-            CheckpointError: it could not be read back; says what and where.
-        """
-        try:
-            return self._take(value, name)
-        except RecursionError:
-            raise CheckpointError(f"{name} contains itself, or is nested too deep to be saved") from None
+    Args:
+        tensors: gets those in the value.
+    Raises:
+        CheckpointError: it could not be read back; says what and where.
+    """
+    try:
+        return _take(value, name, tensors)
+    except RecursionError:
+        raise CheckpointError(f"{name} contains itself, or is nested too deep to be saved") from None
 
-    def _take(self, value: Any, path: str) -> Any:
-        kind = type(value)
-        if kind in _AS_THEY_ARE or (kind is int and value.bit_length() < 64):
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
-        if kind in (list, tuple):
-            return kind(self._take(item, f"{path}[{at}]") for at, item in enumerate(value))
-        if kind in (dict, OrderedDict, Counter):
-            taken: Any = kind()
-            for key, item in value.items():
-                place = f"{path}[{json.dumps(key) if type(key) is str else ascii(key)}]"
-                taken[self._take(key, f"key {place}")] = self._take(item, place)
-            return taken
-        # Of a class, state_dict is a function without its object.
-        if callable(getattr(kind, "state_dict", None)) and not isinstance(value, type):
-            return self._take(value.state_dict(), f"{path}.state_dict()")
-        if isinstance(value, np.generic):  # a learning rate that was computed, say
-            value = value.item()
-        _expect_readable(value, path)
+
+def _take(value: Any, path: str, tensors: Saved) -> Any:
+    kind = type(value)
+    if kind in _AS_THEY_ARE or (kind is int and value.bit_length() < 64):
         return value
+    if isinstance(value, torch.Tensor):
+        if id(value) not in tensors:
+            tensors[id(value)] = value, _alone(value, path)
+        return tensors[id(value)][1]
+    if kind in (list, tuple):
+        return kind(_take(item, f"{path}[{at}]", tensors) for at, item in enumerate(value))
+    if kind in (dict, OrderedDict, Counter):
+        taken: Any = kind()
+        for key, item in value.items():
+            place = f"{path}[{json.dumps(key) if type(key) is str else ascii(key)}]"
+            taken[_take(key, f"key {place}", tensors)] = _take(item, place, tensors)
+        return taken
+    # Of a class, state_dict is a function without its object.
+    if callable(getattr(kind, "state_dict", None)) and not isinstance(value, type):
+        return _take(value.state_dict(), f"{path}.state_dict()", tensors)
+    if isinstance(value, np.generic):  # a learning rate that was computed, say
+        value = value.item()
+    _expect_readable(value, path)
+    return value
 
-    def _tensor(self, value: torch.Tensor, path: str) -> torch.Tensor:
-        if id(value) not in self._tensors:
-            if not is_plain(value):
-                raise CheckpointError(
-                    f"{path} is a tensor without plain elements ({type(value).__qualname__}, {value.layout}, on "
-                    f"{value.device}): sparse, quantised, meta and managed tensors cannot be saved here; give a dense copy"
-                )
-            saved = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-            if saved.untyped_storage().nbytes() != saved.nbytes:  # all of it would be saved
-                saved = saved.clone()
-            self._tensors[id(value)] = (value, saved)
-        return self._tensors[id(value)][1]
+
+def _alone(value: torch.Tensor, path: str) -> torch.Tensor:
+    """A tensor's elements on the CPU, and no others in its storage: all of that would be saved."""
+    ordinary = type(value) in (torch.Tensor, torch.nn.Parameter)
+    if not ordinary or value.layout != torch.strided or value.is_quantized or value.is_meta:
+        raise CheckpointError(
+            f"{path} is a tensor without plain elements ({type(value).__qualname__}, {value.layout}, on "
+            f"{value.device}): sparse, quantised, meta and managed tensors cannot be saved here; give a dense copy"
+        )
+    saved = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return saved if saved.untyped_storage().nbytes() == saved.nbytes else saved.clone()
 
 
 def _expect_readable(value: object, path: str) -> None:
@@ -99,7 +96,7 @@ def _expect_readable(value: object, path: str) -> None:
 
 
 def write_values(staging: StagedFiles, path: Path, value: object) -> None:
-    """A new file with what `Values` has taken; passed on as it is serialised, so that no second copy is held."""
+    """A new file with what `take_values` gives; passed on as it is serialised, so that no second copy is held."""
     with staging.new_file(path) as writer:
         sink = _Sink(writer)
         torch.save(value, sink)  # type: ignore[arg-type]

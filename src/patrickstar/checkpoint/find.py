@@ -12,7 +12,7 @@ from patrickstar.checkpoint.source import read_small
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, reported
 
-__all__ = ["LATEST_NAME", "is_complete", "newest_intact", "open_step", "step_directories"]
+__all__ = ["LATEST_NAME", "is_complete", "newest_intact", "open_step", "saved_steps", "step_directories"]
 
 LATEST_NAME = "latest"
 
@@ -52,6 +52,11 @@ def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None
         if path != but and is_complete(path, io, bytes_too=True):
             return path
     return None
+
+
+def saved_steps(directory: Path | None) -> list[Path]:
+    """The directories of steps in a directory that may not be there."""
+    return step_directories(directory, FileIO()) if directory is not None and directory.is_dir() else []
 
 
 def step_directories(directory: Path, io: FileIO) -> list[Path]:

@@ -18,7 +18,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from patrickstar.checkpoint.fields import as_int, as_object, as_shape, as_str, exact_keys, parse_object
+from patrickstar.checkpoint.fields import as_int, as_object, as_shape, as_str, exact_keys
+from patrickstar.config.json_file import parse_json
 from patrickstar.errors import CheckpointError
 
 __all__ = [
@@ -96,7 +97,7 @@ def decode_index(data: bytes, *, where: str) -> Index:
         raise CheckpointError(f"{where}: not the index of a checkpoint of this library")
     if seal(data) != data:
         raise CheckpointError(f"{where}: the file's checksum does not match its content: it is damaged")
-    fields = parse_object(data, where=where)
+    fields = parse_json(data, where=where, damaged=CheckpointError)
     if fields.get("format") != _FORMAT:
         raise CheckpointError(f"{where}: format: expected {_FORMAT!r}, found {str(fields.get('format'))[:60]!r}")
     version = as_int(fields.get("version"), f"{where}: version")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from patrickstar.checkpoint.tensors import DTYPES, TensorEntry
+from patrickstar.checkpoint.tensors import DTYPE_CODES, DTYPES, TensorEntry
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, read_whole, reported
 
@@ -45,7 +45,7 @@ def encode_header(entries: Sequence[TensorEntry]) -> bytes:
     at = 0
     for entry in entries:
         end = at + entry.nbytes
-        fields[entry.name] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [at, end]}
+        fields[entry.name] = {"dtype": DTYPE_CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(fields, separators=(",", ":")).encode("ascii")
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _DATA_ALIGNMENT)

@@ -11,6 +11,7 @@ import importlib
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +20,35 @@ from torch import Tensor, nn
 
 from patrickstar.errors import ConfigError
 
-__all__ = ["LibraryNaming", "Naming", "describe", "naming_of", "own_keys"]
+__all__ = ["Naming", "describe", "naming_of", "own_keys"]
 
 
 class Naming:
-    """The way from names in files to names of a model: of one that belongs to no library, where a name is a name."""
+    """The way from names in files to names of a model of transformers; None: of one that belongs to no library, where a name is a name."""
 
-    def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:  # noqa: ARG002
-        """(name, key, pattern): the key a tensor goes to, if it is among `keys`. A pattern says that the tensor is converted on the way, with
-        all others of that key."""
-        return ((name, name, None) for name in names)
-
-    def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors by key, from (name, pattern, tensor)."""
-        raise AssertionError(f"{key}: nothing was to be converted of {len(parts)}")
-
-    def expects_missing(self, key: str) -> bool:  # noqa: ARG002
-        """Tells whether nobody need be told that no file has this key."""
-        return False
-
-    def expects_unexpected(self, name: str) -> bool:  # noqa: ARG002
-        """Tells whether nobody need be told that the model has no use for this name of a file."""
-        return False
-
-
-class LibraryNaming(Naming):
-    """Names of models of transformers."""
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any | None = None) -> None:
         self._model = model
         self._loading: Any = None  # the module of the library that renames and converts
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
-        try:
-            mapping = importlib.import_module("transformers.conversion_mapping")
-            loading = importlib.import_module("transformers.core_model_loading")
-            transforms = mapping.get_model_conversion_mapping(model)
-            self._renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
-            self._converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
-            self._loading = loading
-        except (ImportError, AttributeError):
-            # A release whose inside is another: what keeps its name loads all the same, what does not is told to be missing.
-            pass
+        unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        if model is not None:
+            unexpected.update(_former_buffers(model))  # which the library adds by itself
+            with suppress(ImportError, AttributeError):
+                # In a release whose inside is another, what keeps its name loads all the same, and what does not is told to be missing.
+                mapping = importlib.import_module("transformers.conversion_mapping")
+                loading = importlib.import_module("transformers.core_model_loading")
+                transforms = mapping.get_model_conversion_mapping(model)
+                self._renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+                self._converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+                self._loading = loading
         self._of_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
         self._missing = _pattern_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
-        self._unexpected = _pattern_of(
-            # What the library adds by itself: tables that old files have and models now make.
-            {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_former_buffers(model)}
-        )
+        self._unexpected = _pattern_of(unexpected)
 
     def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
+        """(name, key, pattern): the key a tensor goes to, if it is among `keys`. A pattern says that the tensor is converted on the way, with
+        all others of that key."""
         loading = self._loading
         # In the library's order: parts of a conversion are put together in it.
         for name in names if loading is None else sorted(names, key=loading.dot_natural_key):
@@ -81,6 +61,8 @@ class LibraryNaming(Naming):
             yield name, key, pattern
 
     def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors by key, from (name, pattern, tensor)."""
+        assert self._model is not None, f"{key}: nothing was to be converted of {len(parts)}"
         converter = copy.deepcopy(self._of_pattern[parts[0][1]])
         for name, pattern, tensor in parts:
             converter.add_tensor(key, name, pattern, tensor)
@@ -88,13 +70,17 @@ class LibraryNaming(Naming):
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def expects_missing(self, key: str) -> bool:
+        """Tells whether nobody need be told that no file has this key."""
         return self._missing is not None and bool(self._missing.search(key))
 
     def expects_unexpected(self, name: str) -> bool:
+        """Tells whether nobody need be told that the model has no use for this name of a file."""
         return self._unexpected is not None and bool(self._unexpected.search(name))
 
     def _prefixed(self, name: str, keys: Collection[str]) -> str:
         """The name with or without the base model's prefix, whichever the model has."""
+        if self._model is None:
+            return name
         prefix = f"{self._model.base_model_prefix}."
         if name.startswith(prefix) and name.removeprefix(prefix) in keys:
             return name.removeprefix(prefix)
@@ -103,7 +89,7 @@ class LibraryNaming(Naming):
 
 def naming_of(model: nn.Module) -> Naming:
     """The naming of the library that the model's class comes from."""
-    return LibraryNaming(model) if _is_of_transformers(model) else Naming()
+    return Naming(model if _is_of_transformers(model) else None)
 
 
 def own_keys(model: nn.Module, tensors: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:

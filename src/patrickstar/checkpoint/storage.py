@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.extra import Values, write_values
+from patrickstar.checkpoint.extra import Saved, take_values, write_values
 from patrickstar.checkpoint.find import LATEST_NAME, is_complete, step_directories
 from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
 from patrickstar.checkpoint.shards import plan_shards, write_shard
@@ -79,9 +79,9 @@ def write_step(
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
     shards = plan_shards(entries, shard_bytes=shard_bytes)
-    values = Values()
-    taken = {"state": values.take(state, "state"), "extra": values.take(extra, "extra")}
-    nbytes = values.nbytes + sum(entry.nbytes for entry in entries)
+    tensors: Saved = {}
+    taken = {"state": take_values(state, "state", tensors), "extra": take_values(extra, "extra", tensors)}
+    nbytes = sum(saved.nbytes for _, saved in tensors.values()) + sum(entry.nbytes for entry in entries)
     io = io or FileIO()
     final = directory / f"step-{step:08d}"
     intact = "checkpoints taken before are intact"

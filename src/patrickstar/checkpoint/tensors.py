@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["DTYPES", "DTYPE_CODES", "TensorEntry", "bytes_of", "empty", "is_plain"]
+__all__ = ["DTYPES", "DTYPE_CODES", "TensorEntry", "bytes_of", "empty"]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -52,17 +52,6 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def code(self) -> str:
-        """The type's name in safetensors; a KeyError for types the format does not have."""
-        return DTYPE_CODES[self.dtype]
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Tells whether the tensor's elements are bytes in memory: dense, strided, not quantised, fake or on meta."""
-    ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return ordinary and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

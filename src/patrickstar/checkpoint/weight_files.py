@@ -16,10 +16,11 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from patrickstar.checkpoint.fields import as_object, as_str, parse_object
+from patrickstar.checkpoint.fields import as_object, as_str
 from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES
 from patrickstar.checkpoint.source import read_small
 from patrickstar.checkpoint.tensor_files import TensorFiles
+from patrickstar.config.json_file import parse_json
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, reported
 
@@ -73,7 +74,7 @@ def _find(path: Path, io: FileIO) -> tuple[Mapping[str, str], list[Path]]:
 
 
 def _read_index(path: Path, io: FileIO) -> dict[str, str]:
-    fields = parse_object(read_small(_real(path), MOST_INDEX_BYTES, io), where=str(path))
+    fields = parse_json(read_small(_real(path), MOST_INDEX_BYTES, io), where=str(path), damaged=CheckpointError)
     found: dict[str, str] = {}
     for name, value in as_object(fields.get("weight_map"), f"{path}: weight_map").items():
         shard = as_str(value, f"{path}: weight_map[{name[:80]!r}]")

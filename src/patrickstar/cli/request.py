@@ -12,7 +12,7 @@ from patrickstar.cli.configuration import Configuration
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.settings import OptimizerSettings
-from patrickstar.optim.schedules import Rates, ScheduledRates
+from patrickstar.optim.schedules import Rates, rates_of
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -39,12 +39,10 @@ class WarmupSchedule:
         share = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
         return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * share))
 
-    def lr(self, done: int, base: float) -> float:
-        """The rate after `done` steps."""
-        return base * self.factor(done)
-
-    def betas(self, done: int) -> None:
-        """The optimizer's own, always."""
+    @property
+    def rates(self) -> Rates:
+        """The rates that the factor makes of the optimizer's own."""
+        return Rates(lambda done, base: base * self.factor(done))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +77,7 @@ class Request:
     def rates(self) -> Rates:
         """The rates of the config's scheduler, where it has one, else of the flags."""
         of_config = None if self.configuration is None else self.configuration.settings.schedule
-        return self.warmup if of_config is None else ScheduledRates(of_config)
+        return self.warmup.rates if of_config is None else rates_of(of_config)
 
     @property
     def optimizer(self) -> OptimizerSettings:

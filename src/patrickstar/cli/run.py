@@ -16,8 +16,8 @@ from torch import nn
 
 import patrickstar
 from patrickstar.checkpoint import rng
+from patrickstar.checkpoint.find import saved_steps
 from patrickstar.cli.batches import Batch
-from patrickstar.cli.checkpoints import saved_steps
 from patrickstar.cli.compare import Comparison, ManagedRun, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler

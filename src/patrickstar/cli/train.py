@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from patrickstar.cli import reexec
-from patrickstar.cli.checkpoints import check_unused
 from patrickstar.cli.configuration import Configuration, configure
 from patrickstar.cli.flags import (
     Invocation,
@@ -83,7 +83,7 @@ def train(invocation: Invocation, **given: Any) -> int:
     _check_together(given)
     source = ModelSource.find(given["model"])
     if not given["resume"]:
-        check_unused(given["checkpoint_dir"])
+        _check_unused(given["checkpoint_dir"])
     if invocation.may_reexecute:
         reexec.under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
 
@@ -97,6 +97,17 @@ def train(invocation: Invocation, **given: Any) -> int:
     }
     flags = {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
     return run(Request(**parts, **flags), invocation.signals)
+
+
+def _check_unused(directory: Path | None) -> None:
+    """ConfigError where another run's checkpoints lie, and this one would start afresh: keeping the newest would delete them."""
+    from patrickstar.checkpoint.find import saved_steps
+
+    if found := saved_steps(directory):
+        raise ConfigError(
+            f"--checkpoint-dir {directory}: holds checkpoints already, the newest {found[0].name}; "
+            "--resume goes on from it, another directory starts afresh"
+        )
 
 
 def _check_together(given: dict[str, Any]) -> None:

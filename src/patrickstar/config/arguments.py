@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
+from patrickstar.config.kinds import RATE
 from patrickstar.config.options import Options
-from patrickstar.config.problems import OTHER_NAMES, choice, later, refuse, unknown_argument
+from patrickstar.config.problems import OTHER_NAMES, choice, later, parsed, refuse, unknown_argument
 from patrickstar.errors import ConfigError, nearest
 from patrickstar.units import parse_size
 
@@ -98,12 +97,12 @@ class MemoryOptions:
             problems.append(
                 f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out"
             )
-        link = self.options.emulated_link if isinstance(self.options, Options) else None
+        options = self.options if isinstance(self.options, Options) else Options()
+        link, compute, accumulate = options.emulated_link, options.compute, options.accumulate
         if link is not None and self.device != "emulated":
             problems.append(
                 f'emulated_link={link!r} with device={self.device!r}: only the link of device="emulated" has a speed to be given; leave it out'
             )
-        compute = self.options.compute if isinstance(self.options, Options) else None
         if compute not in (None, "fp32", self.precision):
             problems.append(
                 f'options.compute="{compute}" with precision={self.precision!r}: weights compute in the type they are kept in, or in "fp32"'
@@ -119,7 +118,6 @@ class MemoryOptions:
                     f'max_grad_norm={self.max_grad_norm!r} with step="in_backward": the norm is known only when every '
                     'gradient is, and by then parameters are updated; use step="deferred"'
                 )
-            accumulate = self.options.accumulate if isinstance(self.options, Options) else None
             if accumulate not in (None, 1):
                 problems.append(
                     f'accumulate={accumulate} with step="in_backward", which promises one backward per step; '
@@ -162,12 +160,7 @@ def _device(value: object) -> list[str]:
 
 
 def _size(name: str, value: Any) -> list[str]:
-    try:
-        if value is not None:
-            parse_size(value, name=name, total_bytes=_ANY_TOTAL_BYTES)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return parsed(parse_size, value, name=name, total_bytes=_ANY_TOTAL_BYTES)
 
 
 def _path(name: str, value: object, of: str) -> list[str]:
@@ -175,10 +168,5 @@ def _path(name: str, value: object, of: str) -> list[str]:
 
 
 def _norm(value: object) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return [f"max_grad_norm={value!r}: expected a number, or None"]
-    if not (math.isfinite(value) and float(value) >= 0):
-        return [f"max_grad_norm={value!r}: expected a finite norm of 0 or more; None clips nothing"]
-    return []
+    expected = "expected a finite norm, a number of 0 or more; None clips nothing"
+    return [] if value is None or RATE.takes(value) else [f"max_grad_norm={value!r}: {expected}"]

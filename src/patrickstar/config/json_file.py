@@ -19,13 +19,20 @@ def read_json(
         ConfigError: it cannot be read. damaged: it is no JSON (with line and column), no object, or has a key twice in one object.
     """
     try:
-        found = json.loads(Path(path).read_bytes().decode(), object_pairs_hook=_once)
+        data = Path(path).read_bytes()
     except OSError as problem:
         raise ConfigError(f"{what} {path}: {problem.strerror or problem}") from problem
+    return parse_json(data, where=f"{what} {path}", damaged=damaged)
+
+
+def parse_json(data: bytes | bytearray, *, where: str, damaged: type[Error]) -> dict[str, Any]:
+    """The object that some bytes spell, in UTF-8. Raises `damaged` as `read_json` does, and says where."""
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as problem:  # no UTF-8, no JSON; nested, or digits, beyond all measure
-        raise damaged(f"{what} {path}: not JSON: {problem}") from problem
+        raise damaged(f"{where}: not JSON: {problem}") from problem
     if not isinstance(found, dict):
-        raise damaged(f"{what} {path}: expected a JSON object, as in {{...}}, not {type(found).__name__}")
+        raise damaged(f"{where}: expected a JSON object, as in {{...}}, not {type(found).__name__}")
     return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 from patrickstar.config.loss_scale import LossScale
-from patrickstar.config.problems import choice, later, refuse, unknown_argument
-from patrickstar.errors import ConfigError
+from patrickstar.config.problems import choice, later, parsed, refuse, unknown_argument
 from patrickstar.units import parse_rate
 
 CHUNK_GRAIN: Final = 1024  # elements: a slot is whole pages of 4096 bytes in fp32
@@ -80,7 +79,7 @@ class Options:
             *_multiple("tile_rows", self.tile_rows, of=1),
             *choice("compute", self.compute, (None, "fp32", "bf16", "fp16")),
             *_names("keep_fp32", self.keep_fp32),
-            *_rate("emulated_link", self.emulated_link),
+            *parsed(parse_rate, self.emulated_link, name="emulated_link"),
             *_natural("prefetch", self.prefetch),
             *_natural("stress_seed", self.stress_seed),
         ]
@@ -88,13 +87,11 @@ class Options:
             problems.append(f"loss_scale={self.loss_scale!r}: expected patrickstar.LossScale(...), or None")
         if not isinstance(self.poison, bool):
             problems.append(f"poison={self.poison!r}: expected True or False")
-        for field in fields(self):
-            if field.name in _TO_COME:
-                problems += later(field.name, getattr(self, field.name), default=field.default)
+        problems += later("chunked_loss", self.chunked_loss, default=None)
+        problems += later("collective_timeout", self.collective_timeout, default=600)
         refuse(problems, of="Options")
 
 
-_TO_COME: Final = frozenset({"chunked_loss", "collective_timeout"})
 _GONE: Final = MappingProxyType(
     {
         "embedding_rows": "no option any more; use tile_rows=, the rows of tables and other weights that are resident at a time"
@@ -106,15 +103,6 @@ def _names(name: str, value: object) -> list[str]:
     if isinstance(value, tuple | list) and all(isinstance(item, str) and item for item in value):
         return []
     return [f"{name}={value!r}: expected a tuple of names of modules"]
-
-
-def _rate(name: str, value: Any) -> list[str]:
-    try:
-        if value is not None:
-            parse_rate(value, name=name)
-    except ConfigError as error:
-        return [str(error)]
-    return []
 
 
 def _natural(name: str, value: object) -> list[str]:

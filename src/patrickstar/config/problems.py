@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -21,6 +21,16 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     return (
         f"there is no argument {name!r}{near}{' The arguments' if near else '; the arguments'} are {', '.join(known)}"
     )
+
+
+def parsed(parse: Callable[..., object], value: object, **how: object) -> list[str]:
+    """The problem of a text or number that something else reads, and None may stand in the place of."""
+    try:
+        if value is not None:
+            parse(value, **how)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def later(name: str, value: object, *, default: object) -> list[str]:

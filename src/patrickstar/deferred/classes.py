@@ -17,7 +17,7 @@ from patrickstar.errors import StateError
 from patrickstar.parameters.functions import NEEDS_NO_DATA, SHAPE_ONLY, accessor
 from patrickstar.torch_private import Plain
 
-__all__ = ["alias_class", "parameter_class"]
+__all__ = ["deferred_classes"]
 
 _ALLOWED = (
     NEEDS_NO_DATA
@@ -34,44 +34,37 @@ class Records(Protocol):
         """The name of a parameter in messages."""
 
 
-def parameter_class(recorder: Records) -> type[Any]:
-    """A class for the parameters of one recorder, which lets nobody read what is not there."""
+def deferred_classes(recorder: Records) -> tuple[type[Any], type[Any]]:
+    """Classes for the parameters of one recorder, and for views of them, which let nobody read what is not there."""
 
-    class DeferredParameter(nn.Parameter):
-        """A parameter whose values are made when it is managed."""
-
+    class Deferred:
+        __slots__ = ()
         deferred_by = recorder
+        _kind: str
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return _answer(cls, func, args, kwargs or {})
 
-        def __repr__(self) -> str:  # type: ignore[override]
-            return _text(self, "Parameter")
+        def __repr__(self: Any, **_: Any) -> str:
+            with Plain():
+                return f"{self._kind} of shape {tuple(self.shape)}, {self.dtype}, without values until manage()"
+
+        def __reduce_ex__(self: Any, protocol: Any) -> Any:
+            raise _has_no_values(recorder.label(self), "pickle")
+
+    class DeferredParameter(Deferred, nn.Parameter):  # type: ignore[misc]
+        """A parameter whose values are made when it is managed."""
+
+        _kind = "Parameter"
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             raise _has_no_values(recorder.label(self), "copy.deepcopy")
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            raise _has_no_values(recorder.label(self), "pickle")
-
-    return DeferredParameter
-
-
-def alias_class(recorder: Records) -> type[Any]:
-    """A class for views of the parameters of one recorder."""
-
-    class DeferredAlias(Tensor):
+    class DeferredAlias(Deferred, Tensor):  # type: ignore[misc]
         """A view of a deferred parameter, its `.data`, `detach()`."""
 
-        deferred_by = recorder
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return _answer(cls, func, args, kwargs or {})
-
-        def __repr__(self) -> str:  # type: ignore[override]
-            return _text(self, "Tensor")
+        _kind = "Tensor"
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
             if id(self) not in memo:
@@ -80,10 +73,7 @@ def alias_class(recorder: Records) -> type[Any]:
             copied: Tensor = memo[id(self)]
             return copied
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            raise _has_no_values(recorder.label(self), "pickle")
-
-    return DeferredAlias
+    return DeferredParameter, DeferredAlias
 
 
 def _answer(cls: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -99,8 +89,3 @@ def _has_no_values(label: str, what: str) -> StateError:
         f"{what}() was called on {label}, which was built under deferred_init() and has no values yet: call "
         "patrickstar.manage() first, or do this inside of deferred_init()"
     )
-
-
-def _text(tensor: Tensor, kind: str) -> str:
-    with Plain():
-        return f"{kind} of shape {tuple(tensor.shape)}, {tensor.dtype}, without values until manage()"

@@ -14,37 +14,10 @@ from patrickstar.core.strides import dense_strides
 
 __all__ = ["OperationSignature", "is_dense", "is_plain"]
 
-_OVERWRITES = frozenset(
-    [
-        "bernoulli_",
-        "cauchy_",
-        "copy_",
-        "exponential_",
-        "fill_",
-        "geometric_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "uniform_",
-        "zero_",
-    ]
-)
-_SHAPE_ONLY = frozenset(
-    [
-        "empty_like",
-        "full_like",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones_like",
-        "rand_like",
-        "randint_like",
-        "randn_like",
-        "zeros_like",
-    ]
-)
+_DRAWS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+_OVERWRITES = frozenset(f"{name}_" for name in (*_DRAWS, "copy", "fill", "zero"))
+_LIKE = frozenset(f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros"))
+_SHAPE_ONLY = _LIKE | {f"new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")}
 _COPIES = frozenset({"clone", "_to_copy"})
 
 

@@ -126,12 +126,9 @@ def can_replay_in(cell: Cell, dtype: torch.dtype) -> bool:
 
 def replay_in(cell: Cell, place: Tensor) -> None:
     """Carries out the calls of a storage, as `replay` does, in a 1-D tensor of the storage's size. Only where `can_replay_in`."""
-    before = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         for call in _needed(cell):
             _carry_out(call, {}, place)
-    finally:
-        torch.set_rng_state(before)
 
 
 def replay(cell: Cell) -> torch.UntypedStorage:
@@ -139,16 +136,13 @@ def replay(cell: Cell) -> torch.UntypedStorage:
     calls = _needed(cell)
     uses = Counter(id(operand.cell) for call in calls for operand in call.operands())
     storages: dict[int, torch.UntypedStorage] = {}
-    before = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         for call in calls:
             _carry_out(call, storages)
             for operand in call.operands():
                 uses[id(operand.cell)] -= 1
                 if not uses[id(operand.cell)] and operand.cell is not cell:
                     storages.pop(id(operand.cell), None)  # nothing needs it any more
-    finally:
-        torch.set_rng_state(before)
     return storages[id(cell)] if id(cell) in storages else room(cell.nbytes)
 
 

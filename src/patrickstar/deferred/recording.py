@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from patrickstar.deferred.classes import alias_class, parameter_class
+from patrickstar.deferred.classes import deferred_classes
 from patrickstar.deferred.operations import OperationSignature, is_dense, is_plain
 from patrickstar.deferred.recipe import (
     Call,
@@ -50,7 +50,7 @@ class DeferredRecorder:
     """A recorder of what happens to tensors during one `deferred_init()`, and afterwards the source of its parameters' values."""
 
     def __init__(self) -> None:
-        self._parameter_class, self._alias_class = parameter_class(self), alias_class(self)
+        self._parameter_class, self._alias_class = deferred_classes(self)
         self._storages = Storages()
         self._number = 0
         self._freed_bytes = 0

@@ -45,7 +45,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         self.global_steps = 0
         self.skipped_steps = 0
-        self._micro_steps = 0
+        self.micro_steps: int = 0
+        """Micro-batches since the last boundary."""
         self._updated = False
         self._managed.register_step_post_hook(self._on_update)
 
@@ -60,14 +61,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._managed.state
 
     @property
-    def micro_steps(self) -> int:
-        """Micro-batches since the last boundary."""
-        return self._micro_steps
-
-    @property
     def at_boundary(self) -> bool:
         """Tells whether the next `step()` ends a step."""
-        return self._micro_steps + 1 >= self._accumulate
+        return self.micro_steps + 1 >= self._accumulate
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Ends a micro-batch, and at a boundary the step: update, scale, schedule.
@@ -78,9 +74,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         if closure is not None and (self._accumulate > 1 or self._session.scaler.is_enabled()):
             raise StateError("step(closure) with fp16 or gradient accumulation: compute the loss before step()")
         if not self.at_boundary:
-            self._micro_steps += 1
+            self.micro_steps += 1
             return None
-        self._micro_steps, self._updated = 0, False
+        self.micro_steps, self._updated = 0, False
         scaler = self._session.scaler
         loss = scaler.step(self._managed) if closure is None else self._managed.step(closure)
         self.global_steps += 1
@@ -101,7 +97,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients at a boundary, as in torch; nothing between two, where gradients add up."""
-        if self._micro_steps == 0:
+        if self.micro_steps == 0:
             self._managed.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -126,7 +122,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def restore_counts(self, *, global_steps: int, skipped_steps: int) -> None:
         """A checkpoint was loaded, which is at a boundary."""
-        self.global_steps, self.skipped_steps, self._micro_steps = global_steps, skipped_steps, 0
+        self.global_steps, self.skipped_steps, self.micro_steps = global_steps, skipped_steps, 0
 
     def __getstate__(self) -> NoReturn:
         raise StateError(

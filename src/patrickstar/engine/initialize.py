@@ -20,7 +20,7 @@ from patrickstar.engine.engine import Engine
 from patrickstar.engine.engine_optimizer import EngineOptimizer
 from patrickstar.errors import ConfigError, LayoutError
 from patrickstar.optim.configured import Scheduler, build_optimizer
-from patrickstar.optim.schedules import ScheduledRates
+from patrickstar.optim.schedules import rates_of
 from patrickstar.session.manage import manage
 
 __all__ = ["initialize_engine", "memory_for"]
@@ -65,7 +65,7 @@ def initialize_engine(
     assert session.optimizer is not None
     if session.unclosed is not None:
         session.unclosed.detach()  # the original has no close(): its loop just ends
-    scheduler = None if settings.schedule is None else Scheduler(session.optimizer, ScheduledRates(settings.schedule))
+    scheduler = None if settings.schedule is None else Scheduler(session.optimizer, rates_of(settings.schedule))
     accumulate, printed = settings.accumulate, settings.values.get("steps_per_print")
     optimizer = EngineOptimizer(session, accumulate=accumulate, lr_scheduler=scheduler, steps_per_print=printed)
     engine = Engine(model, session, optimizer, accumulate=accumulate, micro_batch_size=settings.micro_batch_size)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 
 from patrickstar.errors import ConfigError, DeviceError, nearest
-from patrickstar.optim.fused import Fused
+from patrickstar.optim.fused import FUSED
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.passes import Passes, TorchPasses
-from patrickstar.optim.reference import Reference
+from patrickstar.optim.reference import REFERENCE
 
 __all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "choose_kernels"]
 
@@ -56,7 +56,7 @@ def choose_kernel(requested: str | None = None) -> Kernel:
             "bits than on others, so nothing is trained. It does on processors with AVX2 or AVX-512, and on 64-bit ARM; where ATEN_CPU_CAPABILITY is "
             "set, unset it"
         )
-    return Fused()
+    return FUSED
 
 
 def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
@@ -77,7 +77,7 @@ def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
 
 
 def _torchs_passes(device: torch.device, host: Passes) -> Passes:
-    passes = TorchPasses(Reference())
+    passes = TorchPasses(REFERENCE)
     if _agrees(passes, host, device):
         return passes
     raise DeviceError(

@@ -39,7 +39,7 @@ class Scheduler(LambdaLR):
         for group in optimizer.param_groups:
             group["lr"] = 1.0
         self._betas = rates.betas
-        super().__init__(optimizer, [partial(rates.lr, base=base) for base in bases])
+        super().__init__(optimizer, [partial(lambda base, done: rates.lr(done, base), base) for base in bases])
 
     def step(self, epoch: int | None = None) -> None:
         """Goes on by one step.

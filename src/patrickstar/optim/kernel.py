@@ -19,21 +19,21 @@ All of torch's Adams do so; with b1 = 0 it makes `m` the gradient itself, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from patrickstar.optim.hyper import Hyper
 
-__all__ = ["Kernel", "check_planes"]
+__all__ = ["Kernel", "Update", "check_planes"]
 
 
-class Kernel(Protocol):
-    """One update in place, of fp32 planes. Kernels differ in speed, never in a bit."""
+class Update(Protocol):
+    """One update in place, of fp32 planes."""
 
-    name: str
-
-    def update(
+    def __call__(
         self,
         weight: torch.Tensor,
         grad: torch.Tensor,
@@ -49,6 +49,20 @@ class Kernel(Protocol):
             weight, grad, exp_avg, exp_avg_sq: flat, contiguous, fp32, on one device, of equal length, at any address.
             step: the number of this update for these elements, counting from 1.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A way to update. Kernels differ in speed, never in a bit.
+
+    `scratch_bytes`: the most bytes that an update of so many elements takes of a device beside the planes. `update_all`: updates many tensors,
+    each as (weight, gradient, exp_avg, exp_avg_sq), in one call, where that can be done.
+    """
+
+    name: str
+    update: Update
+    scratch_bytes: Callable[[int], int] = lambda _: 0
+    update_all: Callable[..., None] | None = None
 
 
 def check_planes(*planes: torch.Tensor, step: int) -> None:

@@ -29,6 +29,7 @@ class StepTarget(Protocol):
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state in torch's format (`state.pack`)."""
 
+    @property
     def optimizer_state(self) -> MutableMapping[Any, Any]:
         """The state by parameter, to be read and written."""
 
@@ -93,7 +94,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         Empty before the first step, as in torch. Assigning a tensor writes it; assigning what was read from here does nothing.
         """
         self._require_attached("state")
-        return self._target.optimizer_state()
+        return self._target.optimizer_state
 
     @state.setter
     def state(self, values: Mapping[Any, Any]) -> None:

@@ -46,10 +46,6 @@ class Norm(ABC):
         """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host. NaN or Inf where a gradient is."""
         return norm_of(self.numbers().tolist())
 
-    def sum_of_squares(self) -> float:
-        """The sum so far, in fp64."""
-        return sum_left_to_right(self.numbers().tolist())
-
 
 class GlobalNorm(Norm):
     """Adds up squares tensor by tensor. `docs/bits.md` has the definition.

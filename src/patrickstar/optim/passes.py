@@ -9,6 +9,8 @@ makes 0x7FFFFFFF of all in fp32, and processors differ too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,12 +18,10 @@ from torch import Tensor
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim import masters
-from patrickstar.optim.fused import Fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm, Norm
-from patrickstar.optim.reference import Reference
 from patrickstar.optim.scratch import PassBytes, block_numel
 
 __all__ = ["Passes", "TorchPasses", "update_all"]
@@ -30,7 +30,8 @@ __all__ = ["Passes", "TorchPasses", "update_all"]
 class Passes(Protocol):
     """Passes over planes that lie on one device. None waits for it. All tensors are flat and contiguous, of any length, at any address."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def update(
         self,
@@ -77,25 +78,28 @@ class Passes(Protocol):
 
 def update_all(passes: Passes, planes: Sequence[tuple[Tensor, ...]], *, step: int, hyper: Hyper) -> None:
     """Updates many tensors alike, each as (weight, gradient, exp_avg, exp_avg_sq) in fp32: in one call where the kernel takes them all."""
-    if isinstance(passes, TorchPasses) and isinstance(passes.kernel, Fused):
+    if isinstance(passes, TorchPasses) and passes.kernel.update_all is not None:
         passes.kernel.update_all(planes, step=step, hyper=hyper)
         return
     for weight, gradient, exp_avg, exp_avg_sq in planes:
         passes.update(weight, None, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
 
 
+@dataclass(frozen=True, slots=True)
 class TorchPasses:
     """Passes in torch's operations, on any device.
 
-    Args:
+    Attributes:
         kernel: updates whole fp32 planes; the other formats block by block.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.name = kernel.name
-        self.kernel = kernel
-        self._splitting = Scratch(torch.float32, torch.float32, torch.int32)
-        self._widening = Scratch(torch.float32)
+    kernel: Kernel
+    _splitting: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32, torch.float32, torch.int32))
+    _widening: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32))
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
 
     @torch.no_grad()
     def update(
@@ -156,9 +160,7 @@ class TorchPasses:
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
         block = block_numel(numel, most=masters.BLOCK_NUMEL)
         widened = cuda_block_bytes(4 * block)
-        whole, of_block = (
-            map(self.kernel.scratch_bytes, (numel, block)) if isinstance(self.kernel, Reference) else (0, 0)
-        )
+        whole, of_block = map(self.kernel.scratch_bytes, (numel, block))
         # Masters are joined and split in blocks of three types, and splitting looks for NaN.
         update = 3 * widened + max(of_block, 4 * widened) if is_split else max(whole, widened + of_block)
         return PassBytes(update, GlobalNorm.scratch_bytes(largest, tensors))

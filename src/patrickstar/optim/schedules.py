@@ -10,46 +10,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from patrickstar.config.settings import SCHEDULES, Schedule
 from patrickstar.errors import ConfigError
 
-__all__ = ["Rates", "ScheduledRates", "defaults_of"]
+__all__ = ["Rates", "defaults_of", "rates_of"]
 
 Parameters = Mapping[str, Any]
 Betas = tuple[float, float]
 
 
-class Rates(Protocol):
-    """A giver of a learning rate over a run."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A learning rate over a run.
 
-    def lr(self, done: int, base: float) -> float:
-        """The rate after `done` steps; `base`: the optimizer's own rate."""
+    Attributes:
+        lr: gives the rate after so many steps; the second argument is the optimizer's own rate.
+        betas: gives the betas after so many steps; None: as the optimizer has them.
+    """
 
-    def betas(self, done: int) -> Betas | None:
-        """The betas after `done` steps; None: as the optimizer has them."""
+    lr: Callable[[int, float], float]
+    betas: Callable[[int], Betas | None] = lambda _: None
 
 
-class ScheduledRates:
-    """The rates of a schedule, and the betas of the one that has some."""
+def rates_of(schedule: Schedule) -> Rates:
+    """The rates of a schedule, and the betas of the one that has some: ConfigError where the first, which grows after the cycle, has come to 1."""
+    formula, parameters = _FORMULAS[schedule.name], {**defaults_of(schedule.name), **schedule.given}
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._formula = _FORMULAS[schedule.name]
-        self._parameters = {**defaults_of(schedule.name), **schedule.given}
+    def lr(done: int, base: float) -> float:
+        return formula(done, base, parameters)
 
-    def lr(self, done: int, base: float) -> float:
-        """The rate after `done` steps; `base`: the optimizer's own rate."""
-        return self._formula(done, base, self._parameters)
-
-    def betas(self, done: int) -> Betas | None:
-        """The betas after `done` steps; None: as the optimizer has them.
-
-        Raises:
-            ConfigError: the first beta, which grows after the cycle, has come to 1.
-        """
-        return (_first_beta(done, self._parameters), 0.99) if self._parameters.get("cycle_momentum") else None
+    if not parameters.get("cycle_momentum"):
+        return Rates(lr)
+    return Rates(lr, lambda done: (_first_beta(done, parameters), 0.99))
 
 
 def _range_test(done: int, _: float, p: Parameters) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,25 +23,18 @@ from patrickstar.torch_private import backward_id
 __all__ = ["Attributes", "DetachedAliases", "not_its_own"]
 
 
+@dataclass(frozen=True, slots=True)
 class Attributes:
     """The answers for managed parameters, and for their detached aliases.
 
-    Args:
+    Attributes:
         bound: the records of parameters and tiles, by `id()`.
     """
 
-    def __init__(
-        self,
-        bound: Mapping[int, BoundParameter],
-        access: WeightAccess,
-        gradients: GradientAccess,
-        detached: DetachedAliases,
-    ) -> None:
-        self._bound = bound
-        self._owner = access.owner
-        self._access = access
-        self._gradients = gradients
-        self._detached = detached
+    bound: Mapping[int, BoundParameter]
+    access: WeightAccess
+    gradients: GradientAccess
+    detached: DetachedAliases
 
     def answer(
         self, func: Callable[..., Any], bound: BoundParameter, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -68,32 +61,37 @@ class Attributes:
         return NotImplemented
 
     def _get_grad(self, bound: BoundParameter) -> Tensor | None:
-        return self._gradients.get(bound)
+        return self.gradients.get(bound)
 
     def _set_grad(self, bound: BoundParameter, value: Tensor | None = None) -> None:
-        self._gradients.set(bound, value)
+        self.gradients.set(bound, value)
 
     def _detach(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
-        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().detach())
+        return self._in_its_slot(bound) if backward_id() != -1 else self._alias(bound, bound.tensor().detach())
 
     def _get_data(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
-        return self._in_its_slot(bound) if backward_id() != -1 else self._detached.make(bound, bound.tensor().data)
+        return self._in_its_slot(bound) if backward_id() != -1 else self._alias(bound, bound.tensor().data)
+
+    def _alias(self, bound: BoundParameter, alias: Tensor) -> Tensor:
+        if bound in self.access.held:
+            alias.data = bound.standin
+        return self.detached.make(bound, alias)
 
     def _in_its_slot(self, bound: BoundParameter) -> Tensor:
         """A view that holds the slot, for use inside of a backward. Checkpointing detaches what a custom Function saves while it recomputes,
         and autograd unpacks that without its class: a stand-in would be taken for values.
         """
-        self._access.enter([bound])
+        self.access.enter([bound])
         try:
             with torch.inference_mode(False):
-                return cast("Tensor", self._access.dress(bound.over(self._access.lease(bound.key))))
+                return cast("Tensor", self.access.dress(bound.over(self.access.lease(bound.key))))
         finally:
-            self._access.leave([bound])
+            self.access.leave([bound])
 
     def _set_data(self, bound: BoundParameter, value: Tensor) -> None:
-        same = self._bound.get(id(value)) or self._detached.of(value)
+        same = self.bound.get(id(value)) or self.detached.of(value)
         # `p.data += x` adds in place, and assigns the alias of the very same bytes.
         if same is not None and same.name == bound.name:
             return
@@ -113,28 +111,28 @@ class Attributes:
 
         Of an alias that nothing but a number is asked for (`data_ptr()`), the slot stays as long as the alias lives.
         """
-        self._access.enter([bound])
+        self.access.enter([bound])
         try:
-            leased = self._access.lease(bound.key)
+            leased = self.access.lease(bound.key)
             if bound.is_detached:
-                bound.lease = leased
-            self._owner.escaped(bound.key)
+                self.detached.hold(bound.tensor(), leased)
+            self.access.owner.escaped(bound.key)
             with torch.inference_mode(False):
                 view = bound.over(leased).requires_grad_(bound.tensor().requires_grad)
             return func(view, *args, **kwargs)
         finally:
-            self._access.leave([bound])
+            self.access.leave([bound])
 
     def _set_requires_grad(self, bound: BoundParameter, value: bool = True) -> Tensor:
-        tensor, parameter = bound.tensor(), self._access.records[bound.name].tensor()
+        tensor, parameter = bound.tensor(), self.access.records[bound.name].tensor()
         if value and not tensor.requires_grad and tensor is parameter:
-            self._owner.thawed(bound.name)
+            self.access.owner.thawed(bound.name)
         tensor.requires_grad = value
         if tensor is parameter:
-            self._gradients.watch(bound)
+            self.gradients.watch(bound)
             for tile in bound.tiles:
                 tile.parameter.requires_grad = value
-                self._gradients.watch(tile)
+                self.gradients.watch(tile)
         return tensor
 
 
@@ -148,6 +146,7 @@ class DetachedAliases:
     def __init__(self, detached_class: type[Tensor]) -> None:
         self._class = detached_class
         self._known: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
+        self._leases: dict[int, Tensor] = {}
 
     def of(self, tensor: object) -> BoundParameter | None:
         """The record of a detached alias; None for any other object."""
@@ -155,17 +154,19 @@ class DetachedAliases:
 
     def make(self, bound: BoundParameter, alias: Tensor) -> Tensor:
         """Turns a tensor that torch made of a stand-in, with the version counter that it has, into a stand-in of its own."""
-        if bound.depth:
-            alias.data = bound.standin
-        key, known = id(alias), self._known
-        reference = weakref.ref(alias, lambda _: known.pop(key, None))
+        key, known, leases = id(alias), self._known, self._leases
+        reference = weakref.ref(alias, lambda _: (known.pop(key, None), leases.pop(key, None)))
         alias.__class__ = self._class
         living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
         known[key] = (
             reference,
-            replace(bound, tensor=living, alive=None, is_detached=True, lease=None, depth=0, handles=[], tiles=()),
+            replace(bound, tensor=living, alive=None, is_detached=True, tiles=()),
         )
         return alias
+
+    def hold(self, alias: Tensor, leased: Tensor) -> None:
+        """Keeps the slot of an alias where it is as long as the alias lives: its address has been asked for."""
+        self._leases[id(alias)] = leased
 
     def release(self, by_name: Mapping[str, BoundParameter]) -> None:
         """Turns the aliases into ordinary tensors over what their parameters are now."""
@@ -175,6 +176,7 @@ class DetachedAliases:
                 tensor.__class__ = Tensor
                 tensor.data = by_name[bound.name].parameter.data
         self._known.clear()
+        self._leases.clear()
 
 
 def not_its_own(bound: BoundParameter, what: str) -> str:

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +49,8 @@ from patrickstar.parameters.functions import (
     one_by_one,
 )
 from patrickstar.parameters.gradient_access import GradientAccess
-from patrickstar.parameters.owner import Owner
-from patrickstar.parameters.parameter import alias_classes, parameter_class
+from patrickstar.parameters.owner import Owner, Rewriting
+from patrickstar.parameters.parameter import managed_classes
 from patrickstar.parameters.saved import SavedTensors
 from patrickstar.parameters.tiles import TILED, tile_by_tile
 from patrickstar.parameters.transforms import expect_no_transform
@@ -71,8 +70,7 @@ def manager_of(parameter: Tensor) -> Binding | None:
     return storage.managed_by() if hasattr(storage, "managed_by") else None
 
 
-@dataclass(slots=True)
-class Found:
+class Found(NamedTuple):
     """The managed tensors among the arguments of a function, in nested lists, tuples and dicts.
 
     Attributes:
@@ -81,10 +79,10 @@ class Found:
         others: the bindings of other sessions that have a part in the arguments too.
     """
 
-    parameters: list[BoundParameter] = field(default_factory=list)
-    aliases: list[Tensor] = field(default_factory=list)
-    assembled: list[AssembledRecord] = field(default_factory=list)
-    others: list[Binding] = field(default_factory=list)
+    parameters: list[BoundParameter]
+    aliases: list[Tensor]
+    assembled: list[AssembledRecord]
+    others: list[Binding]
 
 
 class Binding:
@@ -95,7 +93,7 @@ class Binding:
         owner: who owns the bytes. leases: of the slots in use. counts: of uses, which are counted.
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
-        device: where parameters are used; None: where they are now.
+        device: where parameters are used; None: where they are now. rewriting: who keeps more of parameters than they show, if anybody does.
 
     Attributes:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
@@ -118,6 +116,7 @@ class Binding:
         gradients: GradientUse = GradientUse.CHUNK,
         device: torch.device | None = None,
         whole: bool = False,
+        rewriting: Rewriting | None = None,
     ) -> None:
         self._owner = owner
         self.is_whole = whole
@@ -126,22 +125,22 @@ class Binding:
         self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device)
         self.by_name = {name: self.records[name] for name in named}
         self.names = names_by_id(named)
-        self._bound = {} if whole else {id(bound.parameter): bound for bound in self.records.values()}
+        by_id = {id(bound.parameter): bound for bound in self.records.values()}
+        self._bound = {} if whole else by_id.copy()
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
         self._addresses: list[tuple[BoundParameter, int]] = []  # of parameters that keep their bytes
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
-        self._parameter_class = parameter_class(self, nn.Parameter if base is Tensor else base)
-        self._alias_class, self._detached_class, self._assembled_class = alias_classes(self, base)
+        classes = managed_classes(self, nn.Parameter if base is Tensor else base, base)
+        self._parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
-        self.changes = Changes(self.access, self.assembled, owners_of=self._owners_of)
-        self.gradients = GradientAccess(self.access, self.assembled, gradients)
+        self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
+        self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id)
         self._saved = SavedTensors(
             self.access,
-            self.changes,
             lasting=self.assembled.lasting,
             standin=lambda parameter: self._bound[id(parameter)].standin,
         )
@@ -222,14 +221,11 @@ class Binding:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
         with Plain():
             for bound in self.records.values():
-                for handle in bound.handles:
-                    handle.remove()
-                bound.handles.clear()
                 bound.parameter.__class__ = nn.Parameter
                 data = data_of(bound) if bound.owner == bound.name else None
                 if data is not None:
                     bound.parameter.data = data
-            self.gradients.own.clear()
+            self.gradients.release()
             self._addresses.clear()
             self._detached.release(self.by_name)
             self.assembled.release()
@@ -265,7 +261,7 @@ class Binding:
         `foreign`: classes of the user's among them. They have declined, since ours is another, and are asked again where ours has its bytes.
         """
         if self._in_tiles and func in TILED:
-            by_tiles = tile_by_tile(func, args, kwargs, tiled=self._tiled)
+            by_tiles = tile_by_tile(func, args, kwargs, tiled=self._in_tiles)
             if by_tiles is not None:
                 return by_tiles()
         if func is torch.autograd.grad or func is torch.autograd.backward:
@@ -281,7 +277,7 @@ class Binding:
                 )
             if func in STRIDED:
                 args, kwargs = from_offset(args, kwargs, offset=self._start(args[0]))
-            found = Found()
+            found = Found([], [], [], [])
             self._search(args, found)
             if kwargs:
                 self._search(kwargs, found)
@@ -319,9 +315,6 @@ class Binding:
         bound = self._bound[id(found[2])]
         return bound.view[2] * bound.shape_only.element_size() // int(tensor.element_size())
 
-    def _tiled(self, tensor: object) -> BoundParameter | None:
-        return self._in_tiles.get(id(tensor))
-
     def _search(self, value: Any, found: Found) -> None:
         if isinstance(value, Tensor):
             if type(value) is not Tensor:
@@ -352,7 +345,7 @@ class Binding:
                 found.others.append(other)
 
     def _found(self, value: Any) -> Found:
-        found = Found()
+        found = Found([], [], [], [])
         self._search(value, found)
         return found
 

@@ -18,10 +18,10 @@ from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import WeightKey
 from patrickstar.torch_private import refuse_reads
 
-__all__ = ["BoundParameter", "Places", "make_records", "names_by_id", "placeholder", "with_tiles"]
+__all__ = ["BoundParameter", "make_records", "names_by_id", "placeholder", "with_tiles"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundParameter:
     """A parameter, and where its bytes are.
 
@@ -47,11 +47,6 @@ class BoundParameter:
     standin: Tensor
     is_copied: bool = False
     """True where uses see a copy in the type that computes (Note [Copies] in `memory/leases.py`), not the slot itself."""
-    lease: Tensor | None = (
-        None  # of a detached alias whose address has been asked for: the slot stays as long as the alias lives
-    )
-    depth: int = 0  # uses and module calls that hold it now
-    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
     tiles: tuple[BoundParameter, ...] = ()
     """The records of the parameter's tiles (Note [Tiles] in `tiles.py`)."""
     first_row: int = 0
@@ -64,9 +59,10 @@ class BoundParameter:
     view: tuple[Sequence[int], Sequence[int], int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.key = self.name if self.is_copied else self.ref
-        self.touches = tuple(map(Touch, sorted(self.refs)))
-        self.view = self.shape_only.shape, self.shape_only.stride(), 0 if self.is_copied else self.offset
+        view = self.shape_only.shape, self.shape_only.stride(), 0 if self.is_copied else self.offset
+        object.__setattr__(self, "key", self.name if self.is_copied else self.ref)
+        object.__setattr__(self, "touches", tuple(map(Touch, sorted(self.refs))))
+        object.__setattr__(self, "view", view)
 
     @property
     def ref(self) -> PlaneRef:
@@ -194,24 +190,3 @@ def _tiles(
 def _reference(parameter: nn.Parameter) -> Callable[[], Tensor]:
     """A function that gives the parameter as long as the record, or the model, keeps it alive: a call without a function of ours."""
     return cast("Callable[[], Tensor]", weakref.ref(parameter))
-
-
-class Places:
-    """The parameters and tiles of a binding by place: by unit, and by name where uses see copies.
-
-    Attributes:
-        in_unit: the parameters in each unit by rising offset, and these offsets in bytes.
-    """
-
-    def __init__(self, by_name: Mapping[str, BoundParameter]) -> None:
-        self._by_name = by_name
-        self.in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}
-        in_units = [bound for bound in by_name.values() if not bound.tiles]
-        for bound in sorted(in_units, key=lambda bound: bound.offset):
-            starts, owners = self.in_unit.setdefault(bound.ref, ([], []))
-            starts.append(bound.offset * bound.shape_only.element_size())
-            owners.append(bound)
-
-    def parameters_in(self, key: WeightKey) -> Sequence[BoundParameter]:
-        """The parameters that lie in a weight unit, by rising offset, or the parameter of a copy."""
-        return self.in_unit[key][1] if isinstance(key, PlaneRef) else [self._by_name[key]]

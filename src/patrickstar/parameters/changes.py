@@ -50,28 +50,20 @@ class WatchedUse:
     before: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
 class Changes:
     """The one who notices what uses change.
 
-    Args:
+    Attributes:
         access: whose owner is told. assembled: what stands for the optimizer's state.
         owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in.
-
-    Attributes:
         rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
     """
 
-    def __init__(
-        self, access: WeightAccess, assembled: AssembledTensors, *, owners_of: Callable[[Any], list[BoundParameter]]
-    ) -> None:
-        self._owner = access.owner
-        self._records = access.records
-        self._access = access
-        self._assembled = assembled
-        self._owners_of = owners_of
-
-        self.rewriting: Rewriting | None = None
-        self._recomputed: dict[int, int] = {}
+    access: WeightAccess
+    assembled: AssembledTensors
+    owners_of: Callable[[Any], list[BoundParameter]]
+    rewriting: Rewriting | None
 
     def watch(
         self,
@@ -85,7 +77,7 @@ class Changes:
         hidden = {id(tensor) for tensor in uncounted(func, args, kwargs)}
         versions = [_CHANGES if id(tensor) in hidden else _version(tensor) for tensor in tensors]
         written = writes_to(func, args, kwargs) if self.rewriting is not None else None
-        before = {} if written is None else self.remember(self._owners_of(written))
+        before = {} if written is None else self.remember(self.owners_of(written))
         return WatchedUse(func, tensors, versions, before)
 
     def watch_call(self, what: object, parameters: Sequence[Tensor]) -> WatchedUse:
@@ -99,9 +91,7 @@ class Changes:
             return {}
         with torch.inference_mode(False), torch.no_grad(), Plain():
             return {
-                bound.name: self._access.lease(bound.key)[
-                    bound.offset : bound.offset + bound.shape_only.numel()
-                ].clone()
+                bound.name: self.access.lease(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()].clone()
                 for bound in parameters
                 if rewriting.keeps_more(bound)
             }
@@ -116,13 +106,13 @@ class Changes:
         if not changed:
             return
         if backward_id() != -1:
-            for bound in with_tiles(self._records, changed):
-                self._recomputed[id(bound.parameter)] = bound.parameter._version
+            for bound in with_tiles(self.access.records, changed):
+                self.access.recomputed[id(bound.parameter)] = bound.parameter._version
         with ExitStack() as told:  # all of them, whatever becomes of one
             for bound in reversed(changed.values()):
                 told.callback(self._carry, bound, watched)
             for key in reversed(dict.fromkeys(bound.key for bound in changed.values())):
-                told.callback(self._owner.changed, key)
+                told.callback(self.access.owner.changed, key)
 
     def _changed(self, watched: WatchedUse) -> dict[str, BoundParameter]:
         """The parameters that a use has changed, by name. For one in tiles, what autograd saved of the tiles is out of date too."""
@@ -131,10 +121,10 @@ class Changes:
             for tensor, version in zip(watched.tensors, watched.versions, strict=True)
             if version == _CHANGES or _version(tensor) != version
         ]
-        changed = {bound.name: bound for bound in self._owners_of(grown)} if grown else {}
-        for key in self._access.keys_of(grown):
+        changed = {bound.name: bound for bound in self.owners_of(grown)} if grown else {}
+        for key in self.access.keys_of(grown):
             if isinstance(key, AssembledKey):  # a view of a gradient, or of the optimizer's state
-                self._owner.assembled_changed(key, wholly=False)
+                self.access.owner.assembled_changed(key, wholly=False)
         tiles = [tile.parameter for bound in changed.values() for tile in bound.tiles]
         if tiles:
             torch.autograd.graph.increment_version(tiles)
@@ -153,31 +143,27 @@ class Changes:
                 '(torch.library.custom_op(mutates_args=)), or manage with Options(compute="fp32") or precision="fp32"'
             )
 
-    def was_recomputed(self, parameter: Tensor, version: int) -> bool:
-        """Tells whether a recomputation of a forward, in backward, has left a parameter at this version."""
-        return self._recomputed.get(id(parameter)) == version
-
     # changes by the library
 
     def outdate(self, names: Iterable[str]) -> None:
         """Raises the versions of parameters whose values change: what autograd saved of them before is out of date."""
         with Plain():
-            torch.autograd.graph.increment_version([bound.tensor() for bound in with_tiles(self._records, names)])
+            torch.autograd.graph.increment_version([bound.tensor() for bound in with_tiles(self.access.records, names)])
 
     def renew(self, names: Iterable[str]) -> None:
         """Carries changed values of parameters to copies that somebody still holds, and raises their versions."""
         names = list(names)
         self.outdate(names)
-        living = self._access.leases.living()
-        for bound in with_tiles(self._records, names) if living else ():
+        living = self.access.leases.living()
+        for bound in with_tiles(self.access.records, names) if living else ():
             if bound.name in living:
-                self._owner.renew(bound.name, self._access.lease(bound.name))
-        self._owner.updated()
+                self.access.owner.renew(bound.name, self.access.lease(bound.name))
+        self.access.owner.updated()
 
     def is_shown(self, name: str) -> bool:
         """Tells whether somebody holds a copy of a parameter, or of a tile, or state of it that was put together."""
-        living = self._access.leases.living()
-        names = {bound.name for bound in with_tiles(self._records, [name])}
+        living = self.access.leases.living()
+        names = {bound.name for bound in with_tiles(self.access.records, [name])}
         shown = (key for key in living if not isinstance(key, PlaneRef))
         return any((key.name if isinstance(key, AssembledKey) else key) in names for key in shown)
 
@@ -185,10 +171,10 @@ class Changes:
         """Tells whoever holds copies or state of parameters, or tiles, that an update has changed all of it."""
         names = list(names)
         self.renew(names)
-        owners = {self._records[name].owner for name in names}
-        for key in self._assembled:
+        owners = {self.access.records[name].owner for name in names}
+        for key in self.assembled:
             if key.plane in (EXP_AVG, EXP_AVG_SQ, STEP) and key.name in owners:
-                self._assembled.changed(key)
+                self.assembled.changed(key)
 
 
 def _version(tensor: Tensor) -> int:

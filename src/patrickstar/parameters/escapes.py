@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from patrickstar.memory.leases import Key, WeightKey
+from patrickstar.memory.leases import WeightKey
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.changes import Changes
+from patrickstar.parameters.weight_access import WeightAccess
 
 __all__ = ["EscapedMemory"]
 
@@ -19,26 +22,14 @@ class EscapedMemory:
     A unit is watched while its memory can be reached: as long as somebody has a lease on it, and until the check that follows.
 
     Args:
-        lease: gives a tensor over a resident unit or a copy, which keeps that where it is. held: gives what is leased now.
-        changed: is told of a unit or copy whose bytes are not what they were.
-        before: gives the elements of parameters in a unit of which more is kept than they show, by name.
-        after: is given these elements where they may have changed.
+        access: has the memory, and the owner, who is told of a unit or copy whose bytes are not what they were.
+        changes: remembers the elements of parameters of which more is kept than they show. carry: is given these where they may have changed.
     """
 
-    def __init__(
-        self,
-        lease: Callable[[WeightKey], Tensor],
-        held: Callable[[], Collection[Key]],
-        changed: Callable[[WeightKey], None],
-        *,
-        before: Callable[[WeightKey], dict[str, Tensor]] = lambda _: {},
-        after: Callable[[str, Tensor], None] = lambda *_: None,
-    ) -> None:
-        self._lease = lease
-        self._held = held
-        self._changed = changed
-        self._before = before
-        self._after = after
+    def __init__(self, access: WeightAccess, changes: Changes, carry: Callable[[BoundParameter, Tensor], None]) -> None:
+        self._access = access
+        self._changes = changes
+        self._carry = carry
 
         self._values: dict[WeightKey, dict[str, Tensor]] = {}
         self.watched: dict[WeightKey, bytes] = {}
@@ -46,34 +37,37 @@ class EscapedMemory:
 
     def add(self, ref: WeightKey) -> None:
         """Begins to watch a unit, or a copy, whose memory has been handed out."""
-        lease = self._lease(ref)
+        lease = self._access.lease(ref)
         if ref not in self.watched:
             self.watched[ref] = _digest(lease)
-            self._values[ref] = self._before(ref)
+            self._values[ref] = self._remembered(ref)
         self._kept.append(lease)
 
     def renew(self) -> None:
         """Takes what is in memory now for what it should be: the library itself has written parameters."""
         for ref in self.watched:
-            self.watched[ref] = _digest(self._lease(ref))
-            self._values[ref] = self._before(ref)
+            self.watched[ref] = _digest(self._access.lease(ref))
+            self._values[ref] = self._remembered(ref)
 
     def check(self) -> None:
         """Tells of what has changed, and stops watching what can no longer be reached. Called before a moment."""
         for ref, digest in self.watched.items():
-            now = _digest(self._lease(ref))
+            now = _digest(self._access.lease(ref))
             if now != digest:
                 self.watched[ref] = now
-                self._changed(ref)
+                self._access.owner.changed(ref)
                 for name, values in self._values[ref].items():
-                    self._after(name, values)
-                self._values[ref] = self._before(ref)
+                    self._carry(self._access.records[name], values)
+                self._values[ref] = self._remembered(ref)
         self._kept.clear()
-        held = self._held()
+        held = self._access.leases.living()
         for ref in [ref for ref in self.watched if ref not in held]:
             del self.watched[ref], self._values[ref]
         # What is written and let go before the next check is still there then.
-        self._kept = [self._lease(ref) for ref in self.watched]
+        self._kept = [self._access.lease(ref) for ref in self.watched]
+
+    def _remembered(self, ref: WeightKey) -> dict[str, Tensor]:
+        return self._changes.remember(self._access.parameters_in(ref))
 
 
 def _digest(unit: Tensor) -> bytes:

@@ -155,20 +155,8 @@ SCATTERS = frozenset({Tensor.as_strided_scatter, torch.as_strided_scatter})
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
 """Functions that ask to be told of a gradient."""
 
-REPOINTS = frozenset(
-    {
-        "set_",
-        "resize_",
-        "resize_as_",
-        "t_",
-        "transpose_",
-        "swapaxes_",
-        "swapdims_",
-        "squeeze_",
-        "unsqueeze_",
-        "as_strided_",
-    }
-)
+_MOVES = ("set", "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
+REPOINTS = frozenset(f"{name}_" for name in _MOVES)
 """Names of functions that give a tensor another storage, shape or strides: a parameter in its slot has only those it has."""
 
 

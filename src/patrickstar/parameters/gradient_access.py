@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import GRAD, GradientUse
@@ -31,20 +32,23 @@ class GradientAccess:
     them are the user's own, always.
 
     Args:
-        assembled: what stands for gradients in chunks. use: where gradients go.
+        assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
     """
 
-    def __init__(self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse) -> None:
+    def __init__(
+        self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse, bound: Mapping[int, BoundParameter]
+    ) -> None:
+        self._bound = bound
         self._by_name = access.records
         self._owner = access.owner
         self._access = access
         self._assembled = assembled
         self._use = use
 
-        self._by_id: dict[int, BoundParameter] = {}
+        self._hooks: dict[BoundParameter, RemovableHandle] = {}
         self.stay = use is GradientUse.TENSOR
         self.own: set[str] = set(access.records) if self.stay else set()
 
@@ -61,13 +65,12 @@ class GradientAccess:
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""
-        self._by_id[id(bound.parameter)] = bound
-        if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound.handles:
+        if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound in self._hooks:
             return
         # torch's own reference to a hook is none that the garbage collector sees: through it, a parameter would hold itself.
         take = partial(GradientAccess._take, weakref.proxy(self))
         handle = bound.parameter.register_post_accumulate_grad_hook(take)
-        bound.handles.append(handle)
+        self._hooks[bound] = handle
         # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
         # ordered one: only the order of insertion counts.
         hooks = bound.parameter._post_accumulate_grad_hooks
@@ -76,9 +79,16 @@ class GradientAccess:
             del hooks[key]
         hooks.update(others)
 
+    def release(self) -> None:
+        """Takes nothing off any more: gradients are ordinary parameters'."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self.own.clear()
+
     def _take(self, parameter: Tensor) -> None:
         with self._access.lock, Plain():
-            bound = self._by_id[id(parameter)]
+            bound = self._bound[id(parameter)]
             gradient = parameter.grad
             if gradient is not None and self.stay:
                 self._owner.gradient(bound.name, gradient)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from patrickstar.torch_private import Plain
 
-__all__ = ["alias_classes", "parameter_class"]
+__all__ = ["managed_classes"]
 
 
 class Handler(Protocol):
@@ -27,54 +27,44 @@ class Handler(Protocol):
         """An ordinary parameter with the values of a managed one."""
 
 
-def parameter_class(binding: Handler, base: type[Tensor]) -> type[Any]:
-    class ManagedParameter(base):  # type: ignore[misc,valid-type]
+def managed_classes(
+    binding: Handler, parameter: type[Tensor], alias: type[Tensor]
+) -> tuple[type[Any], type[Tensor], type[Tensor], type[Tensor]]:
+    """The classes of parameters, views of slots, detached aliases of parameters, and assembled tensors: subclasses of these two."""
+
+    class Managed:
+        __slots__ = ()
+        managed_by = binding
+        _ordinary: Any  # gives a tensor without us that has the values of one: what copying and pickling give
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return binding.handle(func, args, kwargs or {}, _others(types) if len(types) > 1 else ())
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            if id(self) not in memo:
+                memo[id(self)] = self._ordinary()
+            return memo[id(self)]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self._ordinary().__reduce_ex__(protocol)
+
+        def __repr__(self, **_: Any) -> str:  # torch's own asks for exactly the class `Parameter`, or `Tensor`
+            return repr(self._ordinary())
+
+    class ManagedParameter(Managed, parameter):  # type: ignore[misc,valid-type]
         """A parameter whose bytes belong to a session. See Note [Binding]."""
 
-        managed_by = binding
+        def _ordinary(self) -> nn.Parameter:
+            return binding.ordinary(self)
 
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return binding.handle(func, args, kwargs or {}, _others(types) if len(types) > 1 else ())
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            if id(self) not in memo:
-                memo[id(self)] = binding.ordinary(self)
-            return memo[id(self)]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return binding.ordinary(self).__reduce_ex__(protocol)
-
-        def __repr__(self, **_: Any) -> str:  # torch's own asks for exactly the class `Parameter`
-            return repr(binding.ordinary(self))
-
-    return ManagedParameter
-
-
-def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], type[Tensor], type[Tensor]]:
-    class Alias(base):  # type: ignore[misc,valid-type]
+    class Alias(Managed, alias):  # type: ignore[misc,valid-type]
         """A view of a slot that a use has returned. See Note [Binding]."""
 
-        managed_by = binding
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return binding.handle(func, args, kwargs or {}, _others(types) if len(types) > 1 else ())
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-            if id(self) not in memo:
-                memo[id(self)] = _ordinary_copy(self)
-            return memo[id(self)]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _ordinary_copy(self).__reduce_ex__(protocol)
-
-        # torch's own ask for exactly the class `Tensor`.
-        def __repr__(self, **_: Any) -> str:
-            return repr(_ordinary_copy(self))
+        _ordinary = _ordinary_copy
 
         def __format__(self, spec: str) -> str:
-            return format(_ordinary_copy(self), spec)
+            return format(self._ordinary(), spec)
 
     class Detached(Alias):
         """A stand-in for the same bytes as a parameter: `weight.detach()`, `weight.data`. See Note [Binding]."""
@@ -82,7 +72,7 @@ def alias_classes(binding: Handler, base: type[Tensor]) -> tuple[type[Tensor], t
     class Assembled(Alias):
         """A gradient, or state of the optimizer, that lies in chunks. See Note [Assembled tensors] in `assembled.py`."""
 
-    return Alias, Detached, Assembled
+    return ManagedParameter, Alias, Detached, Assembled
 
 
 def _others(types: Sequence[type]) -> list[type]:

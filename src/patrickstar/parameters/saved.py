@@ -17,13 +17,13 @@ Note [Saved tensors]
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import WeightKey
-from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import (
@@ -130,27 +130,18 @@ class WeightChangedError(StateError, RuntimeError):
     """A weight was changed between forward and backward. Also a RuntimeError, as which PyTorch raises the same thing."""
 
 
+@dataclass(frozen=True, slots=True)
 class SavedTensors:
     """The pair of saved-tensor hooks around uses.
 
-    Args:
-        access: finds what tensors lie in, and brings it again. changes: knows which versions recomputations of a forward have left.
+    Attributes:
+        access: finds what tensors lie in, and brings it again.
         lasting: gives what may be kept of any other tensor. standin: gives a tensor of a parameter's shape and type that holds no slot.
     """
 
-    def __init__(
-        self,
-        access: WeightAccess,
-        changes: Changes,
-        *,
-        lasting: Callable[[torch.Tensor], torch.Tensor],
-        standin: Callable[[torch.nn.Parameter], torch.Tensor],
-    ) -> None:
-        self._find = access.find
-        self._fetch = access.unpack
-        self._was_recomputed = changes.was_recomputed
-        self._lasting = lasting
-        self._standin = standin
+    access: WeightAccess
+    lasting: Callable[[torch.Tensor], torch.Tensor]
+    standin: Callable[[torch.nn.Parameter], torch.Tensor]
 
     def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before."""
@@ -173,13 +164,13 @@ class SavedTensors:
                 return SavedSliceUnderneath(saved, underneath[1])
             if saved is not None and underneath is not None and is_recomputed:
                 # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot.
-                nothing = torch.as_strided(self._standin(saved.owner), tensor.shape, [0] * tensor.dim())
+                nothing = torch.as_strided(self.standin(saved.owner), tensor.shape, [0] * tensor.dim())
                 is_alike = nothing.dtype is tensor.dtype
                 return SavedSliceRecomputed(saved, underneath[0](nothing if is_alike else tensor), underneath[1])
             if saved is not None:
                 return saved
             if type(tensor) is not torch.Tensor:
-                tensor = self._lasting(tensor)
+                tensor = self.lasting(tensor)
             if underneath is not None:
                 return SavedUnderneath(underneath[0](tensor), underneath[1])
             return SavedTensor(tensor, tensor._version)
@@ -188,7 +179,7 @@ class SavedTensors:
 
     def _slice(self, tensor: torch.Tensor, *, is_recomputed: bool) -> SavedSlice | None:
         """A tensor as an alias of a managed parameter; None where it is none."""
-        found = self._find(tensor)
+        found = self.access.find(tensor)
         if found is None:
             return None
         key, offset_bytes, owner = found
@@ -204,9 +195,11 @@ class SavedTensors:
                 with Plain():
                     now = saved.owner._version
                 # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.
-                if now != saved.version and not (saved.is_recomputed and self._was_recomputed(saved.owner, now)):
+                if now != saved.version and not (
+                    saved.is_recomputed and self.access.recomputed.get(id(saved.owner)) == now
+                ):
                     raise WeightChangedError(changed_message(saved.view.shape, now, saved.version))
-                alias = saved.view.over(self._fetch(saved.key))
+                alias = saved.view.over(self.access.unpack(saved.key))
                 if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():
                     self.around_use().__enter__()  # torch takes them away
                 return alias

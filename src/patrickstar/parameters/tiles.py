@@ -40,14 +40,14 @@ def tile_by_tile(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    tiled: Callable[[object], BoundParameter | None],
+    tiled: Mapping[int, BoundParameter],
 ) -> Callable[[], Tensor] | None:
     """A linear or lookup whose weight is in tiles, to be called; None where its weight is not, or where it is asked for more.
 
     Args:
-        func, args, kwargs: one of `TILED`, as torch's override protocol gives it. tiled: the record of a parameter in tiles.
+        func, args, kwargs: one of `TILED`, as torch's override protocol gives it. tiled: the records of parameters in tiles, by `id()`.
     """
-    weight = tiled(args[1] if len(args) > 1 else kwargs.get("weight"))
+    weight = tiled.get(id(args[1] if len(args) > 1 else kwargs.get("weight")))
     if weight is None:
         return None
     tiles = weight.tiles

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
-from patrickstar.parameters.bound import BoundParameter, Places
+from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.plan.touches import UseCounts
@@ -29,7 +29,9 @@ class WeightAccess:
         alias_class: of views of slots that a use has returned. base: the class of ordinary tensors.
 
     Attributes:
-        records, owner, leases: as given. places: whose the bytes of units are. lock: held while bytes are given and taken.
+        records, owner, leases: as given. lock: held while bytes are given and taken.
+        held: how many uses and module calls hold a parameter now, of those that are held.
+        recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
 
     def __init__(
@@ -48,8 +50,15 @@ class WeightAccess:
         self._counts = counts
         self._alias_class = alias_class
         self._base = base
-        self.places = Places(records)
         self.lock = threading.RLock()
+        self.held: dict[BoundParameter, int] = {}
+        self.recomputed: dict[int, int] = {}
+        self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
+        in_units = [bound for bound in records.values() if not bound.tiles]
+        for bound in sorted(in_units, key=lambda bound: bound.offset):
+            starts, owners = self._in_unit.setdefault(bound.ref, ([], []))
+            starts.append(bound.offset * bound.shape_only.element_size())
+            owners.append(bound)
 
     def enter(self, found: Sequence[BoundParameter]) -> None:
         """Gives parameters bytes. Each `enter` has one `leave`."""
@@ -68,8 +77,8 @@ class WeightAccess:
             leased = {bound.key: self.lease(bound.key) for bound in found}
             del units
             for bound in found:
-                bound.depth += 1
-                if bound.depth == 1:
+                self.held[bound] = self.held[bound] + 1 if bound in self.held else 1
+                if self.held[bound] == 1:
                     if torch.is_inference_mode_enabled():
                         with torch.inference_mode(False):
                             bound.tensor().data = bound.over(leased[bound.key])
@@ -94,8 +103,9 @@ class WeightAccess:
         """Takes the bytes of parameters away again; whatever else holds a slot keeps it."""
         with self.lock:
             for bound in found:
-                bound.depth -= 1
-                if not bound.depth:
+                self.held[bound] -= 1
+                if not self.held[bound]:
+                    del self.held[bound]
                     bound.tensor().data = bound.standin
 
     # what uses return and autograd saves
@@ -130,13 +140,17 @@ class WeightAccess:
             return None
         if not isinstance(place.key, PlaneRef):
             return place.key, place.offset_bytes, self.records[place.key].parameter
-        starts, owners = self.places.in_unit[place.key]
+        starts, owners = self._in_unit[place.key]
         return place.key, place.offset_bytes, owners[bisect_right(starts, place.offset_bytes) - 1].tensor()  # type: ignore[return-value]
+
+    def parameters_in(self, key: WeightKey) -> Sequence[BoundParameter]:
+        """The parameters that lie in a weight unit, by rising offset, or the parameter of a copy."""
+        return self._in_unit[key][1] if isinstance(key, PlaneRef) else [self.records[key]]
 
     def unpack(self, key: WeightKey) -> Tensor:
         """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
         with self.lock, Plain():
-            first = self.places.parameters_in(key)[0]
+            first = self.parameters_in(key)[0]
             units = []
             for ref in first.refs:
                 self.owner.unpack(ref, first.name)

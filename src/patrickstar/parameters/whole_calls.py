@@ -48,26 +48,21 @@ class WholeCalls:
         if owner is None:
             return
         found = [bound for bound in map(self._binding.bound, owner.parameters()) if bound is not None]
-        if module.training or (torch.is_grad_enabled() and any(self._requires_grad(bound) for bound in found)):
+        if module.training or (torch.is_grad_enabled() and any(bound.parameter.requires_grad for bound in found)):
             return
         if not container:
             with Plain():
                 self._binding.access.enter(found)
-            stack.callback(self._leave, found)
             parameters = [bound.parameter for bound in found]
-            stack.callback(self._tell, self._binding.changes.watch_call(type(module).__name__, parameters))
+            stack.callback(self._end, found, self._binding.changes.watch_call(type(module).__name__, parameters))
         stack.enter_context(_plain_class(found, self._binding))
 
-    def _requires_grad(self, bound: BoundParameter) -> bool:
-        return bound.parameter.requires_grad
-
-    def _leave(self, found: list[BoundParameter]) -> None:
+    def _end(self, found: list[BoundParameter], watched: WatchedUse) -> None:
         with Plain():
-            self._binding.access.leave(found)
-
-    def _tell(self, watched: WatchedUse) -> None:
-        with Plain():
-            self._binding.changes.tell(watched)
+            try:
+                self._binding.changes.tell(watched)
+            finally:
+                self._binding.access.leave(found)
 
     def after_forward(self, module: nn.Module) -> None:
         """The call is over."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +13,16 @@ from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.user_optimizer import read_state
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.session.loading import Loading
 from patrickstar.session.parts import Parts
 from patrickstar.step.values import Weights
 
-__all__ = ["ValueSource", "take_over"]
+__all__ = ["take_over"]
 
 _log = logging.getLogger("patrickstar")
 
 
-class ValueSource(Protocol):
-    """Values of parameters that come from elsewhere than from the parameters.
-
-    `names`: of which. `keep`: whether those hold their own values until nothing can fail any more; where not, they have the new ones
-    after an error, which is told.
-    """
-
-    @property
-    def names(self) -> Collection[str]: ...
-
-    @property
-    def keep(self) -> bool: ...
-
-    def read(self, name: str) -> Tensor:
-        """The value of one parameter, new at each call."""
-
-
-def take_over(parts: Parts, source: ValueSource | None, optimizer: torch.optim.Optimizer | None) -> None:
+def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optimizer | None) -> None:
     """Moves everything, one parameter at a time, so that no second copy of the model ever exists; then binds the parameters.
 
     Whatever is raised on the way, parameters, gradients and the optimizer's state are as before.
@@ -100,7 +83,7 @@ def _tell(lost: list[str]) -> None:
         )
 
 
-def _fill(bound: BoundParameter, source: ValueSource | None, weights: Weights) -> bool:
+def _fill(bound: BoundParameter, source: Loading | None, weights: Weights) -> bool:
     """Puts a parameter's first value into its place; gives back whether the parameter has one to let go."""
     recorder = deferred_by(bound.parameter)
     if source is not None and bound.name in source.names:

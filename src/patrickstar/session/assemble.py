@@ -17,7 +17,6 @@ from patrickstar.hooks import watch_root
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
-from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.transforms import expect_not_compiled
@@ -115,12 +114,11 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device)
         session = Session(parts, Ties(root, whole_calls, dtypes, buffers))
         if original is not None:
-            managed = ManagedOptimizer(original, target=session, names=binding.names)
+            managed = session.attach(original)
             undo.callback(managed.detach)
             if setup.precision.scales and isinstance(parts.training, DeferredTraining):
-                ours, scale = (managed, original), setup.memory.options.loss_scale or LossScale()
-                session.scaler = LossScaler(scale, parts.training, ours.__contains__)
-            session.attach(managed)
+                scale = setup.memory.options.loss_scale or LossScale()
+                session.scaler = LossScaler(scale, parts.training, managed, original)
         if source is not None:
             source.prepare(named, store.state, setup.budgets)
         take_over(parts, source, original)

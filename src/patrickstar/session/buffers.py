@@ -17,16 +17,17 @@ Kind = tuple[torch.dtype, torch.device]
 """Type and place of a buffer."""
 
 
-def _places(model: nn.Module, *, persistent_only: bool = False) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and not (persistent_only and name in module._non_persistent_buffers_set):
+            if buffer is not None:
                 yield f"{prefix}.{name}" if prefix else name, module, name, buffer
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state dict has, by name."""
-    return {path: buffer for path, _, _, buffer in _places(model, persistent_only=True)}
+    found = _places(model)
+    return {path: buffer for path, module, name, buffer in found if name not in module._non_persistent_buffers_set}
 
 
 def all_buffers(model: nn.Module) -> dict[str, Tensor]:

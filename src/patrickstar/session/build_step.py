@@ -71,6 +71,17 @@ def build_step(
 
     touches = setup.touches(in_a_group)
     events = Events(model=model, named=named, touches=touches, compute=precision.compute)
+    pilot = Pilot(
+        store.state,
+        budget_bytes=lambda: machine.budget[machine.compute] - binding.taken_bytes(),
+        policy=memory.options.eviction,
+        host_bytes=machine.budget[Tier.HOST],
+        spare_bytes=budgets.spare_bytes,
+        costs=machine.costs,
+    )
+    room = room_of(pilot, store, budgets)
+    executor = Executor(pilot, store, room)
+    masters_by_hand = MastersByHand(executor, touches)
     binding = Binding(
         named,
         layout,
@@ -82,17 +93,8 @@ def build_step(
         gradients=gradients,
         device=budgets.stream_device,
         whole=not setup.by_use,
+        rewriting=masters_by_hand if precision.mixed else None,
     )
-    pilot = Pilot(
-        store.state,
-        budget_bytes=lambda: machine.budget[machine.compute] - binding.taken_bytes(),
-        policy=memory.options.eviction,
-        host_bytes=machine.budget[Tier.HOST],
-        spare_bytes=budgets.spare_bytes,
-        costs=machine.costs,
-    )
-    room = room_of(pilot, store, budgets)
-    executor = Executor(pilot, store, room)
     late_planes = LatePlanes(
         layout,
         formats,
@@ -154,7 +156,7 @@ def build_step(
         executor=executor,
         stretches=stretches,
         training=training,
-        escaped=_escaped(binding, events, MastersByHand(executor, touches), mixed=precision.mixed),
+        escaped=EscapedMemory(binding.access, binding.changes, masters_by_hand.carry_if_changed),
         copies=Copies(binding, executor, precision, touches),
         late_planes=late_planes,
         assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
@@ -211,16 +213,3 @@ def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory |
     found = OutOfMemory(executor, room, budgets)
     tell_when_out_of_memory(budgets.device, found)
     return found
-
-
-def _escaped(binding: Binding, events: Events, masters_by_hand: MastersByHand, *, mixed: bool) -> EscapedMemory:
-    """The watch over memory that was handed out, whose changes by hand are carried into masters that are split."""
-    if mixed:
-        binding.changes.rewriting = masters_by_hand
-    return EscapedMemory(
-        binding.access.lease,
-        binding.leases.living,
-        events.changed,
-        before=lambda key: binding.changes.remember(binding.access.places.parameters_in(key)),
-        after=lambda name, before: masters_by_hand.carry_if_changed(binding.records[name], before),
-    )

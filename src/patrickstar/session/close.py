@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -14,7 +13,7 @@ from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import begin_anew, return_state
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import put_on_meta, restore_buffers
-from patrickstar.session.optimizer_state import OptimizerState
+from patrickstar.session.optimizer_target import states_of
 from patrickstar.session.parts import Parts, Ties
 
 __all__ = ["Closing"]
@@ -26,25 +25,16 @@ class Closing:
     """Gives back what was taken, stage by stage: where a disk fails in the middle, what is left can be given back by another try.
 
     Args:
-        optimizer, optimizer_state: of a session that trains.
+        optimizer: of a session that trains.
         keep_weights: whether the model keeps them; otherwise its parameters become meta tensors.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        ties: Ties,
-        *,
-        optimizer: ManagedOptimizer | None,
-        optimizer_state: Callable[[], OptimizerState],
-        keep_weights: bool,
-    ) -> None:
+    def __init__(self, parts: Parts, ties: Ties, *, optimizer: ManagedOptimizer | None, keep_weights: bool) -> None:
         self._parts = parts
         self._ties = ties
         self._optimizer = optimizer
-        self._optimizer_state = optimizer_state
         self._wanted = keep_weights
-        self._keeps = keep_weights and self._weights_fit()
+        self._keeps = keep_weights and self._fits(self._weight_bytes())
 
         self._gradients: dict[str, Tensor] = {}
         self._stages = [self._finish, self._return_gradients, self._return_optimizer_state, self._return_weights]
@@ -121,7 +111,7 @@ class Closing:
             )
             return
         parts.executor.pilot.stretch.reserve(needed)  # chunks make room
-        return_state(self._optimizer.original, parts.binding.names, self._optimizer_state().states())
+        return_state(self._optimizer.original, parts.binding.names, states_of(parts))
 
     def _return_weights(self) -> None:
         # Gradients and moments are no longer wanted: weights may take their room as ordinary tensors.
@@ -152,9 +142,6 @@ class Closing:
         home = self._parts.executor.store.state.home
         rests = [PlaneRef(part.chunk, REST) for part in self._parts.layout.parts(bound.name)]
         return [*bound.refs, *(ref for ref in rests if ref in home)]
-
-    def _weights_fit(self) -> bool:
-        return self._fits(self._weight_bytes())
 
     def _weight_bytes(self) -> int:
         return sum(4 * bound.shape_only.numel() for bound in self._parts.binding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,34 +26,21 @@ def export_model(parts: Parts, directory: Path, *, shard_bytes: int) -> None:
     model, executor = parts.model, parts.executor
     tensors = tensors_of(model)
     kept = own_keys(model, tensors)
-    entries: list[TensorEntry] = []
-    pieces: dict[str, Callable[[], Iterator[Tensor]]] = {}
-    for keys, tensor in tensors.items():
-        if keys not in kept:
-            continue
-        name = parts.binding.names.get(id(tensor))
-        dtype = tensor.dtype if name is None else torch.float32
-        entries.append(TensorEntry(kept[keys], dtype, tuple(tensor.shape)))
-        pieces[kept[keys]] = _of_buffer(tensor) if name is None else _of_parameter(parts, name)
+    names = parts.binding.names
+    found = {key: (tensor, names.get(id(tensor))) for keys, tensor in tensors.items() if (key := kept.get(keys))}
+
+    def pieces(key: str) -> Iterator[Tensor]:
+        tensor, name = found[key]
+        return iter([tensor.detach().contiguous().reshape(-1)]) if name is None else parts.weight_pieces(name)
+
     with executor.lock, executor.quiet():
         write_model(
             directory,
-            entries,
-            read=lambda key: pieces[key](),
+            [
+                TensorEntry(key, tensor.dtype if name is None else torch.float32, tuple(tensor.shape))
+                for key, (tensor, name) in found.items()
+            ],
+            read=pieces,
             describe=lambda to: describe(model, torch.float32, to),
             shard_bytes=shard_bytes,
         )
-
-
-def _of_parameter(parts: Parts, name: str) -> Callable[[], Iterator[Tensor]]:
-    def pieces() -> Iterator[Tensor]:
-        if parts.binding.by_name[name].shape_only.is_contiguous():
-            yield from parts.weights.master_pieces(name)
-        else:
-            yield parts.weights.read(name).contiguous().reshape(-1)
-
-    return pieces
-
-
-def _of_buffer(buffer: Tensor) -> Callable[[], Iterator[Tensor]]:
-    return lambda: iter([buffer.detach().contiguous().reshape(-1)])

@@ -172,9 +172,9 @@ def _forecast(
         expect_room(need, budgets.machine_for(need.nbytes))
         ran = list[tuple[Simulation, Trace]]()
         run = PaperRun(
-            setup.planner(choice, lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, formats.now)),
-            state,
-            budgets,
+            planner=setup.planner(choice, lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, formats.now)),
+            state=state,
+            budgets=budgets,
             forward=step,
             update_of=update_of,
             traces=known,

@@ -28,9 +28,10 @@ _SHOWN = 5
 
 
 class Loading:
-    """Weights of a model from files: a source of values for `take_over`.
+    """Weights of a model from files, of which `take_over` asks first.
 
-    `names`: parameters whose values the files have. `keep`: as `ValueSource` has it.
+    `names`: parameters whose values the files have. `keep`: whether those hold their own values until nothing can fail any more; where not, they
+    have the new ones after an error, which is told.
     """
 
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], path: Path) -> None:

@@ -38,58 +38,44 @@ class PaperStep:
     moved: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class PaperRun:
     """Steps of `forward, backward, clip where that is wanted, optimizer.step(), zero_grad()`, none of which departs from its trace.
 
-    Args:
-        state: where everything rests before `manage` fills in the weights. forward: the trace of a forward and its backward.
+    Attributes:
+        state: where everything rests, at first before `manage` fills in the weights. forward: the trace of a forward and its backward.
         update_of: gives the trace of the update with chunks on these tiers. traces: of the norm.
         trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
         clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
-        whole: whether a backward updates chunks whole where there is room. gradient_bytes: where parameters keep their bytes, what
-            gradients take beside chunks and what the trace has; None: they are bound by use. simulated: is told of each stretch that was carried out.
-
-    Attributes:
+        whole: whether a backward updates chunks whole where there is room. gradient_bytes: where parameters keep their bytes, what gradients take
+            beside chunks and what the trace has; None: they are bound by use. simulated: is told of each stretch that was carried out.
         peak: bytes by tier, of all steps so far.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        state: Residency,
-        budgets: Budgets,
-        *,
-        forward: Trace,
-        update_of: Callable[..., Trace],
-        traces: StepTraces,
-        trained: Collection[str],
-        clips: bool,
-        in_backward: bool,
-        whole: bool,
-        gradient_bytes: int | None,
-        simulated: Callable[[Simulation, Trace], object],
-    ) -> None:
-        self._planner = planner
-        self._budgets = budgets
-        self._forward_trace = forward
-        self._update_of = update_of
-        self._traces = traces
-        self._trained = trained
-        self._clips = clips
-        self._in_backward = in_backward
-        self._whole = whole
-        self._gradient_bytes = gradient_bytes
-        self._simulated = simulated
+    planner: Planner
+    state: Residency
+    budgets: Budgets
+    forward: Trace
+    update_of: Callable[..., Trace]
+    traces: StepTraces
+    trained: Collection[str]
+    clips: bool
+    in_backward: bool
+    whole: bool
+    gradient_bytes: int | None
+    simulated: Callable[[Simulation, Trace], object]
 
-        self.state = state
-        self.peak: Counter[str] = Counter()
-        self._level_bytes = max(budgets.passes.update, forward.peak)
-        self._pending: Trace | None = None
-        self._done = 0
+    peak: Counter[str] = field(default_factory=Counter)
+    _level_bytes: int = 0
+    _pending: Trace | None = None
+    _done: int = 0
+
+    def __post_init__(self) -> None:
+        self._level_bytes = max(self.budgets.passes.update, self.forward.peak)
 
     def settle(self) -> tuple[PaperStep, PaperStep]:
         """The first step, and the one that repeats itself, once steps do."""
-        self._fill(self._planner.layout)
+        self._fill(self.planner.layout)
         first = last = self.step()
         starts = [str(self.state.snapshot())]
         for _ in range(_STEPS_TO_SETTLE - 1):
@@ -103,11 +89,11 @@ class PaperRun:
     def step(self) -> PaperStep:
         """One step. BudgetError: some moment of it does not fit."""
         step = PaperStep()
-        if self._gradient_bytes is not None:
-            self._step_whole(step, self._gradient_bytes)
+        if self.gradient_bytes is not None:
+            self._step_whole(step, self.gradient_bytes)
             return step
         self._forward(step)
-        if self._clips:
+        if self.clips:
             self._norm(step)
         self._update(step)
         self._done += 1
@@ -115,15 +101,15 @@ class PaperRun:
 
     def _step_whole(self, step: PaperStep, gradient_bytes: int) -> None:
         """A step in which nothing moves (Note [Whole] in the binding): gradients are tensors, the optimizer's step is no stretch."""
-        layout, pilot = self._planner.layout, self._pilot()
+        layout, pilot = self.planner.layout, self._pilot()
         for name in layout.slices:
             self._use(pilot, name, [Touch(ref) for ref in layout.weight_units(name)])
         start, peak = self.state, self.peak.copy()
-        draft = self._plan(StretchKind.TRAINING, self._forward_trace)
+        draft = self._plan(StretchKind.TRAINING, self.forward)
         self._carry_out(draft, step)
         self.state, self.peak = start, peak  # whose gradients are in slots
         self._note_peak(draft.trace.peak + gradient_bytes)
-        for name in self._trained:
+        for name in self.trained:
             for part in layout.parts(name):
                 self._use(pilot, name, [Touch(PlaneRef(part.chunk, plane), True) for plane in (EXP_AVG, EXP_AVG_SQ)])
         self._note_peak(gradient_bytes)
@@ -137,36 +123,34 @@ class PaperRun:
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
-                draft = self._plan(
-                    StretchKind.TRAINING, self._forward_trace, updates=pending, unwanted=self._gradients()
-                )
+                draft = self._plan(StretchKind.TRAINING, self.forward, updates=pending, unwanted=self._gradients())
             except BudgetError:  # of the host below a device, which has room for one after the other
                 self._update_apart(pending, step)
             else:
                 self._carry_out(draft, step)
                 return
-        draft = self._plan(StretchKind.TRAINING, self._forward_trace, whole=self._whole)
+        draft = self._plan(StretchKind.TRAINING, self.forward, whole=self.whole)
         self._carry_out(draft, step)
         if draft.whole_chunks is not None:
             let_gradients_go(self.state, keeps=True)
             self.state.shrink(sorted(ref for ref in draft.whole_chunks.homes if self.state.is_free(ref)))
 
     def _norm(self, step: PaperStep) -> None:
-        trace = self._traces.norm(self._trained)
-        if self._planner.weaves and self._budgets.stream_device is None:
+        trace = self.traces.norm(self.trained)
+        if self.planner.weaves and self.budgets.stream_device is None:
             nearest = self._pilot().nearest
-            trace = self._planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
+            trace = self.planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
         self._carry_out(self._plan(StretchKind.NORM, trace), step)
 
     def _update(self, step: PaperStep) -> None:
-        if self._in_backward:
-            if self._trained:
-                self._carry_out(self._plan(StretchKind.UPDATE, self._update_of()), step)
+        if self.in_backward:
+            if self.trained:
+                self._carry_out(self._plan(StretchKind.UPDATE, self.update_of()), step)
             let_gradients_go(self.state, keeps=False)
             return
-        tiers = self._planner.tiers(self._update_of(), self.state, taken_bytes=0, level_bytes=self._level_bytes)
-        update = self._update_of(frozenset(tiers.items()))
-        if self._planner.weaves:
+        tiers = self.planner.tiers(self.update_of(), self.state, taken_bytes=0, level_bytes=self._level_bytes)
+        update = self.update_of(frozenset(tiers.items()))
+        if self.planner.weaves:
             self._pending = update
         else:
             self._update_apart(update, step)
@@ -176,19 +160,19 @@ class PaperRun:
         let_gradients_go(self.state, keeps=False)
 
     def _plan(self, kind: StretchKind, trace: Trace, **expected: Any) -> Draft:
-        if self._planner.keeps:
+        if self.planner.keeps:
             self._level_bytes = max(self._level_bytes, trace.peak)
         is_last = kind is StretchKind.TRAINING and self._done > 0
         level = self._level_bytes
-        return self._planner.plan(
+        return self.planner.plan(
             Ask(kind=kind, trace=trace, start=self.state, level_bytes=level, is_last=is_last, **expected)
         )
 
     def _carry_out(self, draft: Draft, step: PaperStep) -> None:
         plan, trace = draft.made, draft.trace
-        self._planner.began(draft.ask.kind, trace)
-        simulated = simulate(plan, trace, layout=self._planner.layout, machine=plan.machine)
-        self._simulated(simulated, trace)
+        self.planner.began(draft.ask.kind, trace)
+        simulated = simulate(plan, trace, layout=self.planner.layout, machine=plan.machine)
+        self.simulated(simulated, trace)
         for tier, nbytes in simulated.peak.items():
             self.peak[tier] = max(self.peak[tier], nbytes)
         step.plans.append(plan)
@@ -216,11 +200,11 @@ class PaperRun:
         residency.mark_moment(self.state, Moment(Phase.STEP, name, tuple(touches)))
 
     def _pilot(self) -> Pilot:
-        budget = self._budgets.machine.budget
+        budget = self.budgets.machine.budget
         return Pilot(
             self.state,
             budget_bytes=lambda: budget[self.state.compute],
             host_bytes=budget.get(Tier.HOST, 0),
-            spare_bytes=self._budgets.spare_bytes,
-            policy=self._planner.policy,
+            spare_bytes=self.budgets.spare_bytes,
+            policy=self.planner.policy,
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.hooks import Watched
@@ -53,6 +53,21 @@ class Parts:
     def steps(self) -> dict[str, int]:
         """Updates so far, by parameter."""
         return self.training.steps if self.training is not None else {}
+
+    def begin_access(self) -> None:
+        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""
+        self.events.forget_abandoned_backward()
+        self.executor.settle()
+        self.events.check_watch()
+        self.events.take_back()
+        self.stretches.pause()
+
+    def weight_pieces(self, name: str) -> Iterator[Tensor]:
+        """A parameter's elements in fp32, in order, in contiguous 1-D pieces."""
+        if self.binding.by_name[name].shape_only.is_contiguous():
+            yield from self.weights.master_pieces(name)
+        else:
+            yield self.weights.read(name).contiguous().reshape(-1)
 
     def expect_whole_model(self) -> None:
         """Raises StateError where the weights are of no one step, or not those that are managed."""

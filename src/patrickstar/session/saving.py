@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,43 +28,42 @@ _EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
 _PLANES = MappingProxyType({"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ})
 
 
+@dataclass(frozen=True, slots=True)
 class Saving:
     """Writes and reads checkpoints, a piece at a time.
 
-    Args:
-        parts: of the session. groups: the optimizer's live parameter groups, or None. scaler: scales losses.
+    Attributes:
+        parts: of the session. live_groups: the optimizer's parameter groups, or None. scaler: scales losses.
     """
 
-    def __init__(self, parts: Parts, groups: list[dict[str, Any]] | None, scaler: torch.amp.GradScaler) -> None:
-        self._parts = parts
-        self._binding = parts.binding
-        self._executor = parts.executor
-        self._weights = parts.weights
-        self._steps = parts.steps
-        self._live_groups = groups
-        self._scaler = scaler
+    parts: Parts
+    live_groups: list[dict[str, Any]] | None
+    scaler: torch.amp.GradScaler
 
     def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
-        self._executor.settle()
-        buffers = persistent_buffers(self._parts.model)
+        self.parts.executor.settle()
+        buffers = persistent_buffers(self.parts.model)
         entries = [
-            TensorEntry(f"weight/{b.name}", torch.float32, tuple(b.shape_only.shape), "weights") for b in self._binding
+            TensorEntry(f"weight/{b.name}", torch.float32, tuple(b.shape_only.shape), "weights")
+            for b in self.parts.binding
         ]
         entries += [TensorEntry(f"buffer/{name}", t.dtype, tuple(t.shape), "buffers") for name, t in buffers.items()]
-        for bound in self._binding:
-            if bound.name in self._steps:
+        for bound in self.parts.binding:
+            if bound.name in self.parts.steps:
                 shape = tuple(bound.shape_only.shape)
                 entries += [TensorEntry(f"{kind}/{bound.name}", torch.float32, shape, "moments") for kind in _PLANES]
-        groups = self._groups()
+        live = self.live_groups
         state: dict[str, Any] = {
-            "steps": dict(self._steps),
-            "rng": rng.capture(self._binding.device),
-            "groups": groups,
+            "steps": dict(self.parts.steps),
+            "rng": rng.capture(self.parts.binding.device),
+            "groups": None
+            if live is None
+            else [{key: group[key] for key in group if key != "params"} for group in live],
             "group_parameters": self._group_parameters(),
-            "scaler": self._scaler.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
-        with self._executor.lock, self._executor.quiet():
+        with self.parts.executor.lock, self.parts.executor.quiet():
             return write_step(
                 directory,
                 step,
@@ -81,11 +81,11 @@ class Saving:
             reader.require_model(self._shapes())
             reader.verify()
             state, extra = reader.values["state"], reader.values["extra"]
-            buffers = persistent_buffers(self._parts.model)
+            buffers = persistent_buffers(self.parts.model)
             steps = self._check(reader, state, buffers)
             assert isinstance(state, dict)
             self._forget()
-            with self._executor.lock, self._executor.quiet():
+            with self.parts.executor.lock, self.parts.executor.quiet():
                 for name in reader.spans:
                     kind, _, owner = name.partition("/")
                     if kind == "buffer":
@@ -94,40 +94,34 @@ class Saving:
                         self._read_weight(reader, name, owner)
                     else:
                         self._read_average(reader, name, owner, _PLANES[kind])
-                for name in set(self._steps) - set(steps):
-                    self._weights.clear_averages(name)
-            self._steps.clear()
-            self._steps.update(steps)
-            self._binding.changes.stepped(self._binding.by_name)
-            live = self._live_groups
+                for name in set(self.parts.steps) - set(steps):
+                    self.parts.weights.clear_averages(name)
+            self.parts.steps.clear()
+            self.parts.steps.update(steps)
+            self.parts.binding.changes.stepped(self.parts.binding.by_name)
+            live = self.live_groups
             if live is not None and state["groups"] is not None:
                 restore_groups(live, {"param_groups": state["groups"]})
-            if self._scaler.is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
-                self._scaler.load_state_dict(state["scaler"])
-            rng.restore(state["rng"], self._binding.device)
+            if self.scaler.is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
+                self.scaler.load_state_dict(state["scaler"])
+            rng.restore(state["rng"], self.parts.binding.device)
             return reader.step, extra
 
     def _forget(self) -> None:
         """Ends what is under way, and lets gradients go: everything is about to be loaded anew."""
-        self._executor.settle()
-        self._parts.stretches.end()
-        training = self._parts.training
+        self.parts.executor.settle()
+        self.parts.stretches.end()
+        training = self.parts.training
         if training is not None:
             training.zero_grad(set_to_none=True)
             training.forget_unfinished()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {bound.name: tuple(bound.shape_only.shape) for bound in self._binding}
-
-    def _groups(self) -> list[dict[str, Any]] | None:
-        live = self._live_groups
-        if live is None:
-            return None
-        return [{key: value for key, value in group.items() if key != "params"} for group in live]
+        return {bound.name: tuple(bound.shape_only.shape) for bound in self.parts.binding}
 
     def _group_parameters(self) -> list[list[str]]:
-        names = self._binding.names
-        return [[names[id(parameter)] for parameter in group["params"]] for group in self._live_groups or ()]
+        names = self.parts.binding.names
+        return [[names[id(parameter)] for parameter in group["params"]] for group in self.live_groups or ()]
 
     def _check(self, reader: StepReader, state: object, buffers: Mapping[str, Tensor]) -> dict[str, int]:
         where = reader.path
@@ -138,9 +132,9 @@ class Saving:
         ):
             raise CheckpointError(f"{where}: its state is not that of a session")
         steps = state["steps"]
-        if not all(name in self._binding.by_name and isinstance(count, int) for name, count in steps.items()):
+        if not all(name in self.parts.binding.by_name and isinstance(count, int) for name, count in steps.items()):
             raise CheckpointError(f"{where}: its counts of updates are not of this model's parameters")
-        wanted = {f"weight/{bound.name}": tuple(bound.shape_only.shape) for bound in self._binding}
+        wanted = {f"weight/{bound.name}": tuple(bound.shape_only.shape) for bound in self.parts.binding}
         wanted |= {f"{kind}/{name}": wanted[f"weight/{name}"] for name in steps for kind in _PLANES}
         wanted |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
         found = {name: span.shape for name, span in reader.spans.items()}
@@ -155,11 +149,11 @@ class Saving:
                     f"{where}: {name} is {span.dtype}, expected {expected}: a checkpoint of another precision"
                 )
         self._check_groups(where, state["groups"], state["group_parameters"])
-        rng.check(state["rng"], self._binding.device)
+        rng.check(state["rng"], self.parts.binding.device)
         return steps
 
     def _check_groups(self, where: Path, groups: list[object] | None, parameters: list[list[str]]) -> None:
-        live = self._live_groups
+        live = self.live_groups
         if live is None or groups is None:
             return
         if len(groups) != len(live):
@@ -180,29 +174,27 @@ class Saving:
         if kind == "buffer":
             yield buffers[owner].detach().cpu().contiguous().reshape(-1)
             return
-        bound = self._binding.by_name[owner]
-        if not bound.shape_only.is_contiguous():
-            whole = self._weights.read(owner) if kind == "weight" else self._weights.read_average(owner, _PLANES[kind])
-            yield whole.contiguous().reshape(-1)
-        elif kind == "weight":
-            yield from self._weights.master_pieces(owner)
+        if kind == "weight":
+            yield from self.parts.weight_pieces(owner)
+        elif not self.parts.binding.by_name[owner].shape_only.is_contiguous():
+            yield self.parts.weights.read_average(owner, _PLANES[kind]).contiguous().reshape(-1)
         else:
-            yield from self._weights.average_pieces(owner, _PLANES[kind])
+            yield from self.parts.weights.average_pieces(owner, _PLANES[kind])
 
     def _read_weight(self, reader: StepReader, name: str, owner: str) -> None:
-        bound = self._binding.by_name[owner]
+        bound = self.parts.binding.by_name[owner]
         if not bound.shape_only.is_contiguous():
-            self._weights.fill(bound, reader.read(name))
+            self.parts.weights.fill(bound, reader.read(name))
             return
-        for part in self._parts.layout.parts(owner):
-            self._weights.read_into(owner, part, lambda master, at: reader.read_into(name, master, start=at))
+        for part in self.parts.layout.parts(owner):
+            self.parts.weights.read_into(owner, part, lambda master, at: reader.read_into(name, master, start=at))
 
     def _read_average(self, reader: StepReader, name: str, owner: str, plane: str) -> None:
-        if not self._binding.by_name[owner].shape_only.is_contiguous():
-            self._weights.write_average(owner, plane, reader.read(name))
+        if not self.parts.binding.by_name[owner].shape_only.is_contiguous():
+            self.parts.weights.write_average(owner, plane, reader.read(name))
             return
         at = 0
-        for target in self._weights.average_pieces(owner, plane, writes=True):
+        for target in self.parts.weights.average_pieces(owner, plane, writes=True):
             here = target if target.is_cpu else torch.empty(target.shape, device="cpu")
             reader.read_into(name, here, start=at)
             if here is not target:

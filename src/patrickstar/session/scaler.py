@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +25,10 @@ class LossScaler(torch.amp.GradScaler):
     Whether gradients have overflowed is found as they arrive. They are divided by the scale when they are next used, in fp32.
 
     Args:
-        training: whose gradients they are. is_ours: whether an optimizer is the session's.
+        training: whose gradients they are. ours: the session's optimizers.
     """
 
-    def __init__(
-        self, options: LossScale, training: DeferredTraining, is_ours: Callable[[torch.optim.Optimizer], bool]
-    ) -> None:
+    def __init__(self, options: LossScale, training: DeferredTraining, *ours: torch.optim.Optimizer) -> None:
         super().__init__(
             "cpu",
             init_scale=float(options.initial),
@@ -41,7 +38,7 @@ class LossScaler(torch.amp.GradScaler):
         )
         self._rule = ScaleRule(options)
         self._training = training
-        self._is_ours = is_ours
+        self._ours = ours
 
         self._overflowed: list[OverflowFlag] = []
         self._unscaled = False
@@ -129,7 +126,7 @@ class LossScaler(torch.amp.GradScaler):
         self._rule.load_state_dict(state_dict)
 
     def _expect_ours(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._is_ours(optimizer):
+        if optimizer not in self._ours:
             raise StateError(
                 "session.scaler steps session.optimizer alone: other optimizers need a scaler of their own"
             )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
-from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.memory.device_failure import noticed_at
@@ -20,10 +19,9 @@ from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
 from patrickstar.session.exporting import export_model
-from patrickstar.session.optimizer_state import OptimizerState
+from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts, Ties
 from patrickstar.session.saving import Saving
-from patrickstar.session.state_mapping import StateMapping
 from patrickstar.session.stats import Stats, gather_stats
 from patrickstar.step.training import Training
 from patrickstar.units import parse_size
@@ -50,7 +48,6 @@ class Session:
 
         self._closed = False
         self._closing: Closing | None = None
-        self._state: StateMapping | None = None
         self.unclosed: weakref.finalize[Any, Any] | None = None
         """Warns of a session that nobody closes; `manage` sets it."""
 
@@ -60,12 +57,11 @@ class Session:
         model = type(self._parts.model).__name__
         return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._closed else ''}>"
 
-    def attach(self, optimizer: ManagedOptimizer) -> None:
-        """The optimizer that asks this session to step; `manage` calls this once."""
-        self.optimizer = optimizer
-
-    def _groups(self) -> list[dict[str, Any]] | None:
-        return None if self.optimizer is None else self.optimizer.param_groups
+    def attach(self, original: torch.optim.Optimizer) -> ManagedOptimizer:
+        """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this once."""
+        target = OptimizerTarget(self._parts, original, self._expect_open)
+        self.optimizer = ManagedOptimizer(original, target=target, names=self._parts.binding.names)
+        return self.optimizer
 
     @property
     def plan(self) -> Plan | None:
@@ -203,56 +199,12 @@ class Session:
         export_model(self._parts, Path(dir), shard_bytes=shard_bytes)
 
     def _saving(self) -> Saving:
-        return Saving(self._parts, self._groups(), self.scaler)
+        groups = None if self.optimizer is None else self.optimizer.param_groups
+        return Saving(self._parts, groups, self.scaler)
 
     def _steps(self) -> int:
         self._parts.executor.settle()
         return self._steps_before + self._parts.stretches.counts.steps
-
-    # what the optimizer asks for (optim.managed.StepTarget)
-
-    def step_groups(self) -> None:
-        """The optimizer's step."""
-        events = self._parts.events
-        events.forget_abandoned_backward()
-        events.check_watch()
-        events.take_back()
-        self._training().step()
-        if events.watches:  # what is written to that memory from now on comes after this update
-            self._parts.executor.settle()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """The optimizer's `zero_grad`."""
-        self._parts.events.forget_abandoned_backward()
-        names = set(self.optimizer.hypers()) if self.optimizer is not None else None
-        self._training().zero_grad(set_to_none=set_to_none, names=names)
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's state in torch's format, whole. BudgetError where it does not fit at once."""
-        self._begin_access()
-        return self._optimizer_state().whole(room_bytes=self._room_bytes())
-
-    def optimizer_state(self) -> StateMapping:
-        """The optimizer's state by parameter, bound by use; one and the same mapping."""
-        if self._state is None:
-            self._training()
-            self._state = StateMapping(
-                self._parts,
-                parameters=lambda: [parameter for group in self._groups() or () for parameter in group["params"]],
-                expect_open=self._expect_open,
-                begin_access=self._begin_access,
-            )
-        return self._state
-
-    def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a state in torch's format."""
-        self._begin_access()
-        self._optimizer_state().load(state_dict)
-
-    def _optimizer_state(self) -> OptimizerState:
-        groups = self._groups()
-        assert groups is not None
-        return OptimizerState(self._parts, groups)
 
     def _training(self) -> Training:
         self._expect_open()
@@ -279,7 +231,6 @@ class Session:
                 self._parts,
                 self._ties,
                 optimizer=self.optimizer,
-                optimizer_state=self._optimizer_state,
                 keep_weights=keep_weights,
             )
         elif not keep_weights:
@@ -289,18 +240,6 @@ class Session:
         self._closed = True
         if self.unclosed is not None:
             self.unclosed.detach()
-
-    def _room_bytes(self) -> int | None:
-        """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""
-        budget, state = self._parts.host_budget_bytes, self._parts.executor.store.state
-        if budget is None:
-            return None
-        if state.compute is Tier.DEVICE:
-            resting = [ref for ref, tier in state.home.items() if tier is Tier.HOST]
-        else:
-            resting = [ref for ref, tier in state.home.items() if tier is state.compute]
-        at_rest = sum(state.unit_bytes(ref) for ref in resting)
-        return budget - at_rest - 2 * max(state.unit_bytes(ref) for ref in state.home)
 
     def __enter__(self) -> Session:
         self._expect_open()
@@ -316,10 +255,5 @@ class Session:
             raise StateError(f"{self!r} is closed: the model has ordinary parameters; manage it again")
 
     def _begin_access(self) -> None:
-        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""
         self._expect_open()
-        self._parts.events.forget_abandoned_backward()
-        self._parts.executor.settle()
-        self._parts.events.check_watch()
-        self._parts.events.take_back()
-        self._parts.stretches.pause()
+        self._parts.begin_access()

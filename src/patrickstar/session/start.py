@@ -199,11 +199,6 @@ def layout_of(
     return build_layout(specs, chunk_numel=chunk_numel)
 
 
-def _expect_no_hooks(name: str, weight: nn.Parameter, use: str) -> None:
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        raise LayoutError(f"{name} has hooks, and {use}: {NOT_ONE_TENSOR}")
-
-
 def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | None) -> dict[str, int]:
     """Elements of a tile, by name, of the weights of linears and embeddings that have more rows than this; None: no weight has tiles.
 
@@ -224,7 +219,8 @@ def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | 
         if weight is None or weight.shape[0] <= rows or not weight.numel():
             continue
         name = names[id(weight)]
-        _expect_no_hooks(name, weight, f"would be used in tiles of {rows} rows")
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise LayoutError(f"{name} has hooks, and would be used in tiles of {rows} rows: {NOT_ONE_TENSOR}")
         tiles[name] = rows * (weight.numel() // weight.shape[0])
     return tiles
 

@@ -25,24 +25,16 @@ class StateMapping(MutableMapping[Tensor, Any]):
     """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty.
 
     Args:
-        parts: of the session. parameters: those of the optimizer's groups, in order.
-        expect_open: raises where the session is closed. begin_access: the same, and anything may be written afterwards.
+        parts: of the session. optimizer: the one that was passed to `manage`. expect_open: raises where the session is closed.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        *,
-        parameters: Callable[[], list[Tensor]],
-        expect_open: Callable[[], None],
-        begin_access: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer, *, expect_open: Callable[[], None]) -> None:
+        self._parts = parts
         self._binding = parts.binding
         self._weights = parts.weights
         self._steps = parts.steps
-        self._parameters = parameters
+        self._optimizer = optimizer
         self._expect_open = expect_open
-        self._begin_access = begin_access
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         self._expect_open()
@@ -58,7 +50,8 @@ class StateMapping(MutableMapping[Tensor, Any]):
 
     def __iter__(self) -> Iterator[Tensor]:
         self._expect_open()
-        seen = dict.fromkeys(id(parameter) for parameter in self._parameters() if parameter in self)
+        groups = self._optimizer.param_groups
+        seen = dict.fromkeys(id(each) for group in groups for each in group["params"] if each in self)
         named = {id(bound.parameter): bound.parameter for bound in self._binding}
         return iter([named[key] for key in seen])
 
@@ -160,6 +153,10 @@ class StateMapping(MutableMapping[Tensor, Any]):
             return
         self._steps[name] = count_of(AssembledKey(name, STEP), value)
         self._binding.assembled.changed(AssembledKey(name, STEP))
+
+    def _begin_access(self) -> None:
+        self._expect_open()
+        self._parts.begin_access()
 
     def _name(self, parameter: Tensor) -> str:
         name = self._binding.names.get(id(parameter))

@@ -277,8 +277,8 @@ class OfflineTracer:
                     dtypes=self.dtypes,
                     copied=self.copied,
                     gradients=self.gradients,
+                    rewriting=owner,
                 )
-                owner.binding.changes.rewriting = owner
                 owner.binding.bind()
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())

@@ -24,6 +24,7 @@ from tests.optim.test_norm import (  # noqa: F401
     test_what_is_not_finite_shows_wherever_it_is,
     test_what_one_tensor_has_left_is_none_of_the_next_ones,
     test_without_gradients_the_norm_is_zero,
+    total,
 )
 
 
@@ -35,4 +36,4 @@ def make_norm() -> Callable[[], Norm]:
 def test_a_long_tensor_is_summed_by_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_norm, "_SPAN_NUMEL", BLOCK_NUMEL)
     tensors = gradients((3 * BLOCK_NUMEL + 100,))
-    assert added(TritonNorm(torch.device("cpu")), tensors).sum_of_squares() == defined_sum(tensors)
+    assert total(added(TritonNorm(torch.device("cpu")), tensors)) == defined_sum(tensors)
