@@ -130,6 +130,7 @@ class Binding:
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
         self._addresses: list[tuple[BoundParameter, int]] = []  # of parameters that keep their bytes
+        self._trained: set[str] = set()  # of these
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
@@ -182,6 +183,7 @@ class Binding:
                 bound.parameter.__class__ = nn.Parameter
                 self._hold(bound)
             self._addresses = [(bound, bound.tensor().data_ptr()) for bound in self]
+            self._trained = {bound.name for bound in self if bound.tensor().requires_grad}
             self.gradients.stay_put()
             # One tells of a backward: gradients stay where they are.
             self.gradients.watch(next((bound for bound in self if bound.parameter.requires_grad), next(iter(self))))
@@ -197,15 +199,20 @@ class Binding:
         bound.parameter.data = torch.as_strided(part, bound.shape_only.shape, bound.shape_only.stride())
 
     def take_back(self) -> None:
-        """Takes over the values of memory that was given by hand to parameters that keep their bytes (`p.data = value`).
+        """Takes over what was done by hand to parameters that keep their bytes: other memory (`p.data = value`), an end of being frozen.
 
         Raises:
-            StateError: the memory is of another shape, type or device.
+            StateError: the memory is of another shape, type or device. BudgetError: there is no room for training what was frozen.
         """
         with Plain():
             for bound, address in self._addresses:
-                if bound.tensor().data_ptr() != address:
+                parameter = bound.tensor()
+                if parameter.data_ptr() != address:
                     self._take_value(bound)
+                if parameter.requires_grad and bound.name not in self._trained:
+                    self._owner.thawed(bound.name)
+                    self._trained.add(bound.name)
+                    self.gradients.watch(bound)
 
     def _take_value(self, bound: BoundParameter) -> None:
         value, place = bound.parameter.data, bound.shape_only
