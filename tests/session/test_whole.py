@@ -253,3 +253,130 @@ def test_a_second_session_over_the_model_or_a_part_of_it_is_refused():
         for part in (model, nn.Sequential(model), model.first):
             with pytest.raises(StateError, match="managed already, by <Session of Model"):
                 patrickstar.manage(part, torch.optim.AdamW(part.parameters()))
+
+
+ROOMY = {"device": "emulated", "device_memory": "256KiB", "host_memory": "8MiB"}
+"""Room for the model states of six linears (of which each takes 4 KiB a plane), and for the activations of small batches beside them."""
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
+
+
+def step_with(model, optimizer, rows):
+    loss = model(torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("machine", [ROOMY, {"host_memory": "2GiB"}], ids=["emulated", "host"])
+def test_under_a_budget_that_holds_all_model_states_parameters_keep_their_bytes(machine):
+    plain, model = stack(), stack()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **machine) as session:
+        for _ in range(3):
+            assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
+        stats = session.stats()
+        assert (stats.binding, stats.planned_steps, stats.reactive_steps) == ("whole", 3, 0)
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert equal(list(plain.parameters()), list(model.parameters()))
+
+
+def test_from_the_first_forward_on_that_does_not_fit_they_are_bound_by_use(caplog):
+    caplog.set_level("INFO", logger="patrickstar")
+    plain, model = stack(), stack()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
+        for number, rows in enumerate([4, 4, 80, 80, 4, 4], start=1):
+            if number == 3:  # gradients of the user's own stay what they are
+                plain[0].weight.grad, model[0].weight.grad = torch.ones(32, 32), torch.ones(32, 32)
+            assert torch.equal(step_with(plain, optimizer, rows), step_with(model, session.optimizer, rows))
+            assert session.stats().binding.startswith("whole" if number < 3 else "by use: beside")
+        assert session.stats().peak["device"] <= 256 * 1024
+    assert equal(list(plain.parameters()), list(model.parameters()))
+    assert sum("bound by use from now on" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("held", ["a graph", "a view"])
+def test_a_forward_for_which_they_would_have_to_move_is_refused_while_they_are_held(held):
+    plain, model = stack(), stack()
+    optimizer = adamw(plain)
+    small, large = torch.randn(4, 32), torch.randn(80, 32)
+    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
+        kept = model(small).square().sum() if held == "a graph" else [p.data for p in model.parameters()]
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(patrickstar.BudgetError, match="chunks of weights are held"):
+            model(large)
+        assert equal(before, list(model.parameters()))
+        assert session.stats().binding == "whole"
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        if held == "a graph":
+            plain(small).square().sum().backward()
+            kept.backward()
+            optimizer.step()
+            session.optimizer.step()
+        del kept, before
+        assert torch.equal(plain(large), model(large))
+        assert equal(list(plain.parameters()), [session.state_dict()[name] for name in dict(model.named_parameters())])
+
+
+def test_what_a_forecast_says_of_the_peak_is_what_is_taken():
+    from patrickstar.session.forecast import forecast
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = stack()
+
+        def forward(self, x):
+            return {"loss": self.body(x).square().sum()}
+
+    model, batch = Loss(), torch.randn(4, 32)
+    found = forecast(model, {"x": batch}, host_memory="2GiB")
+    with patrickstar.manage(model, adamw(model), host_memory="2GiB") as session:
+        for _ in range(3):
+            model(batch)["loss"].backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        assert session.stats().peak["host"] == found.peak["host"]
+
+
+def test_a_parameter_that_is_trained_later_gets_its_averages():
+    plain, model = stack(), stack()
+    for each in (plain, model):
+        each[0].requires_grad_(False)
+    optimizer = patrickstar.AdamW(plain.parameters(), lr=1e-2)
+    with patrickstar.manage(model, patrickstar.AdamW(model.parameters(), lr=1e-2), **ROOMY) as session:
+        for number in range(4):
+            if number == 2:
+                plain[0].requires_grad_(True)
+                model[0].requires_grad_(True)
+            assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
+        assert session.stats().binding == "whole"
+        assert equal(list(plain.parameters()), list(model.parameters()))
+
+
+def test_a_checkpoint_is_taken_and_loaded_where_parameters_lie(tmp_path):
+    model = stack()
+    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
+        step_with(model, session.optimizer, 4)
+        session.save_checkpoint(tmp_path)
+        expected = [step_with(model, session.optimizer, 4) for _ in range(2)]
+        after = [parameter.detach().clone() for parameter in model.parameters()]
+        address = model[0].weight.data_ptr()
+        session.load_checkpoint(tmp_path)
+        assert equal(expected, [step_with(model, session.optimizer, 4) for _ in range(2)])
+        assert equal(after, list(model.parameters()))
+        assert model[0].weight.data_ptr() == address
+
+
+def test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_of_torchs():
+    model = stack()
+    with patrickstar.manage(model, adamw(model)) as session:
+        loss = model(torch.randn(4, 32)).square().sum()
+        step_with(model, session.optimizer, 4)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -54,6 +54,7 @@ class GradientAccess:
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
+        self.release()
         self.stay = self._use is not GradientUse.NONE
         self.own = set(self._by_name) if self.stay else set()
 

@@ -103,7 +103,7 @@ class Whole:
         self.binding.let_go()
         held = [ref for ref in weights if ref in store.leases.held()]
         if held:
-            self.binding.bind()
+            self.binding.hold()
             raise BudgetError(
                 f"{why}: parameters would have to move from now on, and {len(held)} of {len(weights)} chunks of weights are held, by the graph of "
                 "a forward whose backward is still to come or by views of parameters (p.data, p.detach()). Do that backward, or let go of them, "
