@@ -97,7 +97,7 @@ BINDING: tuple[Mutant, ...] = (
     ),
     Fault("the-executor-forgets-living-views", "step.executor:Executor._moment").by(
         assign("held", "()"),
-        "tests/session/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",
+        "tests/session/test_host_updates.py::test_a_weight_that_somebody_holds_is_updated_where_it_is_held",
     ),
     Fault("operations-on-views-are-not-seen", "parameters.weight_access:WeightAccess.dress").by(
         drop("__class__"), f"{HANDED_ON}::test_a_view_is_packed_when_an_operation_saves_it_for_its_input"

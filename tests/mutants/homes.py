@@ -40,7 +40,7 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Fault("widening-is-for-gradients-without-homes-too", "step.late_planes:LatePlanes.widen_gradients").by(
         assign("narrow", "gradients"),
-        f"{TESTS}::test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room[emulated-one by one]",
+        f"{TESTS}::test_a_gradient_that_no_optimizer_takes_has_room_in_fp32_and_the_others_have_none[emulated-bf16, one by one]",
     ),
     Fault("gradients-at-home-where-it-computes-count-for-ever", "plan.placement:place_gradients").by(
         replace("ref in kept or not state.is_free(ref)", "True"),

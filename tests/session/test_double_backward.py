@@ -25,7 +25,6 @@ from tests.session.builders import (
     machine_with,
     mlp,
     seeded,
-    train_step,
 )
 
 Step = Callable[..., Tensor]
@@ -71,12 +70,6 @@ class Recomputed(nn.Module):
         return x
 
 
-def run(pair: Pair, step: Step, numbers: range) -> None:
-    for number in numbers:
-        pair.same(step, number)
-    pair.expect_same()
-
-
 def counts(pair: Pair) -> tuple[int, int]:
     stats = pair.session.stats()
     return stats.planned_steps, stats.reactive_steps
@@ -89,12 +82,12 @@ def test_a_gradient_penalty_is_planned_from_its_second_step_on(
     make_pair: MakePair, tmp_path: Path, tiers: str, step: str
 ) -> None:
     pair = make_pair(step=step, **machine_with(tiers, ROOM, tmp_path / "disk"))
-    run(pair, penalised_step, range(1))
+    pair.train_same(1, by=penalised_step)
     assert counts(pair) == (0, 1)
     assert "create_graph=True" in pair.session.stats().reason
-    run(pair, penalised_step, range(1, 2))
+    pair.train_same(1, first=1, by=penalised_step)
     assert counts(pair) == (1, 1), pair.session.stats().reason
-    run(pair, penalised_step, range(2, 5))
+    pair.train_same(3, first=2, by=penalised_step)
     assert counts(pair) == (4, 1), pair.session.stats().reason
 
 
@@ -113,12 +106,12 @@ def test_a_penalty_inside_of_the_model_is_planned_once_it_is_measured(
 ) -> None:
     """At once where every step is measured; else the second step is, since nothing announces the first."""
     pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
-    run(pair, penalised_inside, range(2))
+    pair.train_same(2, by=penalised_inside)
     measured_at_once = tiers != "cpu+disk"
     assert counts(pair) == ((1, 1) if measured_at_once else (0, 2)), pair.session.stats().reason
     if not measured_at_once:
         assert "is being measured" in pair.session.stats().reason
-    run(pair, penalised_inside, range(2, 5))
+    pair.train_same(3, first=2, by=penalised_inside)
     assert counts(pair) == ((4, 1) if measured_at_once else (3, 2)), pair.session.stats().reason
 
 
@@ -136,10 +129,10 @@ def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePa
 
 def test_penalties_that_begin_and_end_are_followed(make_pair: MakePair) -> None:
     pair = make_pair(device="emulated", device_memory=ROOM)
-    run(pair, train_step, range(2))
-    run(pair, penalised_step, range(2, 6))
-    run(pair, train_step, range(6, 9))
-    run(pair, penalised_step, range(9, 12))
+    pair.train_same(2)
+    pair.train_same(4, first=2, by=penalised_step)
+    pair.train_same(3, first=6)
+    pair.train_same(3, first=9, by=penalised_step)
     planned, reactive = counts(pair)
     assert (planned, reactive) == (11, 1), pair.session.stats().reason
 
@@ -161,7 +154,7 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
         return loss.detach().clone()
 
     pair = make_pair(seeded(MODELS[name]))
-    run(pair, act, range(3))
+    pair.train_same(3, by=act)
     (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.twice is None
     assert counts(pair) == (3, 0), pair.session.stats().reason
@@ -171,7 +164,7 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
 def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
     """Its first step is measured, in case a gradient is differentiated, and follows its plan all the same."""
     pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
-    run(pair, sloped_step, range(3))
+    pair.train_same(3, by=sloped_step)
     assert counts(pair) == (3, 0), pair.session.stats().reason
     (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.measured is not None

@@ -21,7 +21,7 @@ from tests.parity.zoo import CASES, micro_seed
 from tests.session.builders import adamw
 
 NO_FORECAST: Mapping[str, str] = {
-    "penalised": "it differentiates a gradient (create_graph=True), which no forward shows",
+    "penalised": "it differentiates a gradient (create_graph=True), which no forward shows"
 }
 """What has no forecast of its first step, with what the session says of it."""
 

@@ -15,18 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from patrickstar import BudgetError
 from patrickstar.core.trace import Trace
-from tests.session.builders import (
-    ROOMY,
-    SLOT,
-    WIDTH,
-    MakePair,
-    Pair,
-    batch,
-    finish,
-    machine_with,
-    managed,
-    seeded,
-)
+from tests.session.builders import ROOMY, SLOT, WIDTH, MakePair, Pair, batch, finish, machine_with, managed, seeded
 
 ROWS = 96  # so many that activations, and not the update's four planes, need the largest budget
 LAYERS = 5
@@ -149,9 +138,6 @@ def test_so_it_is_where_layers_are_drawn_from_a_generator_of_the_users() -> None
     assert torch.equal(states[-LAYERS], before), "the first draw of the real forward is that of a generator nobody used"
 
 
-"""Machines with so many bytes where the model computes."""
-
-
 def smallest_accepted(build: Callable[[], nn.Module], act: Callable[..., Tensor] = one_step, **machine: Any) -> int:
     """The budget that the refusal of the first forward names; `machine`: one that is too small."""
     model = build()
@@ -230,16 +216,6 @@ def test_steps_that_drop_layers_are_no_model_for_the_next(make_pair: MakePair) -
     for number in range(STEPS):
         one_step(pair.model, pair.optimizer, number, rows=ROWS // 2)
     assert other.trace is known.trace, "and keep it"
-
-
-def test_nor_are_they_where_steps_are_not_metered(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pair = make_pair(dropping(DROPS["compared"], 0.5), **on_disk)
-    for number in range(STEPS):
-        pair.same(one_step, number, rows=4)
-    pair.expect_same()
-    (known,) = pair.session._parts.stretches.known.kinds.values()
-    assert known.trace is known.offline
-    assert known.measured is None, "nothing is measured that is of no use"
 
 
 def test_a_loss_that_no_forecast_sees_is_learned_from_a_step_that_keeps_all_layers(make_pair: MakePair) -> None:

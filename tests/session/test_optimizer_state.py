@@ -131,21 +131,6 @@ def test_a_state_kept_over_a_step_shows_what_the_step_made_of_it(make_pair: Make
     pair.same(keep)
 
 
-def test_a_step_that_is_noted_is_done_before_its_state_is_read_or_written(make_pair: MakePair) -> None:
-    def between(model: nn.Module, optimizer: Any) -> Tensor:
-        backward(model, number=1)
-        optimizer.step()
-        optimizer.state[model[0].weight]["exp_avg"].mul_(2)
-        optimizer.state[model[0].weight]["step"] = torch.tensor(9.0)
-        return optimizer.state[model[0].bias]["exp_avg"].clone()
-
-    pair = make_pair()
-    pair.train(1)
-    pair.same(between)
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.train_same(1, first=2)
-
-
 # what is refused
 
 

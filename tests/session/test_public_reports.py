@@ -26,7 +26,7 @@ from patrickstar import StateError
 from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
 from tests.session.builders import adamw, assert_same, expect_bits, finish, seeded, values
-from tests.session.random_parts import Silent
+from tests.session.random_parts import Default, Silent
 
 MakePair = Callable[..., Any]
 Forward = Callable[[Any, Tensor], Tensor]
@@ -507,15 +507,11 @@ def test_a_mode_around_a_forward_alone_is_left_after_it(make_pair: MakePair, mac
     assert not shown_to()
 
 
-class Alike(Tensor):
-    """A tensor that does as any other."""
-
-
 FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "prod": lambda y, x: torch.stack([y, x]).prod(0),
     "prod of all": lambda y, x: (y * x).prod(),
     "cumprod": lambda y, _: y.cumprod(-1),
-    "a new tensor of its own class": lambda y, _: y * Alike([0.5] * 8).as_subclass(Tensor),
+    "a new tensor of its own class": lambda y, _: y * Default([0.5] * 8).as_subclass(Tensor),
 }
 
 

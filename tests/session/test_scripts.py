@@ -23,6 +23,7 @@ LINES = (
     "forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero",
     "grad(0) forward backward grad(0) step grad(0) zero grad(0)",
     "forward backward(of=4) grad(0) grad(4) step zero forward backward step",
+    "2[forward backward] grad(0) grad(0)+=0 grad(7)+=0 read step zero train",
     "forward backward clip(.01) step zero forward backward clip(.01) clip(.001) step",
     "3[forward backward norm grad(3) clip(.01) step zero] planned(3)",
     "forward backward clamp(.001) step norm zero norm",

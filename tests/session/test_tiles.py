@@ -153,16 +153,6 @@ def test_an_id_outside_of_the_table_is_an_index_error_as_in_torch(wrong):
         model.table(torch.tensor([1, wrong]))
 
 
-def test_a_table_whose_rows_are_rescaled_at_a_lookup_is_used_whole():
-    torch.manual_seed(0)
-    model = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
-    plain = copy.deepcopy(model)
-    ids = torch.tensor([1, 30, 49])
-    with managed(model) as session:
-        assert same_bits(model(ids).detach().clone(), plain(ids).detach())
-        assert same_bits(session.state_dict()["weight"], plain.weight.detach())
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_uses_see_the_whole_and_their_gradient_adds_up_with_the_tiles(precision):
     model, plain = built(), built()
