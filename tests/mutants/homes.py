@@ -63,7 +63,7 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_most_needed").by(
         without("trained="),
-        "tests/session/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
+        "tests/session/test_budgets.py::test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not[host alone]",
     ),
     Fault(
         "the-smallest-budget-of-a-device-is-told-as-if-the-host-held-everything", "session.smallest:smallest_budgets"

@@ -156,12 +156,24 @@ def test_a_call_after_close_is_a_state_error(make_pair: MakePair, call: str, tmp
     expect_bits(before, values(pair.model))
 
 
-def test_a_lazy_state_dict_that_outlives_the_session_is_a_state_error(make_pair: MakePair) -> None:
+KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a lazy state dict": (lambda pair: pair.session.state_dict(), lambda kept: kept["0.weight"]),
+    "a gradient": (lambda pair: pair.model[0].weight.grad, torch.sum),
+    "the optimizer": (lambda pair: pair.optimizer, lambda kept: kept.state),
+    "its state": (lambda pair: pair.optimizer.state, len),
+    "an average": (lambda pair: pair.optimizer.state[pair.model[0].weight]["exp_avg"], torch.sum),
+}
+
+
+@pytest.mark.parametrize(("keep", "use"), KEPT.values(), ids=KEPT)
+def test_what_outlives_the_session_is_a_state_error_when_it_is_used(make_pair: MakePair, keep: Any, use: Any) -> None:
     pair = make_pair()
-    held = pair.session.state_dict()
+    pair.train(1)
+    backward(pair.model)
+    kept = keep(pair)
     pair.session.close()
     with pytest.raises(StateError, match="closed"):
-        held["0.weight"]
+        use(kept)
 
 
 def test_closing_twice_does_nothing(make_pair: MakePair) -> None:

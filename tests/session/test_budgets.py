@@ -14,8 +14,11 @@ from torch import nn
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.config.arguments import check_arguments
+from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.forecast import forecast
-from patrickstar.step.budgets import find_budgets
+from patrickstar.session.smallest import smallest_budgets
+from patrickstar.session.start import set_up
+from patrickstar.step.budgets import find_budgets, find_resources
 from patrickstar.units import MIB
 from tests.session.builders import (
     EMULATED,
@@ -158,6 +161,22 @@ def test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_name
     error = refusal.value
     assert (error.smallest_bytes, error.needed_bytes, error.available_bytes) == (smallest, smallest, 280 * MIB)
     assert 48 * MIB < error.fixed_bytes <= 48 * MIB + smallest // 100
+
+
+@pytest.mark.parametrize(("rows", "has_disk"), [(4, False), (1 << 18, True)], ids=["host alone", "with fixed costs"])
+def test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not(
+    rows: int, has_disk: bool, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"device": "cpu", "precision": "fp32", "options": options()}
+    given |= {"disk": tmp_path / "disk"} if has_disk else {}
+    foreseen = lambda nbytes: forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=nbytes, **given)
+    too_little = 280 * MIB if has_disk else 4096
+    memory, model = check_arguments(host_memory=too_little, **given), WithLoss()
+    named = dict(model.named_parameters())
+    setup = set_up(model, named, memory, find_resources(memory), find_passes=choose_kernels)
+    smallest = smallest_budgets(setup, foreseen(too_little).traces)["host"]
+    assert smallest > too_little
+    assert (foreseen(smallest).fits, foreseen(smallest - 1).fits) == (True, False)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

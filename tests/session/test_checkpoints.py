@@ -165,18 +165,6 @@ def test_a_checkpoint_before_the_first_step(make_pair: MakePair, tmp_path: Path)
     assert_same(first.plain, first.plain_optimizer, second.session)
 
 
-def test_groups_come_back_as_they_were(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
-    pair.original.param_groups[0]["lr"] = 0.125
-    pair.original.param_groups[0]["betas"] = (0.3, 0.4)
-    pair.session.save_checkpoint(tmp_path)
-    other = make_pair()
-    other.session.load_checkpoint(tmp_path)
-    group = other.original.param_groups[0]
-    assert (group["lr"], group["betas"]) == (0.125, (0.3, 0.4))
-    assert group["params"][0] is next(iter(other.model.parameters()))
-
-
 def test_saving_in_the_background_is_not_there_yet(make_pair: MakePair, tmp_path: Path) -> None:
     pair = make_pair()
     with pytest.raises(ConfigError, match="wait"):

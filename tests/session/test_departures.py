@@ -57,15 +57,6 @@ def test_what_is_outside_of_the_trace_is_correct_and_the_next_step_planned(
     assert after.reactive_steps == before.reactive_steps
 
 
-def test_a_reactive_step_is_counted_with_its_reason(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    pair.each(a_layer_twice)
-    stats = pair.session.stats()
-    assert (stats.steps, stats.planned_steps, stats.reactive_steps) == (2, 1, 1)
-    assert stats.reason
-
-
 def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
     """It has a history, which a trial run must not go back to."""
 

@@ -518,18 +518,6 @@ def test_keys_without_effect_and_progress_are_told(make_engine: MakeEngine, capl
 # the engine
 
 
-def test_weights_come_and_go_by_the_model_s_own_names(make_engine: MakeEngine, tmp_path: Path) -> None:
-    engine, optimizer = make_engine(TIGHT)
-    run(engine, optimizer, numbers(2))
-    torch.save(engine.state_dict(), tmp_path / "weights.pt")
-    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
-    plain = Plain()
-    assert plain.load_state_dict(saved) is not None
-    other, _ = make_engine(TIGHT, seed=1)
-    assert other.load_state_dict(saved) == ([], [])
-    same(saved, other)
-
-
 def test_keys_that_do_not_match_are_said_or_refused(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
     start = values(engine)
@@ -545,16 +533,19 @@ def test_keys_that_do_not_match_are_said_or_refused(make_engine: MakeEngine) -> 
         engine.load_state_dict({"layers.0.bias": torch.ones(3)})
 
 
-def test_the_optimizer_s_state_has_torch_s_format(make_engine: MakeEngine) -> None:
-    engine, optimizer = make_engine(adam())
+def test_weights_and_the_optimizer_s_state_have_torch_s_format(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine, optimizer = make_engine(adam(), TIGHT)
     run(engine, optimizer, numbers(2))
-    state = optimizer.state_dict()
+    torch.save(engine.state_dict(), tmp_path / "weights.pt")
+    saved, state = torch.load(tmp_path / "weights.pt", weights_only=True), optimizer.state_dict()
     model = Plain()
+    model.load_state_dict(saved)
     plain = torch.optim.Adam(model.parameters())
     plain.load_state_dict(state)
     assert plain.param_groups[0]["lr"] == 1e-2
     other, others = make_engine(adam(lr=1.0), seed=1)
-    other.load_state_dict(engine.state_dict())
+    assert other.load_state_dict(saved) == ([], [])
+    same(saved, other)
     others.load_state_dict(copy.deepcopy(state))
     for each in ((engine, optimizer), (other, others)):
         run(*each, numbers(3)[2:])

@@ -120,7 +120,7 @@ CHANGES: Mapping[str, Callable[..., Tensor]] = {
     "bag": by_module,
     "functional": by_function,
     "view": by_view,
-    **{change.__name__: in_place(change) for change in changes.CHANGES},
+    **{name: in_place(change) for name, change in changes.CHANGES.items()},
 }
 
 

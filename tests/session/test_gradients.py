@@ -17,7 +17,6 @@ from tests.parity.compare import same_bits
 from tests.parity.oracle import clip
 from tests.session.builders import (
     EMULATED,
-    ROOMY,
     WIDTH,
     MakePair,
     Pair,
@@ -48,27 +47,6 @@ def test_gradients_that_were_iterated_over_are_copies(make_pair: MakePair) -> No
         gradient.fill_(7)
     pair.each(lambda model, optimizer: optimizer.step())
     pair.expect_same()
-
-
-def test_an_activation_is_never_taken_for_a_weight_whose_lease_has_ended(make_pair: MakePair) -> None:
-    """Its storage may have the address that a lease's storage had: what autograd saves of it is the activation."""
-
-    class Transposed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.randn(32, 32))
-            self.b = nn.Linear(32, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            turned = self.a.t()
-            hidden = torch.tanh(self.b(x))
-            return torch.mm(hidden, turned)
-
-    pair = make_pair(seeded(Transposed), **ROOMY)
-    for number in range(3):
-        pair.each(backward, number)
-        pair.expect_same_gradients()
-        pair.step()
 
 
 # reading and writing .grad

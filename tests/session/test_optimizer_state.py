@@ -243,19 +243,3 @@ def test_a_state_kept_over_a_checkpoint_that_is_loaded_shows_that(make_pair: Mak
     pair.session.load_checkpoint(tmp_path)
     assert same_bits(want, average.clone())
     assert pair.optimizer.state[weight]["step"].item() == 1
-
-
-def test_a_closed_sessions_state_is_refused(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    state, optimizer = pair.optimizer.state, pair.optimizer
-    average = state[pair.model[0].weight]["exp_avg"]
-    pair.session.close()
-    for act in (
-        lambda: average.sum(),
-        lambda: optimizer.state,
-        lambda: state[pair.model[0].weight],
-        lambda: len(state),
-    ):
-        with pytest.raises(StateError, match="closed"):
-            act()

@@ -252,14 +252,6 @@ def test_an_update_is_waited_for_when_something_needs_it_and_not_before(make_pai
     pair.expect_same()
 
 
-def test_apart_is_what_it_was_a_stretch_of_its_own(machine: dict[str, Any], make_pair: MakePair) -> None:
-    pair = make_pair(choice=UpdateChoice(apart=True), **machine)
-    pair.train(4)
-    assert not any(moment.updates is not None for moment in pair.session.trace.moments)
-    assert pair.session.stats().planned_steps == 4
-    pair.expect_same()
-
-
 def test_where_an_update_fits_before_the_forward_alone_it_comes_there(make_pair: MakePair) -> None:
     """Activations of many rows leave room for a weight and a gradient, not for the four units of an update."""
     rows = 100

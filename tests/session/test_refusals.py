@@ -52,6 +52,8 @@ def refused(error: type[Exception], match: str, model: nn.Module, optimizer: Any
         ({"disk": ""}, "disk"),
         ({"step": "in_backwards"}, "in_backward"),
         ({"step": "in_backward", "max_grad_norm": 1.0}, "max_grad_norm"),
+        ({"precision": "fp16", "step": "in_backward"}, 'precision="fp16" with step="in_backward"'),
+        ({"precision": "fp16", "options": options(compute="bf16")}, "options.compute=\"bf16\" with precision='fp16'"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm"),
         ({"max_grad_norm": "1"}, "max_grad_norm"),

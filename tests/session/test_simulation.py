@@ -32,6 +32,7 @@ from tests.session.builders import (
     adamw,
     batch,
     in_the_smallest,
+    machine_with,
     mlp,
     step_with_loss,
     store_of,
@@ -160,13 +161,12 @@ def expect_executed_as_simulated(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("tiers", MACHINES)
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_what_is_done_is_what_the_plan_says(
-    make_pair: MakePair, tmp_path: Path, tiers: str, step: str, eviction: str
+    make_pair: MakePair, machine: dict[str, Any], step: str, eviction: str
 ) -> None:
-    pair = make_pair(WithLoss, with_options={"eviction": eviction}, step=step, **MACHINES[tiers](tmp_path / "disk"))
+    pair = make_pair(WithLoss, with_options={"eviction": eviction}, step=step, **machine)
     with watched(pair.session) as stretches:
         pair.train(3, by=step_with_loss)
         pair.session.state_dict()["layers.0.weight"]
@@ -176,9 +176,8 @@ def test_what_is_done_is_what_the_plan_says(
     expect_executed_as_simulated(pair.session, stretches)
 
 
-@pytest.mark.parametrize("tiers", MACHINES)
-def test_the_peaks_and_moves_reported_are_those_simulated(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
-    pair = make_pair(WithLoss, **MACHINES[tiers](tmp_path / "disk"))
+def test_the_peaks_and_moves_reported_are_those_simulated(make_pair: MakePair, machine: dict[str, Any]) -> None:
+    pair = make_pair(WithLoss, **machine)
     before = pair.session.stats()
     with watched(pair.session) as stretches:
         pair.train(4, by=step_with_loss)
@@ -272,12 +271,11 @@ class Decisions:
         return released
 
 
-@pytest.mark.parametrize("tiers", MACHINES)
 def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
-    make_pair: MakePair, tmp_path: Path, tiers: str, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Move by move: forwards of which only a part runs, an evaluation in between, a backward for some parameters only."""
-    pair = make_pair(**MACHINES[tiers](tmp_path / "disk"))
+    pair = make_pair(**machine)
     store = store_of(pair.session)
     store.keep_log = True
     decisions = Decisions(pair.session, monkeypatch)
@@ -480,11 +478,7 @@ def test_backwards_that_update_come_to_repeat_themselves(slots: int, make_pair: 
 def test_deferred_steps_come_to_repeat_themselves(
     tier: str, clips: bool, slots: int, make_pair: MakePair, tmp_path: Path
 ) -> None:
-    memory: dict[str, Any] = {"device": "emulated", "device_memory": slots * SLOT}
-    if tier == "cpu+disk":
-        memory = {"device": "cpu", "host_memory": slots * SLOT}
-    if tier.endswith("disk"):
-        memory["disk"] = tmp_path
+    memory = machine_with(tier, slots * SLOT, tmp_path)
     # A norm that no gradient exceeds: it is computed, and the twin needs none.
     pair, made = plans_by_step(make_pair, **memory, **({"max_grad_norm": 1e9} if clips else {}))
     assert made[0] >= 1

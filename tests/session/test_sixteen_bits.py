@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.planes import REST
+from tests.parity.oracle import Types
 from tests.session.builders import (
     CHUNK,
     LAYERS,
@@ -182,22 +183,13 @@ def test_gradients_of_which_only_a_backward_inside_of_another_tells(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_norm_stays_fp32_whole(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
-    with manage(model, kind):
-        assert {tensor.dtype for tensor in (*model[1].parameters(), model[1].running_mean)} == {torch.float32}
-
-
-def test_other_norms_are_cast_as_the_rest_is() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.InstanceNorm1d(4, affine=True))
-    with manage(model):
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_modules_that_are_named_stay_fp32_whole() -> None:
-    model = mlp()
-    with manage(model, given={"keep_fp32": ("2",)}):
-        assert model[2].weight.dtype is torch.float32
-        assert model[4].weight.dtype is torch.bfloat16
+    """So do modules that are named; other norms are cast as the rest is."""
+    norms = nn.BatchNorm1d(32), nn.LayerNorm(32), nn.InstanceNorm1d(4, affine=True)
+    model = nn.Sequential(nn.Linear(32, 32), *norms, nn.Linear(32, 32))
+    with manage(model, kind, given={"keep_fp32": ("4",)}):
+        assert {tensor.dtype for tensor in (*norms[0].parameters(), norms[0].running_mean)} == {torch.float32}
+        assert model[4].weight.dtype is torch.float32
+        assert {p.dtype for index in (0, 2, 3) for p in model[index].parameters()} == {Types.of(kind).compute}
 
 
 @pytest.mark.parametrize(("kept", "fast"), [("bf16", "computes_bf16"), ("fp16", "computes_fp16")])

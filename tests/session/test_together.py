@@ -97,29 +97,6 @@ def test_one_operation_on_parameters_of_two_sessions(make_pair: MakePair, on_dis
         pair.expect_same()
 
 
-def test_an_ordinary_model_beside_a_managed_one(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    """A head that is not managed, on top; one backward through both."""
-
-    def act(model: nn.Module, optimizer: Any, head: nn.Module, other: Any) -> torch.Tensor:
-        loss: torch.Tensor = head(model(batch())).square().mean()
-        loss.backward()
-        for one in (optimizer, other):
-            one.step()
-            one.zero_grad()
-        return loss.detach()
-
-    pair = make_pair(**on_disk)
-    heads = [nn.Linear(32, 1), nn.Linear(32, 1)]
-    heads[1].load_state_dict(heads[0].state_dict())
-    optimizers = [adamw(head) for head in heads]
-    for _ in range(3):
-        want = act(pair.plain, pair.plain_optimizer, heads[0], optimizers[0])
-        got = act(pair.model, pair.optimizer, heads[1], optimizers[1])
-        assert same_bits(want, got)
-    expect_bits(values(heads[0]), values(heads[1]))
-    pair.expect_same()
-
-
 # copies
 
 
