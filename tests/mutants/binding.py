@@ -10,6 +10,7 @@ __all__ = ["BINDING"]
 SAVED = "tests/parameters/test_saved_tensors.py"
 HANDED_ON = "tests/parameters/test_faults_caught.py"
 REPORTS = "tests/session/test_public_reports.py"
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 BY_HAND = "tests/session/test_hand_changes.py::test_a_change_survives_on_its_own"
 
 BINDING: tuple[Mutant, ...] = (
@@ -97,7 +98,7 @@ BINDING: tuple[Mutant, ...] = (
     ),
     Fault("the-executor-forgets-living-views", "step.executor:Executor._moment").by(
         assign("held", "()"),
-        "tests/session/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",
+        f"{LINE}[train hold(2) train(3) held(2) evaluate free train-fp32-emulated]",
     ),
     Fault("operations-on-views-are-not-seen", "parameters.weight_access:WeightAccess.dress").by(
         drop("__class__"), f"{HANDED_ON}::test_a_view_is_packed_when_an_operation_saves_it_for_its_input"

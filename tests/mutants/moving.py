@@ -12,8 +12,8 @@ LANES = "tests/session/test_lanes.py::test_no_bit_depends_on_when_works_end"
 INTERRUPTED = (
     "tests/session/test_lanes.py::test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_again"
 )
-FAULTS = "tests/session/test_faults_caught.py"
-NEAR_THE_BOUND = "tests/session/test_host_bound.py::test_near_the_bound"
+HOST_BOUND = "tests/session/test_host_bound.py"
+NEAR_THE_BOUND = f"{HOST_BOUND}::test_near_the_bound"
 DISK_TIER = "tests/session/test_disk_tier.py"
 TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 
@@ -69,7 +69,8 @@ MOVING: tuple[Mutant, ...] = (
         drop("land_all"), f"{INTERRUPTED}[0-1-emulated]"
     ),
     Fault("a-forked-child-is-given-the-slots-of-its-parent", "memory.store:ChunkStore.tensor").by(
-        without("os.getpid() != self._process"), f"{FAULTS}::test_a_forked_child_is_given_no_slot[after its update]"
+        without("os.getpid() != self._process"),
+        "tests/session/test_flights.py::test_a_forked_child_is_given_no_slot[after its update]",
     ),
     Fault("what-wraps-a-slot-outlives-its-tenant", "memory.store:ChunkStore._give").by(
         drop("if tier is self._compute: ..."), f"{TRAINING_ON}[emulated-next-use-deferred]"
@@ -116,10 +117,10 @@ MOVING: tuple[Mutant, ...] = (
         "tests/session/test_budgets.py::test_the_budget_is_never_exceeded_on_the_emulated_device",
     ),
     Fault("pages-of-free-slots-stay-while-others-are-taken", "memory.store:ChunkStore._take").by(
-        assign("limit", "None"), f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
+        assign("limit", "None"), f"{HOST_BOUND}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
     Fault("pages-of-slots-that-activations-need-stay", "step.room:Room.make").by(
-        drop("trim"), f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
+        drop("trim"), f"{HOST_BOUND}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
     Fault("trimmed-pages-are-not-given-back", "memory.arena:Arena.trim").by(
         never("_space"), "tests/memory/test_arena.py::test_trim_gives_the_pages_of_free_slots_back_at_once"

@@ -49,7 +49,7 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     Fault("steps-never-come-to-repeat-each-other", "plan.planner:make").by(
         assign("repeats", "must_repeat(0, trace=trace, following=after)"),
-        "tests/session/test_repeated_steps.py::test_backwards_that_update_come_to_repeat_themselves",
+        "tests/session/test_simulation.py::test_backwards_that_update_come_to_repeat_themselves",
     ),
     Fault("the-last-valid-copy-is-dropped", "plan.staging:Staging.evict").by(
         drop("if state.is_dirty(ref, compute): ..."),
