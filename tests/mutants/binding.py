@@ -8,7 +8,6 @@ from tests.mutants.operators import assign, drop, never, replace, returns, witho
 __all__ = ["BINDING"]
 
 SAVED = "tests/parameters/test_saved_tensors.py"
-HANDED_ON = "tests/parameters/test_faults_caught.py"
 REPORTS = "tests/session/test_public_reports.py"
 BY_HAND = "tests/session/test_hand_changes.py::test_a_change_survives_on_its_own"
 
@@ -79,7 +78,7 @@ BINDING: tuple[Mutant, ...] = (
         without("are_saved_tensors_hooks_allowed()"), f"{SAVED}::test_where_hooks_are_forbidden_weights_are_held"
     ),
     Fault("packing-does-not-delegate-to-the-hooks-underneath", "parameters.saved:SavedTensors.around_use.pack").by(
-        never("underneath", nth=3), f"{HANDED_ON}::test_hooks_of_the_users_are_given_what_those_of_plain_pytorch_are"
+        never("underneath", nth=3), f"{SAVED}::test_hooks_of_the_users_are_called_for_weights_too"
     ),
     Fault("no-version-check-of-weights-at-unpacking", "parameters.saved:SavedTensors.unpack").by(
         replace("now != saved.version", "False"),
@@ -100,7 +99,7 @@ BINDING: tuple[Mutant, ...] = (
         "tests/session/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",
     ),
     Fault("operations-on-views-are-not-seen", "parameters.weight_access:WeightAccess.dress").by(
-        drop("__class__"), f"{HANDED_ON}::test_a_view_is_packed_when_an_operation_saves_it_for_its_input"
+        drop("__class__"), f"{SAVED}::test_a_view_is_packed_when_an_operation_saves_it"
     ),
     Fault("a-change-by-hand-does-not-make-dirty", "step.events:Events.changed").by(drop("wrote"), f"{BY_HAND}[add]"),
     Fault("a-change-through-numpy-is-not-noticed", "parameters.escapes:EscapedMemory.check").by(
