@@ -488,24 +488,14 @@ def test_after_detaching_the_original_is_as_before_and_ours_says_where_to_go():
     ours.step()
     ours.detach()
     ours.detach()
-    for call in (
-        ours.step,
-        ours.zero_grad,
-        ours.state_dict,
-        lambda: ours.load_state_dict({}),
-        lambda: ours.add_param_group({}),
-    ):
+    loads, adds = (lambda: ours.load_state_dict({})), (lambda: ours.add_param_group({}))
+    for call in (ours.step, ours.zero_grad, ours.state_dict, loads, adds):
         with pytest.raises(StateError, match=r"use the optimizer that was passed to manage\(\)"):
             call()
-    hooks = (
-        "step_pre",
-        "step_post",
-        "state_dict_pre",
-        "state_dict_post",
-        "load_state_dict_pre",
-        "load_state_dict_post",
-    )
-    assert [len(getattr(original, f"_optimizer_{hook}_hooks")) for hook in hooks] == [0] * 6
+    hooks = [
+        f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+    ]
+    assert [len(getattr(original, hook)) for hook in hooks] == [0] * 6
     plain = torch.nn.Parameter(torch.ones(3))
     original.add_param_group({"params": [plain]})
     plain.grad = torch.ones(3)
