@@ -47,18 +47,6 @@ def test_ties_go_clean_before_dirty_and_then_by_id(policy: str) -> None:
     assert order(policy, state, now=1, trace=together) == ["c1.weight", "c3.weight", "c0.weight", "c2.weight"]
 
 
-def test_a_trace_follows_itself() -> None:
-    uses = Uses(TRACE)
-    assert [uses.after(unit(f"c{chunk}.weight"), 4) for chunk in (0, 1, 2, 3)] == [5, 6, 7, NEVER]
-    assert [uses.until(unit(f"c{chunk}.weight"), -1) for chunk in (0, 1, 2, 3)] == [-1, -2, -3, -NEVER]
-
-
-def test_what_follows_counts_before_the_trace_comes_again() -> None:
-    uses = Uses(TRACE, trace_of("c2.weight", "c7.weight"))
-    assert [uses.after(unit(f"c{chunk}.weight"), 4) for chunk in (2, 7, 0, 1)] == [5, 6, 7, 8]
-    assert [uses.until(unit(f"c{chunk}.weight"), -1) for chunk in (2, 7, 0, 1)] == [-2, -1, -3, -4]
-
-
 @few
 @given(instance=instances())
 def test_uses_are_those_of_the_traces_written_one_after_another(instance: Instance) -> None:

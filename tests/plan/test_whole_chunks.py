@@ -14,12 +14,11 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.fit import worst_moment
-from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import update_touches
 from patrickstar.plan.update_choice import UpdateChoice, choose_places
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
-from tests.plan.builders import PLENTY, SLOT_BYTES, expect_legal, layout_of, some
+from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, legal_plan, some
 
 PLANES = (WEIGHT, EXP_AVG, EXP_AVG_SQ)
 
@@ -176,8 +175,9 @@ def test_the_plan_of_what_is_updated_whole_keeps_every_invariant_within_the_budg
     )
     state.grow(found.homes, found.slots)
     for _ in range(2):
-        plan = make_plan(found.trace, layout=layout, machine=machine, start=state, frees=found.frees, prefetch=prefetch)
-        expect_legal(plan, found.trace, layout, machine)
+        plan = legal_plan(
+            found.trace, layout=layout, machine=machine, start=state, frees=found.frees, prefetch=prefetch
+        )
         state = Residency.of(plan.end)
 
 
