@@ -10,10 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from patrickstar.checkpoint import StepReader, TensorEntry, write_step
 from patrickstar.checkpoint.format import seal
+from patrickstar.checkpoint.tensors import DTYPES
 
+ENTRIES = st.lists(
+    st.builds(
+        TensorEntry,
+        name=st.text(max_size=8).filter(lambda name: name != "__metadata__"),
+        dtype=st.sampled_from(list(DTYPES.values())),
+        shape=st.lists(st.integers(0, 6), max_size=4).map(tuple),
+        stem=st.sampled_from(["weights", "moments"]),
+    ),
+    unique_by=lambda entry: entry.name,
+    max_size=12,
+)
+"""Tensors of files, of any names, types and shapes."""
 SHARD_BYTES = 10_368  # two files for the weights
 PIECE_NUMEL = 700  # neither a whole block nor a whole tensor
 
