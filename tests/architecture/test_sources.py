@@ -100,15 +100,8 @@ def test_every_public_name_can_be_imported():
 
 
 def test_the_errors_are_public():
-    assert {
-        "BudgetError",
-        "CheckpointError",
-        "ConfigError",
-        "DeviceError",
-        "Error",
-        "LayoutError",
-        "StateError",
-    } <= set(patrickstar.__all__)
+    kinds = ("Budget", "Checkpoint", "Config", "Device", "Layout", "State", "")
+    assert {f"{kind}Error" for kind in kinds} <= set(patrickstar.__all__)
 
 
 @pytest.mark.parametrize(

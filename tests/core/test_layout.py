@@ -64,11 +64,6 @@ def test_a_weight_takes_its_whole_run_and_other_planes_one_slot_a_chunk():
     ]
 
 
-def test_a_scalar_takes_the_space_of_one_alignment():
-    made = layout((), (), chunk_numel=128)
-    assert [(place.offset, place.numel) for place in made.slices.values()] == [(0, 1), (ALIGNMENT, 1)]
-
-
 def test_a_tensor_without_elements_has_a_slice_and_no_space():
     made = layout((0, 7), (128,), (0,), (5,))
     assert made.n_chunks == 2
@@ -85,10 +80,6 @@ def test_a_tensor_without_elements_before_a_large_one_does_not_cost_a_chunk():
 def test_a_model_of_nothing_but_empty_tensors_still_has_a_chunk():
     made = layout((0,), (0, 3))
     assert (made.n_chunks, made.model_numel, made.padding) == (1, 0, 1.0)
-
-
-def test_padding_is_the_share_of_chunk_space_without_an_element():
-    assert layout((96,), (128,), chunk_numel=128).padding == 1 - 224 / 256
 
 
 @pytest.mark.parametrize(

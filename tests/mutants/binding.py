@@ -20,7 +20,8 @@ BINDING: tuple[Mutant, ...] = (
         assign("saved", "None", nth=1), f"{SAVED}::test_gradients_are_those_of_the_weights_that_the_forward_used"
     ),
     Fault("a-saved-slice-is-read-from-the-start-of-its-unit", "parameters.saved:SlotView.over").by(
-        replace("self.offset_bytes // size", "0"), f"{SAVED}::test_inplace_operations_after_a_layer"
+        replace("self.offset_bytes // size", "0"),
+        "tests/parameters/test_parameter_class.py::test_channels_last_parameters_keep_their_strides",
     ),
     Fault("a-saved-view-loses-its-conjugation", "parameters.saved:SlotView.over").by(
         drop("if self.is_conjugated: ..."),

@@ -40,34 +40,26 @@ def test_what_fits_whole_beside_the_activations_is_at_home_where_it_is_used(mach
     assert home == dict.fromkeys(LAYOUT.units(PLANES), machine.compute)
 
 
-def test_one_byte_less_and_everything_rests_one_tier_below() -> None:
-    units = list(LAYOUT.units(PLANES))
-    assert place(LAYOUT, host(WHOLE + 6, WHOLE), planes=PLANES, formats=FP32, nonmodel_bytes=7) == dict.fromkeys(
-        units, Tier.DISK
-    )
-    assert place(LAYOUT, device(WHOLE + 6, WHOLE), planes=PLANES, formats=FP32, nonmodel_bytes=7) == dict.fromkeys(
-        units, Tier.HOST
-    )
+@pytest.mark.parametrize(
+    ("machine", "below"), [(host(WHOLE + 6, WHOLE), Tier.DISK), (device(WHOLE + 6, WHOLE), Tier.HOST)]
+)
+def test_one_byte_less_and_everything_rests_one_tier_below(machine: Machine, below: Tier) -> None:
+    home = place(LAYOUT, machine, planes=PLANES, formats=FP32, nonmodel_bytes=7)
+    assert home == dict.fromkeys(LAYOUT.units(PLANES), below)
 
 
 def test_without_a_disk_everything_rests_on_the_host_or_is_refused() -> None:
     with pytest.raises(BudgetError, match="a disk below it") as refused:
         place(LAYOUT, host(WHOLE + 6), planes=PLANES, formats=FP32, nonmodel_bytes=7)
-    assert (refused.value.tier, refused.value.needed_bytes, refused.value.smallest_bytes) == (
-        "host",
-        WHOLE + 7,
-        WHOLE + 7,
-    )
+    assert refused.value.tier == "host"
+    assert refused.value.needed_bytes == refused.value.smallest_bytes == WHOLE + 7
 
 
 @pytest.mark.parametrize(
     ("slots_on_host", "spilled"),
     [
         (15, "c2.exp_avg_sq c3.exp_avg_sq"),  # and one to stage them through
-        (
-            11,
-            "c0.exp_avg_sq c1.exp_avg_sq c2.exp_avg_sq c3.exp_avg_sq c2.exp_avg c3.exp_avg",
-        ),
+        (11, "c0.exp_avg_sq c1.exp_avg_sq c2.exp_avg_sq c3.exp_avg_sq c2.exp_avg c3.exp_avg"),
     ],
 )
 def test_what_is_used_once_a_step_goes_to_disk_first_and_the_last_chunks_first(
@@ -188,10 +180,8 @@ def test_gradients_beside_what_rests_on_disk_are_staged_where_it_is() -> None:
 def test_a_device_that_can_hold_everything_takes_gradients_that_the_host_cannot() -> None:
     assert placed(device(WHOLE, TWELVE), GRADIENTS) == [f"{ref} D" for ref in GRADIENTS]
     assert needed(device(WHOLE - 1, TWELVE), GRADIENTS) == ("host", 4 * SLOT_BYTES)
-    assert needed(host(WHOLE, TWELVE), GRADIENTS) == (
-        "disk",
-        4 * SLOT_BYTES,
-    )  # a disk is there to be used, as `place` has it
+    # A disk is there to be used, as `place` has it.
+    assert needed(host(WHOLE, TWELVE), GRADIENTS) == ("disk", 4 * SLOT_BYTES)
 
 
 def test_where_everything_is_at_home_gradients_are_too_and_count_while_they_are_kept() -> None:
