@@ -320,19 +320,3 @@ def test_an_exception_in_the_forward_leaves_no_lease():
         model(torch.randn(2, 31))
     assert not owner.binding.leases.held()
     assert all(bound.depth == 0 for bound in owner.binding)
-
-
-def test_backward_on_another_thread():
-    import threading
-
-    model = Tower()
-    owner = ToyOwner(model, slots=1, chunk_numel=2048)
-    plain = Tower()
-    plain.load_state_dict({name: owner.values(name) for name, _ in model.named_parameters()})
-    loss = model(X)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    plain(X).backward()
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter.grad, owner.gradients[name])
