@@ -146,8 +146,5 @@ LIES: dict[str, tuple[bytes, str]] = {
     "bytes that belong to none": (headed({"a": entry("F32", [3], 0, 12)}, 16), "not a safetensors file"),
     "an unknown type": (headed({"a": entry("F33", [3], 0, 12)}, 12), "unknown variant"),
     "a type that is not read": (headed({"a": entry("F8_E8M0", [12], 0, 12)}, 12), "F8_E8M0, which is not read"),
-    "a tensor of another file": (
-        headed({"wte.weight": entry("U8", [4], 0, 4)}, 4),
-        "as well",
-    ),
+    "a tensor of another file": (headed({"wte.weight": entry("U8", [4], 0, 4)}, 4), "as well"),
 }

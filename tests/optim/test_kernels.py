@@ -21,10 +21,7 @@ from tests.optim.planes import planes_of
 
 ADAM = VARIANTS["Adam"]
 random_planes = partial(planes_of, special=False)
-NUMBERS = {
-    "random": lambda step: random_planes(200, seed=step),
-    "special": lambda _: special_planes(),
-}
+NUMBERS = {"random": lambda step: random_planes(200, seed=step), "special": lambda _: special_planes()}
 KERNELS = {"torch's operations": Reference, "fused": choose_kernel}
 
 

@@ -88,13 +88,6 @@ def test_a_ranking_keeps_up_the_order_as_units_are_used(instance: Instance, poli
                 ranking.moved(ref)
 
 
-def test_units_at_home_here_are_not_ranked() -> None:
-    state = state_of("c0.weight here, c1.weight clean")
-    ranking = Ranking(state, worth=lambda ref, now: now)
-    ranking.used(0, unit("c0.weight"))
-    assert list(ranking(Tier.HOST, ())) == units("c1.weight")
-
-
 def test_from_the_host_below_a_device_goes_first_what_saves_nothing_there() -> None:
     text = "c0.weight away,clean, c1.weight clean,clean, c2.weight clean,dirty, c3.weight away,dirty"
     state = state_of(text, compute=Tier.DEVICE)
