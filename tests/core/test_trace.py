@@ -4,18 +4,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 W0, W2, G0 = PlaneRef(0, WEIGHT), PlaneRef(2, WEIGHT), PlaneRef(0, GRAD)
 
 units = st.builds(PlaneRef, st.integers(0, 30), st.sampled_from([WEIGHT, GRAD, EXP_AVG]))
+touches = st.builds(Touch, units, st.booleans(), st.none() | st.just(Tier.HOST))
 labels = st.one_of(st.text(string.printable + "é☃\u2028", max_size=12), st.just("-"), st.just("held"))
 moments = st.builds(
     Moment,
     phase=st.sampled_from(Phase),
     label=labels,
-    touches=st.lists(st.builds(Touch, units, st.booleans()), max_size=5).map(tuple),
+    touches=st.lists(touches, max_size=5, unique_by=lambda touch: touch.ref).map(tuple),
     held=st.lists(units, max_size=3).map(tuple),
     nonmodel_bytes=st.integers(0, 2**48),
     live_bytes=st.integers(0, 2**48),

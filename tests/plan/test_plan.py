@@ -39,7 +39,7 @@ PLAN = make_plan(
 @few
 @given(instance=tight_instances())
 def test_a_plan_parses_back(instance: Instance) -> None:
-    plan = make_plan(instance.trace, following=instance.following, **instance.arguments)
+    plan = instance.planned()
     parsed = Plan.parse(str(plan))
     assert parsed == plan
     assert parsed.digest() == plan.digest()

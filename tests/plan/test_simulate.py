@@ -32,7 +32,7 @@ TRACE = trace_of("c0.weight*", "c1.weight", nonmodel=[1, 2])
 @some
 @given(instance=tight_instances(), policy=st.sampled_from(["next-use", "lru"]))
 def test_peaks_and_moves_are_those_of_a_replay_of_the_text(instance: Instance, policy: str) -> None:
-    plan = make_plan(instance.trace, policy=policy, following=instance.following, **instance.arguments)
+    plan = instance.planned(policy)
     simulation = simulate(plan, instance.trace, instance.layout, instance.machine)
     curve, moves, peaks = replay(plan, instance.machine, instance.trace)
     assert list(simulation.per_moment) == curve
@@ -42,16 +42,6 @@ def test_peaks_and_moves_are_those_of_a_replay_of_the_text(instance: Instance, p
     assert all(simulation.peak[Tier(letter).label] == nbytes for letter, nbytes in peaks.items())
     nonmodel = [moment.nonmodel_bytes for moment in instance.trace.moments]
     assert [n * SLOT_BYTES + rest for n, rest in zip(simulation.slots, nonmodel, strict=True)] == curve
-
-
-def test_a_host_over_a_disk() -> None:
-    plan = make_plan(
-        TRACE, layout=LAYOUT, machine=host_over_disk(2, nonmodel=2), start=resting(LAYOUT, planes=["weight"])
-    )
-    simulation = simulate(plan, TRACE, LAYOUT, host_over_disk(2))
-    assert simulation.per_moment == (1 * SLOT_BYTES + 1, 2 * SLOT_BYTES + 2)
-    assert simulation.peak == {"device": 0, "host": 2 * SLOT_BYTES + 2, "disk": 3 * SLOT_BYTES}
-    assert simulation.moved == {"H>D": 0, "D>H": 0, "H>K": 1 * SLOT_BYTES, "K>H": 3 * SLOT_BYTES}
 
 
 def test_what_passes_through_the_host_counts_there_and_on_both_links() -> None:
