@@ -35,11 +35,11 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
 
     pair = make_pair(build, device="cpu", host_memory=14 * SLOT, disk=tmp_path / "disk")
     store: ChunkStore = store_of(pair.session)
-    (arena,) = store._arenas.values()
+    (arena,) = store.units._arenas.values()
     seen: list[int] = []
 
     def look(*_: object) -> None:
-        seen.append(arena.committed_slots - store.limit_slots)
+        seen.append(arena.committed_slots - store.units.limit_slots)
 
     def do(self: ChunkStore, action: Action, *rest: Any) -> None:
         unwatched(self, action, *rest)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.memory.process import resident_bytes
-from patrickstar.memory.store import ChunkStore
+from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.room import HostRoom
@@ -134,11 +134,11 @@ def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_t
 
     monkeypatch.setattr(HostRoom, "excess_bytes", told_without_transfers)
     monkeypatch.setattr(HostRoom, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
-    monkeypatch.setattr(ChunkStore, "arriving_slots", 0)
-    monkeypatch.setattr(ChunkStore, "arriving_bytes", lambda self: SLOT)
+    monkeypatch.setattr(WorksUnderWay, "arriving_slots", 0)
+    monkeypatch.setattr(WorksUnderWay, "arriving_bytes", lambda self: SLOT)
     pair.train(1, first=1)
     before, told[:] = list(told), []
-    monkeypatch.setattr(ChunkStore, "arriving_slots", 3)
+    monkeypatch.setattr(WorksUnderWay, "arriving_slots", 3)
     pair.train(1, first=2)
     assert told == [growth + arriving_bytes for growth in before]
 

@@ -21,8 +21,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Touch, Trace
 from patrickstar.plan.check import check
-from patrickstar.plan.fit import worst_moment
-from patrickstar.plan.kept_bytes import with_kept_bytes
+from patrickstar.plan.fit import with_kept_bytes, worst_moment
 from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
@@ -193,12 +192,8 @@ def allocator_keeps(planner: Planner, draft: Draft) -> Draft:
         return draft
     ask, trace = draft.ask, draft.trace
     budget = planner.budgets.room_bytes(knows_workspaces=ask.knows_workspaces) - ask.taken_bytes
-    make = partial(_keeping, draft, budget)
+    make = partial(with_kept_bytes, trace, kept_bytes=ask.level_bytes, budget_bytes=budget, start=draft.start)
     return replace(draft, trace=planner.once(("kept", id(trace), ask.level_bytes, budget), make, trace))
-
-
-def _keeping(draft: Draft, budget_bytes: int) -> Trace:
-    return with_kept_bytes(draft.trace, kept_bytes=draft.ask.level_bytes, budget_bytes=budget_bytes, start=draft.start)
 
 
 def place_updates(planner: Planner, draft: Draft) -> Draft:

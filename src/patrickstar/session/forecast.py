@@ -146,7 +146,8 @@ def _forecast(
     in_chunks = setup.gradients is GradientUse.CHUNK
     late = _updated_late(step, layout) if in_backward else trainable
     takes_norm = clips and in_chunks
-    known = StepTraces(layout, formats, in_chunks=in_chunks or in_backward, passes=budgets.passes)
+    planner = setup.planner(choice, lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, formats.now))
+    known = StepTraces(planner, formats, in_chunks=in_chunks or in_backward, passes=budgets.passes)
     beside = 0 if in_chunks or in_backward else sum(named[name].numel() * 4 for name in late)
 
     @cache  # a plan is kept for the very same trace
@@ -172,7 +173,7 @@ def _forecast(
         expect_room(need, budgets.machine_for(need.nbytes))
         ran = list[tuple[Simulation, Trace]]()
         run = PaperRun(
-            setup.planner(choice, lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, formats.now)),
+            planner,
             state,
             budgets,
             forward=step,

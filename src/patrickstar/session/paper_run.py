@@ -161,7 +161,7 @@ class PaperRun:
     def _carry_out(self, draft: Draft, step: PaperStep) -> None:
         plan, trace = draft.made, draft.trace
         self._planner.began(draft.ask.kind, trace)
-        simulated = simulate(plan, trace, layout=self._planner.layout, machine=plan.machine)
+        simulated = simulate(plan, trace)
         self._simulated(simulated, trace)
         for tier, nbytes in simulated.peak.items():
             self.peak[tier] = max(self.peak[tier], nbytes)

@@ -71,15 +71,6 @@ class KnownForward:
         """Knowledge of the course that the next step is expected to take."""
         return self.twice if self.twice is not None and self._was_twice and self._stays_twice else self
 
-    def bound(self) -> KnownForward:
-        """Knowledge of another kind of forward, whose shapes are no larger: it needs no more, and its kernels take no more."""
-        return KnownForward(
-            trace=self.trace,
-            by_chance=self.by_chance,
-            excess_bytes=self.excess_bytes,
-            knows_workspaces=self.knows_workspaces,
-        )
-
     def excess_beyond(self, share_bytes: int) -> int:
         """Bytes that plans have beside the trace: what such a step took more; less the share that is left for that until all of it is known."""
         return self.excess_bytes if self.knows_workspaces else max(0, self.excess_bytes - share_bytes)
@@ -151,14 +142,15 @@ def _forward_of(trace: Trace) -> list[Hashable]:
 
 
 def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -> KnownForward:
-    """Knowledge of a new kind of forward: the least trace of kinds whose shapes are at least as large."""
-    larger = [
-        (entry.trace.peak, entry) for other, entry in known.items() if entry.trace is not None and other.dominates(key)
-    ]
-    if not larger:
-        return KnownForward()
-    _, least = min(larger, key=lambda item: item[0])
-    return least.bound()
+    """Knowledge of a new kind of forward: that of the least trace of kinds whose shapes are no smaller. It needs no more."""
+    larger = [entry for other, entry in known.items() if entry.trace is not None and other.dominates(key)]
+    least = min(larger, key=lambda entry: entry.trace.peak if entry.trace is not None else 0, default=KnownForward())
+    return KnownForward(
+        trace=least.trace,
+        by_chance=least.by_chance,
+        excess_bytes=least.excess_bytes,
+        knows_workspaces=least.knows_workspaces,
+    )
 
 
 def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:

@@ -126,7 +126,7 @@ class LatePlanes:
         homes, slots = self._homes_for(kept, why=why)
         if homes:
             store = self.executor.store
-            store.prepare(homes, slots)
+            store.units.prepare(homes, slots)
             store.grow(homes, slots)
             self.changed(why)
 
@@ -222,9 +222,9 @@ class LatePlanes:
             home=store.state.home,
             slots={**store.state.slots, **slots},
             slot_bytes=store.state.slot_bytes,
-            disk=store.has_disk,
+            disk=store.units.has_disk,
         )
-        store.prepare(homes, slots)
+        store.units.prepare(homes, slots)
         return homes
 
     def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> None:

@@ -23,7 +23,7 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import update_parts
 from patrickstar.step.executor import Executor
-from patrickstar.step.gradients import Gradients, InPlane
+from patrickstar.step.gradients import Gradients, in_plane
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.step_traces import StepTraces
@@ -125,7 +125,7 @@ class OptimizerStep:
         """Carries out an order at once: gradients of the user's own may be changed at any time."""
         with ExitStack() as stack:
             if order.gradients is None:
-                stack.enter_context(InPlane(self.binding, self.in_chunks, order.hypers))
+                stack.enter_context(in_plane(self.binding, self.in_chunks, order.hypers))
             self.executor.pending = order
             self.executor.settle()
 

@@ -30,7 +30,7 @@ class OutOfMemory:
         if stretch.is_over or stretch.kind not in {StretchKind.TRAINING, StretchKind.EVALUATION}:
             return
         tier = store.state.compute
-        slots = store.committed_slots * store.state.slot_bytes
+        slots = store.units.committed_slots * store.state.slot_bytes
         allocated = torch.accelerator.memory_allocated(self.budgets.device)
         others = max(0, total_bytes - free_bytes - slots - torch.accelerator.memory_reserved(self.budgets.device))
         position = max(0, stretch.position - 1)

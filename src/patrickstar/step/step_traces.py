@@ -2,60 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from patrickstar.core.formats import SessionFormats
-from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.optim.scratch import NONE, PassBytes
+from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import norm_trace, on_tiers, step_trace
 
 __all__ = ["StepTraces"]
 
-_KEPT = 64
-_Key = tuple[str, frozenset[str], frozenset[tuple[int, Tier]], frozenset[int]]
 
-
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True)
 class StepTraces:
-    """Traces of norm and update, the very same one for the same question: plans are kept by trace.
+    """Traces of norm and update, the very same one for the same question: the planner keeps them, as it keeps plans by trace.
 
     Attributes:
         in_chunks: whether gradients lie in chunks. passes: what these take of the tier that computes.
     """
 
-    layout: Layout
+    planner: Planner
     formats: SessionFormats
     in_chunks: bool
     passes: PassBytes = NONE
 
-    _known: dict[_Key, Trace] = field(default_factory=dict)
-
-    def norm(self, names: Iterable[str]) -> Trace:
+    def norm(self, names: Collection[str]) -> Trace:
         """The trace of the norm of these parameters' gradients."""
-        key = self._key("norm", names)
-        if key not in self._known:
-            self._known[key] = norm_trace(self.layout, names, formats=self.formats.now, scratch_bytes=self.passes.norm)
-        return self._known[key]
+        layout, formats, scratch_bytes = self.planner.layout, self.formats.now, self.passes.norm
+        key = ("norm", frozenset(names), formats.thawed)
+        return self.planner.once(key, lambda: norm_trace(layout, names, formats=formats, scratch_bytes=scratch_bytes))
 
-    def step(self, names: Iterable[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
+    def step(self, names: Collection[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
         """The trace of the update of these parameters. `tiers`: of chunks that are not updated where the step computes."""
-        key = self._key("step", names, frozenset(tiers.items()))
-        if key not in self._known:
-            trace = step_trace(
-                self.layout,
-                names,
-                formats=self.formats.now,
-                in_plane=self.in_chunks,
-                scratch_bytes=self.passes.update,
-            )
-            self._known[key] = on_tiers(trace, tiers)
-        return self._known[key]
+        layout, formats, scratch_bytes = self.planner.layout, self.formats.now, self.passes.update
 
-    def _key(self, kind: str, names: Iterable[str], tiers: frozenset[tuple[int, Tier]] = frozenset()) -> _Key:
-        if len(self._known) > _KEPT:
-            self._known.clear()
-        return kind, frozenset(names), tiers, self.formats.now.thawed
+        def make() -> Trace:
+            trace = step_trace(layout, names, formats=formats, in_plane=self.in_chunks, scratch_bytes=scratch_bytes)
+            return on_tiers(trace, tiers)
+
+        return self.planner.once(("step", frozenset(names), frozenset(tiers.items()), formats.thawed), make)

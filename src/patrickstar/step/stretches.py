@@ -252,7 +252,7 @@ class Stretches:
         self._room.stop_meter()
         if stretch.kind is not StretchKind.OUTSIDE:
             self._room.end(stretch, known, budget_bytes=self._budget_bytes(knows_workspaces=True))
-            self.counts.ended(stretch, "" if known is None else known.explain(stretch))
+            self.counts = self.counts.ended(stretch, "" if known is None else known.explain(stretch))
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
         self._late_planes.close()
 
@@ -282,7 +282,7 @@ class Stretches:
         """Ends a step: the optimizer has updated, and all that came since the last update was one step."""
         self.end()
         self._forwards, self._forwards_a_step = 0, self._forwards
-        self.counts.step_ended()
+        self.counts = self.counts.step_ended()
 
     # budgets
 
