@@ -89,7 +89,8 @@ class Ours:
     def __init__(self, directory: Path, units: int, nbytes: int, depth: int) -> None:
         self._depth = depth
         self._units = {way: [PlaneRef(number, way) for number in range(units)] for way in ("read", "write")}
-        self._pool = DiskPool(directory, units={ref: nbytes for refs in self._units.values() for ref in refs})
+        sizes = {ref: nbytes for refs in self._units.values() for ref in refs}
+        self._pool = DiskPool(directory, units=sizes, budget_bytes=sum(sizes.values()))
         make = lanes_of()
         self._lanes = {"read": make(Tier.DISK, Tier.HOST), "write": make(Tier.HOST, Tier.DISK)}
         self._buffers = {way: _buffers(depth, nbytes) for way in self._units}

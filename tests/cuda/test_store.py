@@ -75,7 +75,7 @@ def store(accelerator: Accelerator) -> ChunkStore:
 @pytest.fixture
 def passing(accelerator: Accelerator, tmp_path: Path) -> ChunkStore:
     """Two units that rest on the disk and come to the device, which has room for both, through a single slot of the host."""
-    pool = DiskPool(tmp_path, units=dict.fromkeys((ONE, OTHER), SLOT_BYTES))
+    pool = DiskPool(tmp_path, units=dict.fromkeys((ONE, OTHER), SLOT_BYTES), budget_bytes=2 * SLOT_BYTES)
     return make_store({ONE: K, OTHER: K}, host_slots=1, disk=pool)
 
 

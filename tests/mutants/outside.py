@@ -119,7 +119,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         without("growth_bytes", nth=3), f"{BOUND}::test_the_guard_counts_what_is_coming_beside_what_is_there"
     ),
     Fault("a-16-bit-gradient-takes-a-second-backward", "step.gradients:Gradients._make_ready").by(
-        never("name"),
+        never("name", nth=1),
         "tests/session/test_sixteen_bits.py::test_a_second_backward_makes_room_for_gradients_in_fp32[bf16]",
     ),
     Fault("what-had-come-is-lost-when-gradients-are-widened", "step.late_planes:LatePlanes.widen_gradients").by(

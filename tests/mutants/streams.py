@@ -210,14 +210,14 @@ STREAMS: tuple[Mutant, ...] = (
         never("_OUT_OF_MEMORY", nth=1),
         "tests/cuda/test_waits.py::test_memory_that_torch_keeps_and_does_not_use_is_taken_back",
     ),
-    Fault("a-step-is-not-told-of-memory-that-is-missing", "step.out_of_memory:OutOfMemory.out_of_memory").by(
+    Fault("a-step-is-not-told-of-memory-that-is-missing", "step.out_of_memory:OutOfMemory.__call__").by(
         replace("stretch.is_over", "True"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[backward]",
     ),
     Fault("memory-that-was-missing-is-forgotten", "step.room:DeviceRoom.leave_room").by(
         drop("rise"), "tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing"
     ),
-    Fault("whoever-has-a-session-is-told-of-missing-memory", "step.out_of_memory:OutOfMemory.out_of_memory").by(
+    Fault("whoever-has-a-session-is-told-of-missing-memory", "step.out_of_memory:OutOfMemory.__call__").by(
         never("kind"),
         "tests/cuda/test_out_of_memory.py::test_memory_that_is_missing_outside_of_a_step_is_torchs_own_error",
     ),

@@ -18,7 +18,7 @@ from patrickstar.torch_private import storage_at
 __all__ = ["DeviceSpace"]
 
 
-class DeviceSpace:
+class DeviceSpace(Space):
     """Memory of one CUDA device. What fills and copies is queued on the current stream.
 
     Units that are no multiple of what the driver maps at a time (2 MiB) share what they lie in: it is there while one of them is prepared.
@@ -54,9 +54,6 @@ class DeviceSpace:
             return empty.new_empty(0).set_(storage_at(address, nbytes, self._device), 0, size, (1,))
 
         return wrap
-
-    def tensor(self, at: int, nbytes: int) -> Tensor:
-        return self.wrapping(at, nbytes, torch.uint8)()
 
     def fill(self, at: int, nbytes: int, byte: int) -> None:
         if self._addresses is not None:

@@ -48,6 +48,7 @@ class ChunkStore:
     Attributes:
         state: where every unit is, to be read by everybody.
         ledger: is told of every slot taken and given back, and of every byte that crosses a link.
+        passing: units that a stretch has taken in, and takes out when it is over.
         leases: on slots of the compute tier, and on what is held in the stead of one.
         hold_beside: notes how many bytes of non-model data are on the compute tier now.
         log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
@@ -60,6 +61,7 @@ class ChunkStore:
         self._compute = units.state.compute
         self._process = os.getpid()
 
+        self.passing: set[PlaneRef] = set()
         self.leases = Leases(self.tensor)
         self.ledger = units.ledger
         self.keep_log = False

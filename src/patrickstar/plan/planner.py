@@ -11,11 +11,13 @@ Note [Traces that are told apart by identity]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
@@ -24,9 +26,9 @@ from patrickstar.plan.check import check
 from patrickstar.plan.fit import with_kept_bytes, worst_moment
 from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import Residency
+from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
-from patrickstar.plan.touches import gradients_freed
+from patrickstar.plan.touches import gradients_freed, norm_trace, on_tiers, step_trace
 from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import update_whole_chunks
@@ -62,18 +64,22 @@ class Planner:
     Attributes:
         policy: of eviction. prefetch: moments by which transfers may be early. choice: where updates are done.
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
-        slots_of_gradient: slots of the gradient of a chunk. checks: whether each new plan is held against `plan/check.py`.
+        in_chunks: whether gradients lie in chunks. norm_bytes, update_bytes: what the norm, or an update, takes of the tier that computes.
+        checks: whether each new plan is held against `plan/check.py`.
         made: is told of each new plan, and its trace.
     """
 
     layout: Layout
+    formats: SessionFormats
     budgets: PlanBudgets
     policy: str
     prefetch: int | None
     choice: UpdateChoice
     weaves: bool
     keeps: bool
-    slots_of_gradient: Callable[[int], int]
+    in_chunks: bool
+    norm_bytes: int = 0
+    update_bytes: int = 0
     checks: bool = False
     made: Callable[[Plan, Trace], object] = lambda *_: None
 
@@ -91,6 +97,28 @@ class Planner:
         for make_better in PASSES:
             draft = make_better(self, draft)
         return draft
+
+    # what stretches go through that no forward shows
+
+    def norm_trace(self, names: Collection[str]) -> Trace:
+        """The trace of the norm of these parameters' gradients."""
+        formats = self.formats.now
+        make = partial(norm_trace, self.layout, names, formats=formats, scratch_bytes=self.norm_bytes)
+        return self.once(("norm", frozenset(names), formats.thawed), make)
+
+    def update_trace(self, names: Collection[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
+        """The trace of the update of these parameters. `tiers`: of chunks that are not updated where the step computes."""
+        layout, formats, scratch_bytes = self.layout, self.formats.now, self.update_bytes
+
+        def make() -> Trace:
+            trace = step_trace(layout, names, formats=formats, in_plane=self.in_chunks, scratch_bytes=scratch_bytes)
+            return on_tiers(trace, tiers)
+
+        return self.once(("step", frozenset(names), frozenset(tiers.items()), formats.thawed), make)
+
+    def slots_of_gradient(self, chunk: int) -> int:
+        """Slots that the gradient of a chunk takes."""
+        return slots_of(PlaneRef(chunk, GRAD), self.layout, self.formats.now)
 
     # the order of stretches
 

@@ -2,7 +2,7 @@
 
 Note [Traces of a stretch]
     `Ask.trace` is what is expected to happen: a forecast of the forward and its backward (`tracing/offline.py`), what was measured of such a step
-    (`step/known_forwards.py`), or the chunks that the norm or the optimizer's step go through (`step/step_traces.py`).
+    (`step/known_forwards.py`), or the chunks that the norm or the optimizer's step go through (`Planner.norm_trace`, `Planner.update_trace`).
     `Draft.foreseen` is that with what was added to it: bytes that such a step has taken more, and moments of updates.
     `Draft.trace` has what a device's allocator keeps as well. The plan is made of it, and moments are held against it.
 """

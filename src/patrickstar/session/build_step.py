@@ -33,7 +33,6 @@ from patrickstar.step.masters_by_hand import MastersByHand
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.room import DeviceRoom, Room, room_of
-from patrickstar.step.step_traces import StepTraces
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
@@ -100,7 +99,7 @@ def build_step(
         gradients=gradients,
         changed=lambda why: stretches.forget_plans(why),  # noqa: PLW0108  (stretches are made below, with it)
     )
-    planner = setup.planner(choice, late_planes.slots_of_gradient, room.planned)
+    planner = setup.planner(choice, room.planned)
     stretches = Stretches(
         executor=executor,
         planner=planner,
@@ -176,10 +175,8 @@ def _build_training(
     **parts: Any,
 ) -> Training:
     """Training in the mode in which gradients are used. `parts`: that training has in common with the optimizer's step."""
-    formats, passes, memory = setup.formats, setup.passes or {}, setup.memory
-    in_chunks = not parts["binding"].gradients.stay
-    traces = StepTraces(planner, formats, in_chunks=in_chunks, passes=setup.budgets.passes)
-    parts["updates"] = OptimizerStep(traces=traces, passes=passes, formats=formats, **parts)
+    passes, memory = setup.passes or {}, setup.memory
+    parts["updates"] = OptimizerStep(planner=planner, passes=passes, **parts)
     parts |= {"touches": touches, "hypers": hypers}
     if setup.gradients is GradientUse.UPDATE:
         return InBackwardTraining(is_watched=is_watched, **parts)

@@ -22,7 +22,6 @@ from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import master_touches
 from patrickstar.session.smallest import let_gradients_go
 from patrickstar.step.budgets import Budgets
-from patrickstar.step.step_traces import StepTraces
 
 __all__ = ["PaperRun", "PaperStep"]
 
@@ -43,7 +42,7 @@ class PaperRun:
 
     Args:
         state: where everything rests before `manage` fills in the weights. forward: the trace of a forward and its backward.
-        update_of: gives the trace of the update with chunks on these tiers. traces: of the norm.
+        update_of: gives the trace of the update with chunks on these tiers.
         trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
         clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
         whole: whether a backward updates chunks whole where there is room. simulated: is told of each stretch that was carried out.
@@ -60,7 +59,6 @@ class PaperRun:
         *,
         forward: Trace,
         update_of: Callable[..., Trace],
-        traces: StepTraces,
         trained: Collection[str],
         clips: bool,
         in_backward: bool,
@@ -71,7 +69,6 @@ class PaperRun:
         self._budgets = budgets
         self._forward_trace = forward
         self._update_of = update_of
-        self._traces = traces
         self._trained = trained
         self._clips = clips
         self._in_backward = in_backward
@@ -126,7 +123,7 @@ class PaperRun:
             self.state.shrink(sorted(ref for ref in draft.whole_chunks.homes if self.state.is_free(ref)))
 
     def _norm(self, step: PaperStep) -> None:
-        trace = self._traces.norm(self._trained)
+        trace = self._planner.norm_trace(self._trained)
         if self._planner.weaves and self._budgets.stream_device is None:
             nearest = self._pilot().nearest
             trace = self._planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))

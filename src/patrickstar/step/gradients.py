@@ -189,7 +189,7 @@ class Gradients:
     def fill_with_zeros(self, names: Collection[str]) -> None:
         """Sets those of these gradients that there are to zero, where they lie (`zero_grad(set_to_none=False)`)."""
         with self.executor.quiet():
-            for chunk in self.chunks():
+            for chunk in sorted({part.chunk for name in self.names for part in self.layout.parts(name)}):
                 (flat,) = self.executor.use(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
                 for piece in self.layout.tensors_in(chunk):
                     if piece.name in self.names and piece.name in names:
@@ -199,10 +199,6 @@ class Gradients:
             self.overflow.forget(name)
             if name in self.names:
                 self.views.changed(AssembledKey(name, GRAD))
-
-    def chunks(self) -> list[int]:
-        """The chunks that hold a gradient, in order."""
-        return sorted({part.chunk for name in self.names for part in self.layout.parts(name)})
 
     def _apply_factors(self, name: str) -> None:
         """Multiplies a gradient in the plane with its factors, before anything is added to it."""

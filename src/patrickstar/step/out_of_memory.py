@@ -24,7 +24,7 @@ class OutOfMemory:
     room: DeviceRoom
     budgets: Budgets
 
-    def out_of_memory(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
+    def __call__(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
         """Raises BudgetError where a forward or backward of this session is under way."""
         stretch, store = self.executor.pilot.stretch, self.executor.store
         if stretch.is_over or stretch.kind not in {StretchKind.TRAINING, StretchKind.EVALUATION}:

@@ -76,7 +76,7 @@ class DeferredTraining(Training):
         else:
             with in_plane(self.binding, self.in_chunks, self.binding.by_name):
                 names = self.in_chunks.names
-                trace = self.stretches.begin_norm(self.updates.traces.norm(names))
+                trace = self.stretches.begin_norm(self.updates.planner.norm_trace(names))
                 with noticed_at("the norm of the gradients, which the step waits for"):
                     norm = self._norm_in_chunks(names, self.in_chunks.factors, trace, flags)
                 self.stretches.end()
