@@ -244,15 +244,8 @@ def advise(refusal: BudgetError, enough: Mapping[str, int], *, more: str = "") -
     problem, _, advice = str(refusal).partition(_FITS)
     instead = advice.split(_OR)[1 if refusal.smallest_bytes else 0 :] if advice else []
     fits = [" and ".join(_budget(tier, nbytes) for tier, nbytes in enough.items()), *instead]
-    return BudgetError(
-        f"{problem}{_FITS}{_OR.join(fits)}{more}",
-        tier=refusal.tier,
-        moment=refusal.moment,
-        needed_bytes=refusal.needed_bytes,
-        available_bytes=refusal.available_bytes,
-        smallest_bytes=enough[refusal.tier],
-        fixed_bytes=refusal.fixed_bytes,
-    )
+    told = {**vars(refusal), "smallest_bytes": enough[refusal.tier]}
+    return BudgetError(f"{problem}{_FITS}{_OR.join(fits)}{more}", **told)
 
 
 def _budget(tier: str, nbytes: int) -> str:

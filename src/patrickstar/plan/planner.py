@@ -11,7 +11,7 @@ Note [Traces that are told apart by identity]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -184,14 +184,17 @@ class Planner:
         """The gradients that the updates after a stretch will read on the tier below: they are complete in the last backward before a step."""
         return self._used_below if ask.is_last else frozenset()
 
-    def with_touches(self, trace: Trace, touches: Iterable[tuple[Touch, ...]]) -> Trace:
-        """The trace with these touches at its moments."""
-        own = tuple(touches)
+    def read_where_it_is(self, norm: Trace, nearest: Callable[[tuple[Touch, ...]], tuple[Touch, ...]]) -> Trace:
+        """The trace of a norm each of whose moments reads a gradient where that is. `nearest`: gives the touches for that."""
+        # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
+        if not self.weaves or self.keeps:
+            return norm
+        own = tuple(nearest(moment.touches) for moment in norm.moments)
 
         def make() -> Trace:
-            return Trace(tuple(replace(moment, touches=new) for moment, new in zip(trace.moments, own, strict=True)))
+            return Trace(tuple(replace(moment, touches=new) for moment, new in zip(norm.moments, own, strict=True)))
 
-        return self.once(("touches", id(trace), own), make, trace)
+        return self.once(("touches", id(norm), own), make, norm)
 
 
 # the passes

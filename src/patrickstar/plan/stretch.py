@@ -87,12 +87,6 @@ class Draft:
     plan: Plan | None = None
 
     @property
-    def made(self) -> Plan:
-        """The plan, which is made."""
-        assert self.plan is not None, "no pass has made a plan"
-        return self.plan
-
-    @property
     def start(self) -> Residency:
         """The place of every unit as the plan begins: with homes for the gradients of chunks that are updated whole."""
         start, whole = self.ask.start, self.whole_chunks

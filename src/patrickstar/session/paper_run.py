@@ -123,10 +123,7 @@ class PaperRun:
             self.state.shrink(sorted(ref for ref in draft.whole_chunks.homes if self.state.is_free(ref)))
 
     def _norm(self, step: PaperStep) -> None:
-        trace = self._planner.norm_trace(self._trained)
-        if self._planner.weaves and self._budgets.stream_device is None:
-            nearest = self._pilot().nearest
-            trace = self._planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
+        trace = self._planner.read_where_it_is(self._planner.norm_trace(self._trained), self._pilot().nearest)
         self._carry_out(self._plan(StretchKind.NORM, trace), step)
 
     def _update(self, step: PaperStep) -> None:
@@ -156,7 +153,8 @@ class PaperRun:
         )
 
     def _carry_out(self, draft: Draft, step: PaperStep) -> None:
-        plan, trace = draft.made, draft.trace
+        plan, trace = draft.plan, draft.trace
+        assert plan is not None, "no pass has made a plan"
         self._planner.began(draft.ask.kind, trace)
         simulated = simulate(plan, trace)
         self._simulated(simulated, trace)

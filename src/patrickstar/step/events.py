@@ -193,7 +193,9 @@ class Events:
             StateError: it would be compiled, traced or transformed. BudgetError: it does not fit. Nothing has changed then.
         """
         expect_ordinary_call(module, args, kwargs, next(iter(self.named.values())))
-        if self._depth and not _is_running(self._caller):  # an interruption, after which torch calls no hook
+        if self._depth and not any(
+            frame is self._caller for frame in _frames()
+        ):  # an interruption, after which torch calls no hook
             self._depth = 0
             self.to.stretches.abandon()
         if self._depth:
@@ -246,7 +248,7 @@ def expect_own_parameters(
         return
     now = dict(model.named_parameters())
     names = [name for name in {**named, **now} if now.get(name) is not named.get(name) or not is_managed(now[name])]
-    if _is_running_in("torch.nn.utils.stateless"):
+    if any(frame.f_globals.get("__name__") == "torch.nn.utils.stateless" for frame in _frames()):
         raise StateError(
             f"torch.func.functional_call() gives a managed model other values for {some(names, most=5)}: its own lie in chunks, and cannot be "
             "exchanged for a call. Call a copy, torch.func.functional_call(copy.deepcopy(model), values, inputs), or change the values "
@@ -258,17 +260,8 @@ def expect_own_parameters(
     )
 
 
-def _is_running(frame: FrameType | None) -> bool:
-    """Tells whether a frame is one of those that have led here."""
-    return any(now is frame for now in _frames())
-
-
-def _is_running_in(module: str) -> bool:
-    """Tells whether a function of a module is one of those that have led here."""
-    return any(now.f_globals.get("__name__") == module for now in _frames())
-
-
 def _frames() -> Iterator[FrameType]:
+    """The frames that have led here."""
     now: FrameType | None = sys._getframe(1)
     while now is not None:
         yield now

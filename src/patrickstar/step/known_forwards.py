@@ -19,13 +19,11 @@ from dataclasses import dataclass, field
 
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
-from patrickstar.errors import BudgetError
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.stretch import Stretch
 from patrickstar.tracing.signature import Signature
-from patrickstar.units import format_bytes
 
-__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one", "refused_as_learned"]
+__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one"]
 
 BEING_MEASURED = "the forward did not go as its trace; it is being measured"
 _MEASUREMENTS = 3
@@ -150,17 +148,4 @@ def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -
         by_chance=least.by_chance,
         excess_bytes=least.excess_bytes,
         knows_workspaces=least.knows_workspaces,
-    )
-
-
-def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
-    """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
-    return BudgetError(
-        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} are in no trace: an earlier step took them; this one has not begun",
-        tier=refusal.tier,
-        moment=refusal.moment,
-        needed_bytes=refusal.needed_bytes,
-        available_bytes=refusal.available_bytes,
-        smallest_bytes=refusal.smallest_bytes,
-        fixed_bytes=refusal.fixed_bytes,
     )
