@@ -128,8 +128,8 @@ STREAMS: tuple[Mutant, ...] = (
         always("planner.keeps"),
         "tests/cuda/test_waits.py::test_a_step_never_waits_for_the_device[in_backward-60-(0.0, 0)]",
     ),
-    Fault("the-host-squares-gradients-of-a-device", "step.stretches:Stretches.begin_norm").by(
-        without("self._budgets.stream_device is None"),
+    Fault("the-host-squares-gradients-of-a-device", "plan.planner:Planner.read_where_it_is").by(
+        without("self.keeps"),
         "tests/cuda/test_waits.py::test_a_step_that_needs_a_number_waits_for_that_alone[fp32-(0.0, 0)]",
     ),
     Fault("what-a-device-has-given-out-is-not-learned", "step.room:DeviceRoom.end").by(
