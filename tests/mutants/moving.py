@@ -62,8 +62,8 @@ MOVING: tuple[Mutant, ...] = (
         replace("when_all_settled(...)", "self._start(work, (), end)"),
         "tests/memory/test_lanes.py::test_a_work_begins_when_all_that_it_comes_after_has_ended[thread]",
     ),
-    Fault("a-session-ends-before-its-works", "memory.works_under_way:WorksUnderWay.close").by(
-        drop("close"), "tests/session/test_lanes.py::test_close_ends_what_is_under_way"
+    Fault("a-session-ends-before-its-works", "memory.store:ChunkStore.close").by(
+        drop("close", nth=1), "tests/session/test_lanes.py::test_close_ends_what_is_under_way"
     ),
     Fault("an-interruption-leaves-transfers-under-way", "memory.store:ChunkStore._do").by(
         drop("land_all"), f"{INTERRUPTED}[0-1-emulated]"
