@@ -18,10 +18,12 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Task
-from patrickstar.memory.links import Links, lanes_of
+from patrickstar.memory.links import lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Drop, Issue, Wait, WorkKind
+from patrickstar.memory.unit_bytes import UnitBytes
+from patrickstar.memory.works_under_way import WorksUnderWay
+from patrickstar.plan.actions import Drop, Issue, Wait
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from tests.cuda.schedules import SCHEDULES
@@ -50,19 +52,18 @@ def make_store(
     state = Residency.of(Snapshot(D, SLOT_BYTES, home, dict.fromkeys(home, slots), newest={}, taken={}))
     ledger = Ledger()
     ledger.add(H, slots * SLOT_BYTES * sum(tier is H for tier in home.values()))
-    return ChunkStore(
+    units = UnitBytes(
         state,
         arenas={
             D: Arena(SLOT_BYTES, virtual_slots=3, name="device", make_space=partial(DeviceSpace, device=CUDA)),
             H: Arena(SLOT_BYTES, virtual_slots=host_slots or 2 * slots, name="host", make_space=PinnedSpace),
         },
         disk=disk,
-        links=Links(lanes_of(device=CUDA)),
         dtype=lambda _: torch.float32,
-        chunks=lambda _: slots,
         ledger=ledger,
-        device=CUDA,
     )
+    works = WorksUnderWay(units, lanes_of(device=CUDA), chunks=lambda _: slots, device=CUDA)
+    return ChunkStore(units, works)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def store(accelerator: Accelerator) -> ChunkStore:
 @pytest.fixture
 def passing(accelerator: Accelerator, tmp_path: Path) -> ChunkStore:
     """Two units that rest on the disk and come to the device, which has room for both, through a single slot of the host."""
-    pool = DiskPool(tmp_path, units=dict.fromkeys((ONE, OTHER), SLOT_BYTES))
+    pool = DiskPool(tmp_path, units=dict.fromkeys((ONE, OTHER), SLOT_BYTES), budget_bytes=2 * SLOT_BYTES)
     return make_store({ONE: K, OTHER: K}, host_slots=1, disk=pool)
 
 
@@ -96,7 +97,7 @@ def doubling(store: ChunkStore) -> Callable[[int, Tier], Task]:
 
 def use(store: ChunkStore, ref: PlaneRef, *, writes: bool = False) -> torch.Tensor:
     """A unit on the device, ready for the current stream."""
-    store.compute([Touch(ref, writes)])
+    store.works.compute([Touch(ref, writes)])
     if writes:
         store.wrote(ref)
     return store.tensor(ref)
@@ -182,7 +183,7 @@ def test_new_contents_at_home_come_after_a_copy_that_still_writes_there(
     store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H)])
     store.release(ONE)
     store.carry_out([Issue.create(ONE, H)])
-    store._under_way[WorkKind.CREATE, ONE, H].ticket.wait()  # by a thread: before anybody else waits for the copy
+    store.works.ticket(Issue.create(ONE, H)).wait()  # by a thread: before anybody else waits for the copy
     assert not store.tensor(ONE, H).any()
     finish(store, accelerator)
 

@@ -37,7 +37,7 @@ def test_what_is_used_on_the_host_crosses_no_link() -> None:
     machine = device_over_host(1)
     start = resting(layout, compute=Tier.DEVICE, home=Tier.HOST, free=layout.units(["grad"]))
     plan = legal_plan(trace, layout=layout, machine=machine, start=start)
-    moved = simulate(plan, trace, layout, machine).moved
+    moved = simulate(plan, trace).moved
     assert (moved["H>D"], moved["D>H"]) == (0, 0)
     assert unit("c0.grad") in plan.end.newest
     without = replace(plan, moments=tuple(() for _ in plan.moments))
@@ -74,7 +74,7 @@ def test_plans_keep_every_invariant_in_tight_tiers(instance: Instance, policy: s
     trace, machine = instance.trace, instance.machine
     plan = instance.planned(policy)
     expect_legal(plan, trace, instance.layout, machine)
-    simulated = simulate(plan, trace, instance.layout, machine)
+    simulated = simulate(plan, trace)
     assert simulated.peak["device"] <= machine.budget[Tier.DEVICE]
     start = instance.start
     at_start = (start.slots_resting[Tier.HOST] + start.slots_used[Tier.HOST]) * SLOT_BYTES

@@ -61,7 +61,7 @@ def test_a_plan_keeps_every_invariant_or_is_refused_for_a_reason(instance: Insta
     else:
         plan = instance.planned(policy)
         expect_legal(plan, instance.trace, instance.layout, instance.machine)
-        peak = simulate(plan, instance.trace, instance.layout, instance.machine).peak
+        peak = simulate(plan, instance.trace).peak
         assert max(needed) <= peak[instance.machine.compute.label] <= instance.budget
     assert instance.start == before
 
@@ -84,7 +84,7 @@ def test_lower_tiers_are_never_overfull_either(instance: Instance) -> None:
     else:
         plan = instance.planned()
         expect_legal(plan, instance.trace, instance.layout, instance.machine)
-        peak = simulate(plan, instance.trace, instance.layout, instance.machine).peak
+        peak = simulate(plan, instance.trace).peak
         assert all(peak[tier.label] <= nbytes for tier, nbytes in instance.machine.budget.items())
 
 
@@ -130,7 +130,7 @@ def test_space_that_activations_take_is_given_up_before_it_is_missed() -> None:
     trace = trace_of("c0.weight c1.weight c2.weight", "c2.weight", "c2.weight", nonmodel=[0, 2 * SLOT_BYTES, 0])
     plan = make_plan(trace, layout=layout, machine=host_over_disk(3), start=resting(layout))
     assert before_each_moment(plan)[1:] == ["c0.weight H!, c1.weight H!", ""]
-    assert simulate(plan, trace, layout, host_over_disk(3)).slots == (3, 1, 1)
+    assert simulate(plan, trace).slots == (3, 1, 1)
 
 
 def test_a_start_above_the_first_moments_capacity_is_evicted_first() -> None:

@@ -195,7 +195,7 @@ def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None) 
     assert Counter(early.actions()) == Counter(plan.actions())
     assert by_place(early) == by_place(plan)
     assert (early.start, early.end, early.frees) == (plan.start, plan.end, plan.frees)
-    before, after = (simulate(one, trace, layout, machine) for one in (plan, early))
+    before, after = (simulate(one, trace) for one in (plan, early))
     assert after.moved == before.moved
     assert all(after.peak[tier.label] <= max(machine.budget[tier], before.peak[tier.label]) for tier in machine.budget)
     for issue, need in zip(_issues(early), _issues(plan), strict=True):

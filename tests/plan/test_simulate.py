@@ -33,7 +33,7 @@ TRACE = trace_of("c0.weight*", "c1.weight", nonmodel=[1, 2])
 @given(instance=tight_instances(), policy=st.sampled_from(["next-use", "lru"]))
 def test_peaks_and_moves_are_those_of_a_replay_of_the_text(instance: Instance, policy: str) -> None:
     plan = instance.planned(policy)
-    simulation = simulate(plan, instance.trace, instance.layout, instance.machine)
+    simulation = simulate(plan, instance.trace)
     curve, moves, peaks = replay(plan, instance.machine, instance.trace)
     assert list(simulation.per_moment) == curve
     assert list(simulation.moved_by_moment) == moves
@@ -48,7 +48,7 @@ def test_what_passes_through_the_host_counts_there_and_on_both_links() -> None:
     start = resting(LAYOUT, compute=Tier.DEVICE, planes=["weight"])
     trace = trace_of("c0.weight*", "c1.weight")
     plan = make_plan(trace, layout=LAYOUT, machine=device_over_host(2), start=start)
-    simulation = simulate(plan, trace, LAYOUT, device_over_host(2))
+    simulation = simulate(plan, trace)
     assert simulation.peak == {"device": 2 * SLOT_BYTES, "host": 3 * SLOT_BYTES, "disk": 3 * SLOT_BYTES}
     assert simulation.moved == {link: n * SLOT_BYTES for link, n in {"H>D": 3, "D>H": 1, "H>K": 0, "K>H": 3}.items()}
 
@@ -57,4 +57,4 @@ def test_an_illegal_plan_is_not_simulated() -> None:
     plan = make_plan(TRACE, layout=LAYOUT, machine=host_over_disk(2, nonmodel=2), start=resting(LAYOUT))
     spoiled = replace(plan, moments=(plan.moments[0], plan.moments[1][2:]))  # no write-back before the drop
     with pytest.raises(InvariantError, match=r"^\(4\) c0.weight H!"):
-        simulate(spoiled, TRACE, LAYOUT, host_over_disk(3))
+        simulate(spoiled, TRACE)

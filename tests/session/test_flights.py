@@ -271,25 +271,25 @@ def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
     pair = make_pair(make_lane=make, **on_disk)
     pair.train(1)
     store = store_of(pair.session)
-    store.limit_slots = 0
+    store.units.limit_slots = 0
     state = store.state
     ref = next(ref for ref in sorted(state.home) if ref not in state.taken[Tier.HOST] and not state.is_free(ref))
-    store._arenas[Tier.HOST].trim(0)
-    store.committed_slots = store._arenas[Tier.HOST].committed_slots
-    store.limit_slots = 99
+    store.units._arenas[Tier.HOST].trim(0)
+    store.units.committed_slots = store.units._arenas[Tier.HOST].committed_slots
+    store.units.limit_slots = 99
     store.carry_out([Issue.copy(ref, Tier.DISK, Tier.HOST, 1)])
     slot_bytes = state.slot_bytes
-    assert store.arriving_slots == 1
-    assert store.arriving_bytes() == slot_bytes
-    store._arenas[Tier.HOST].buffer(store._at[Tier.HOST][ref])[: slot_bytes // 2] = bytes(slot_bytes // 2)
-    assert store.arriving_slots == 1
-    assert store.arriving_bytes() == slot_bytes // 2  # half of it has come, and is resident
+    assert store.works.arriving_slots == 1
+    assert store.works.arriving_bytes() == slot_bytes
+    store.units._arenas[Tier.HOST].buffer(store.units._at[Tier.HOST][ref])[: slot_bytes // 2] = bytes(slot_bytes // 2)
+    assert store.works.arriving_slots == 1
+    assert store.works.arriving_bytes() == slot_bytes // 2  # half of it has come, and is resident
     for lane in lanes:
         lane.drain()
-    assert store.arriving_slots == 0
-    assert store.arriving_bytes() == 0
+    assert store.works.arriving_slots == 0
+    assert store.works.arriving_bytes() == 0
     store.carry_out([Wait.copy(ref, Tier.HOST)])
-    assert store.arriving_slots == 0
+    assert store.works.arriving_slots == 0
 
 
 class Skipping(nn.Module):

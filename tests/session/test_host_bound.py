@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.memory.process import resident_bytes
 from patrickstar.memory.store import ChunkStore
+from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.plan.actions import Action, Issue
 from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
@@ -145,11 +146,11 @@ def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_t
 
     monkeypatch.setattr(HostRoom, "excess_bytes", told_without_transfers)
     monkeypatch.setattr(HostRoom, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
-    monkeypatch.setattr(ChunkStore, "arriving_slots", 0)
-    monkeypatch.setattr(ChunkStore, "arriving_bytes", lambda self: SLOT)
+    monkeypatch.setattr(WorksUnderWay, "arriving_slots", 0)
+    monkeypatch.setattr(WorksUnderWay, "arriving_bytes", lambda self: SLOT)
     pair.train(1, first=1)
     before, told[:] = list(told), []
-    monkeypatch.setattr(ChunkStore, "arriving_slots", 3)
+    monkeypatch.setattr(WorksUnderWay, "arriving_slots", 3)
     pair.train(1, first=2)
     assert told == [growth + arriving_bytes for growth in before]
 
@@ -197,11 +198,11 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
 
     pair = make_pair(build, device="cpu", host_memory=14 * SLOT, disk=tmp_path / "disk")
     store: ChunkStore = store_of(pair.session)
-    (arena,) = store._arenas.values()
+    (arena,) = store.units._arenas.values()
     seen: list[int] = []
 
     def look(*_: object) -> None:
-        seen.append(arena.committed_slots - store.limit_slots)
+        seen.append(arena.committed_slots - store.units.limit_slots)
 
     def do(self: ChunkStore, action: Action, *rest: Any) -> None:
         unwatched(self, action, *rest)

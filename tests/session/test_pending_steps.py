@@ -201,8 +201,8 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
 def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
     pending: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links = pending.session._parts.executor.store._links
-    lane = type(links).lane
+    works = pending.session._parts.executor.store.works
+    lane = type(works).lane
 
     def interrupted(self: Any, src: Any, dst: Any) -> Any:
         if dst is None:
@@ -210,7 +210,7 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
         return lane(self, src, dst)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(links), "lane", interrupted)
+        patched.setattr(type(works), "lane", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(pending.model, number=3)
     assert len(pending_of(pending).waiting) == LAYERS

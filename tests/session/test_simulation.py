@@ -148,7 +148,7 @@ def expect_executed_as_simulated(
     compute = store_of(session).state.compute
     assert stretches
     for stretch in stretches:
-        simulated = simulate(stretch.plan, stretch.trace, session.layout, stretch.plan.machine)
+        simulated = simulate(stretch.plan, stretch.trace)
         assert stretch.log == list(stretch.plan.actions()), stretch.name
         assert stretch.moved == simulated.moved, stretch.name
         slot_bytes = store_of(session).state.slot_bytes
@@ -182,7 +182,7 @@ def test_the_peaks_and_moves_reported_are_those_simulated(make_pair: MakePair, m
     with watched(pair.session) as stretches:
         pair.train(4, by=step_with_loss)
         after = pair.session.stats()
-    found = [simulate(s.plan, s.trace, pair.session.layout, s.plan.machine) for s in stretches]
+    found = [simulate(s.plan, s.trace) for s in stretches]
     for link in LINKS:
         assert after.moved[link] - before.moved[link] == sum(simulated.moved[link] for simulated in found)
     for tier in Tier:
@@ -416,11 +416,11 @@ def test_every_model_is_executed_as_simulated_and_as_foreseen(name: str, kind: s
 
 def expect_foreseen(offline: Trace, measured: Trace, *, exactly: bool, at_most: bool) -> None:
     """The moments are the same. So are their bytes, or they are no more than was reserved."""
-    assert not bare(offline).differences(bare(measured))
+    assert bare(offline) == bare(measured)
     first_backward = next(moment for moment in measured.moments if moment.phase is Phase.BACKWARD)
     assert 0 < first_backward.live_bytes <= first_backward.nonmodel_bytes, "what the forward has kept is alive"
     if exactly:
-        assert not from_nothing(offline).differences(from_nothing(measured))
+        assert from_nothing(offline) == from_nothing(measured)
         for foreseen, seen in zip(offline.moments, measured.moments, strict=True):
             # A fake tensor may die a little later than a real one.
             assert foreseen.live_bytes == pytest.approx(seen.live_bytes, abs=4096), foreseen.name

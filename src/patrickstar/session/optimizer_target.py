@@ -42,7 +42,7 @@ class OptimizerTarget:
         events.forget_abandoned_backward()
         events.check_watch()
         self._training().step()
-        if events.watches:  # what is written to that memory from now on comes after this update
+        if events.to.escaped.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()
 
     def zero_grad(self, set_to_none: bool) -> None:

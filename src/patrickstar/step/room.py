@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
@@ -91,7 +90,7 @@ class Room:
 
     # stretches
 
-    def planned(self, plan: Plan, trace: Trace, layout: Layout) -> None:
+    def planned(self, plan: Plan, trace: Trace) -> None:
         """Takes note of a plan that a stretch is about to follow."""
 
     def begin(self, stretch: Stretch) -> None:
@@ -136,7 +135,7 @@ class Room:
             self._store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
         if actions:
             self.carry_out(actions, f"the start of the {self._pilot.stretch.kind}", pending)
-        self._store.trim()
+        self._store.units.trim()
 
     def make(self, actions: Sequence[Action], phase: Phase, label: str, pending: PendingStep | None) -> None:
         """Has done what comes before a moment."""
@@ -145,8 +144,8 @@ class Room:
             # What is alive between two moments is part of both.
             store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
             self.carry_out(actions, f"{phase} {label}", pending)
-        if store.committed_slots > store.limit_slots:
-            store.trim()
+        if store.units.committed_slots > store.units.limit_slots:
+            store.units.trim()
         store.hold_beside(now)
         self._before_bytes = now
 
@@ -239,7 +238,7 @@ class Room:
             slot_bytes = state.slots_used[self._compute] * state.slot_bytes - over_bytes
             actions = self._pilot.clearing(slot_bytes, self._store.leases.held())
             self.carry_out(actions, "the middle of an op")
-            self._store.trim()
+            self._store.units.trim()
 
 
 class HostRoom(Room):
@@ -264,12 +263,12 @@ class HostRoom(Room):
         self._has_told = False
         self._least_bytes = 0  # resident, since the allocator was last asked
 
-    def planned(self, plan: Plan, trace: Trace, layout: Layout) -> None:
+    def planned(self, plan: Plan, trace: Trace) -> None:
         """Has freed blocks returned from now on where the plan takes the room that they would be kept in."""
-        if self._keeps_blocks and self._allocator is not None:
-            simulated = simulate(plan, trace, layout=layout, machine=plan.machine)
-            if not leaves_room(simulated, trace, self._budgets, self._allocator):
-                self._return_at_once("a plan takes the room that they would be kept in")
+        if not self._keeps_blocks or self._allocator is None:
+            return
+        if not leaves_room(simulate(plan, trace), trace, self._budgets, self._allocator):
+            self._return_at_once("a plan takes the room that they would be kept in")
 
     def begin(self, stretch: Stretch) -> None:
         """Has freed blocks returned where nobody knows what the stretch takes."""
@@ -294,12 +293,12 @@ class HostRoom(Room):
             return actions
         store, slot_bytes = self._store, self._store.state.slot_bytes
         # Those that will hold pages.
-        slots = max(slots_after(actions, store), min(store.committed_slots, self._pilot.capacity_slots))
-        growth = (slots - store.committed_slots) * slot_bytes + self._rise_bytes()
+        slots = max(slots_after(actions, store), min(store.units.committed_slots, self._pilot.capacity_slots))
+        growth = (slots - store.units.committed_slots) * slot_bytes + self._rise_bytes()
         # Pages of slots whose transfers are under way come with these. Those that have come count as resident already.
-        arriving = store.arriving_slots * slot_bytes
+        arriving = store.works.arriving_slots * slot_bytes
         if arriving and self.is_exceeded_by(growth + arriving):
-            arriving = store.arriving_bytes()
+            arriving = store.works.arriving_bytes()
         excess = self.excess_bytes(growth + arriving)
         if not excess:
             return actions
