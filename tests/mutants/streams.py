@@ -214,6 +214,10 @@ STREAMS: tuple[Mutant, ...] = (
         replace("stretch.is_over", "True"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[backward]",
     ),
+    Fault("what-comes-after-a-failed-step-counts-as-its-own", "step.stretches:Stretches.abandon").by(
+        drop("look"),
+        "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[forward]",
+    ),
     Fault("memory-that-was-missing-is-forgotten", "step.room:DeviceRoom.leave_room").by(
         drop("rise"), "tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing"
     ),

@@ -271,6 +271,7 @@ class Stretches:
         """Abandons a forward or a backward that an exception has ended: what is made from now on is no part of it."""
         self._executor.recorder = None
         self._executor.pilot.stretch.finish()
+        self._room.look(is_last=True)
         self._room.pause_meter()
 
     def pause(self) -> None:
