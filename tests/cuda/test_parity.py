@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,17 @@ import pytest
 import torch
 
 import patrickstar
+from patrickstar.optim.choose import choose_kernels
+from patrickstar.session.start import set_up
 from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES
 from tests.parity import managed, oracle
 from tests.parity.compare import differences
 from tests.parity.cover import every, shuffled
+from tests.parity.forecasts import compare
 from tests.parity.limits import PAGE_BYTES, limits_of
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row
 from tests.parity.oracle import Record
-from tests.parity.test_parity import LINKS
+from tests.parity.test_parity import FORESEEN, LINKS, at_once
 from tests.parity.zoo import CASES, STEPS
 from tests.sampling import cover
 
@@ -167,3 +170,16 @@ def test_no_bit_depends_on_the_schedule(
     row: Row, schedule: tuple[float, int], tmp_path: Path, accelerator: Accelerator
 ) -> None:
     assert_parity(row, tmp_path, accelerator, schedule)
+
+
+PLANNED = [row for row in FORESEEN if row.tier.startswith("emulated")]
+
+
+@pytest.mark.parametrize("row", at_once(PLANNED, cover(PLANNED, every(("step",)))), ids=str)
+def test_a_forecast_is_the_plan_of_a_session(
+    row: Row, tmp_path: Path, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels that are used here: those of a GPU, which a forecast takes for granted, need other memory."""
+    accelerator.configure(*schedule_of(row))
+    monkeypatch.setattr("patrickstar.session.forecast.set_up", partial(set_up, find_passes=choose_kernels))
+    compare(row, limits_of(row), tmp_path / "disk", device="cuda")
