@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from patrickstar.errors import BudgetError
+from tests.cuda.schedules import Accelerator
 from tests.cuda.twins import TIGHT, Hungry, batch, hungry_mlp, mlp, twins
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 HUNGER = 64 << 20
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ import torch
 import patrickstar
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.start import set_up
-from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES
+from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES, Accelerator
 from tests.parity import managed, oracle
 from tests.parity.compare import differences
 from tests.parity.cover import every, shuffled
@@ -33,9 +32,6 @@ from tests.parity.oracle import Record
 from tests.parity.test_parity import FORESEEN, LINKS, at_once
 from tests.parity.zoo import CASES, STEPS
 from tests.sampling import cover
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 ROWS = [row for row in (*PAIRS, *WIDE) if row.tier.startswith("emulated")]
 OTHERS = [name for name in DIMENSIONS if name != "model"]

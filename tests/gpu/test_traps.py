@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
 from patrickstar.torch_private import storage_at
 from patrickstar.units import MIB
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import Accelerator
 
 CUDA = torch.device("cuda", 0)
 IS_GPU = hasattr(torch._C, "_cuda_sleep")  # the test device has no kernel that takes its time, and is slow

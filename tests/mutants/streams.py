@@ -214,8 +214,8 @@ STREAMS: tuple[Mutant, ...] = (
         replace("stretch.is_over", "True"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[backward]",
     ),
-    Fault("what-comes-after-a-failed-step-counts-as-its-own", "step.stretches:Stretches.abandon").by(
-        drop("look"),
+    Fault("what-comes-after-a-failed-step-counts-as-its-own", "step.room:DeviceRoom.pause_meter").by(
+        drop("self._counts, self._now = False, 0"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[forward]",
     ),
     Fault("memory-that-was-missing-is-forgotten", "step.room:DeviceRoom.leave_room").by(

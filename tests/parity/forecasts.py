@@ -59,7 +59,7 @@ def steps_of(session: Any, train: Callable[[], object]) -> list[Step]:
 
 
 def expect_forecast(found: Forecast, session: Any, steps: list[Step]) -> None:
-    """Fails where the forecast says something else. Where it computes a session counts what is really there: a loss takes less than is left for it."""
+    """Fails where the forecast says something else. Where it computes a session counts what is there: a loss takes less than is left for it."""
     assert [without_machine(plan) for plan in found.first_plans] == steps[0].plans
     last = [without_machine(plan) for plan in found.plans]
     alike = [step for step in steps[-TURNS:] if step.plans == last]

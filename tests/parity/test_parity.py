@@ -16,7 +16,7 @@ import pytest
 import patrickstar
 from tests.parity import managed, oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.cover import every, few, shuffled
+from tests.parity.cover import every, few
 from tests.parity.forecasts import compare
 from tests.parity.lanes import choice_of
 from tests.parity.limits import PAGE_BYTES, is_known_here, limits_of

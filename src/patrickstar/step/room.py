@@ -97,8 +97,8 @@ class Room:
     def begin(self, stretch: Stretch) -> None:
         """Begins to count for a stretch."""
 
-    def look(self, *, is_last: bool = False) -> None:
-        """Notes what has been taken since the last moment, where that shows afterwards only. `is_last`: activations are gone with the graph."""
+    def look(self) -> None:
+        """Notes what has been taken since the last moment, where that shows afterwards only."""
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Ends the count for a stretch, and learns from it. `known`: of its forward; `budget_bytes`: what chunks and activations may take."""
@@ -421,7 +421,7 @@ class DeviceRoom(EmulatedRoom):
         if other is not None and other is not self and other._counts:
             other._counts = other._is_alone = False
 
-    def look(self, *, is_last: bool = False) -> None:
+    def look(self) -> None:
         """Notes what the allocator has given out since the last moment, and by how much that is more than was foreseen."""
         if self._counts:
             allocated, peak = allocated_bytes(self._device)
@@ -437,8 +437,11 @@ class DeviceRoom(EmulatedRoom):
                 stretch.exceed(found - stretch.followed.foreseen.moments[stretch.position - 1].nonmodel_bytes)
         elif not self._is_alone:
             self._give_up_last()  # which has begun in the middle of this stretch
-        if is_last:
-            self._counts, self._now = False, 0
+
+    def pause_meter(self) -> None:
+        """Stops counting: activations are gone with the graph, and whoever allocates now does so for himself."""
+        super().pause_meter()
+        self._counts, self._now = False, 0
 
     def beside_bytes(self) -> int:
         """Bytes that there were when somebody last looked; as for other rooms where these cannot be told from others'."""

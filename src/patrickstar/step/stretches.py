@@ -264,14 +264,13 @@ class Stretches:
             self.known.learn(self._current, stretch, recorder.trace(), state=self._executor.store.state)
             self._recorded = True
         stretch.finish()
-        self._room.look(is_last=True)
+        self._room.look()
         self._room.pause_meter()
 
     def abandon(self) -> None:
         """Abandons a forward or a backward that an exception has ended: what is made from now on is no part of it."""
         self._executor.recorder = None
         self._executor.pilot.stretch.finish()
-        self._room.look(is_last=True)
         self._room.pause_meter()
 
     def pause(self) -> None:
