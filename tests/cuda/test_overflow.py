@@ -18,7 +18,7 @@ from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import Reference
 from patrickstar.step.overflow import Overflow, OverflowFlag, names_of, overflow_bytes, read
 from tests.cuda.schedules import FEW_SCHEDULES, Accelerator
-from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, step, twins
+from tests.cuda.twins import CHUNK, batch, step, twins
 
 PASSES = TorchPasses(Reference())
 ONE_LOOK = 8 * 512  # while it is taken: extremes, whether they are finite, and both
@@ -113,16 +113,9 @@ def test_gradients_that_a_hook_changes_before_the_step_count_as_changed_in_its_n
     """The norm is taken before `step()`, to be read with the flags, but where a hook comes between them."""
     weights = []
     for by_hook in (False, True):
-        model = mlp()
-        with patrickstar.manage(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3),
-            device="cuda",
-            device_memory=TIGHT,
-            precision="fp16",
-            max_grad_norm=1e-3,
-            options=patrickstar.Options(chunk_size=CHUNK, poison=True),
-        ) as session:
+        with twins(precision="fp16", max_grad_norm=1e-3) as pair:
+            model, session = pair.model, pair.session
+            session.optimizer.param_groups[0]["eps"] = 1e-3  # with which the size of a gradient matters
             halve = partial(halve_gradients, model)
             if by_hook:
                 session.optimizer.register_step_pre_hook(halve)
@@ -161,21 +154,19 @@ def test_a_step_of_many_gradients_takes_what_was_foreseen(
     """In the smallest budget; what allocators give out for each look alone would be more."""
     count, width = 150, 8
 
-    def train(device_memory: int) -> int:
+    def build() -> torch.nn.Module:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(count)])
-        with patrickstar.manage(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-3),
-            device="cuda",
-            device_memory=device_memory,
-            precision="fp16",
-            max_grad_norm=1.0,
-            options=patrickstar.Options(chunk_size=CHUNK, poison=True, loss_scale=patrickstar.LossScale(initial=2.0)),
-        ) as session:
+        return torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(count)])
+
+    scale = patrickstar.LossScale(initial=2.0)
+    options = patrickstar.Options(chunk_size=CHUNK, poison=True, loss_scale=scale)
+
+    def train(device_memory: int) -> int:
+        with twins(build, device_memory=device_memory, precision="fp16", max_grad_norm=1.0, options=options) as pair:
+            session = pair.session
             for number in range(3):
                 inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(number)).cuda()
-                step(model, session, inputs)
+                step(pair.model, session, inputs)
             assert session.stats().planned_steps == session.stats().steps == 3
             return session.stats().peak["device"]
 

@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,13 @@ import patrickstar
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.start import set_up
 from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES, Accelerator
-from tests.parity import managed, oracle
+from tests.parity import managed
 from tests.parity.compare import differences
 from tests.parity.cover import every, shuffled
 from tests.parity.forecasts import compare
 from tests.parity.limits import PAGE_BYTES, limits_of
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row
-from tests.parity.oracle import Record
-from tests.parity.test_parity import FORESEEN, LINKS, at_once
-from tests.parity.zoo import CASES, STEPS
+from tests.parity.test_parity import FORESEEN, assert_moved, at_once, want
 from tests.sampling import cover
 
 ROWS = [row for row in (*PAIRS, *WIDE) if row.tier.startswith("emulated")]
@@ -47,23 +45,8 @@ UNFORESEEN = ("it differentiates a gradient", "was released while it was on its 
 BESIDE = 8 << 20
 
 
-@lru_cache(maxsize=4)
-def want(
-    model: str, checkpointing: str, accumulation: int, clipping: bool, precision: str, tile_rows: int | None
-) -> Record:
-    return oracle.train(
-        CASES[model],
-        checkpointing=checkpointing,
-        accumulation=accumulation,
-        clipping=clipping,
-        precision=precision,
-        tile_rows=tile_rows,
-        device="cuda",
-    )
-
-
 def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule: tuple[float, int]) -> None:
-    expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision, row.tile_rows)
+    expected = want(row, "cuda")
     outcome, told, is_least = run(row, directory, accelerator, schedule)
     unseen = {"gradients"} if row.step == "in_backward" else set()
     if not outcome.record.norms:
@@ -73,12 +56,7 @@ def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule:
     assert not accelerator.races()
     assert_within(row, outcome, told)
     assert not [message for message in told if message.startswith("no trace for this forward")], row
-    if row.budget != "fits":
-        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
-        if expected.skipped:  # moments that one update has written may never be read again
-            still = still if len(still) == len(LINKS[row.tier]) else []
-        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
-    assert outcome.stats.steps == STEPS - expected.skipped
+    assert_moved(row, outcome, expected)
     assert_planned(row, outcome)
     if is_least:
         less = {**outcome.limits, "device": outcome.limits["device"] - PAGE_BYTES}

@@ -52,9 +52,6 @@ def test_bytes_go_to_the_device_and_back(slot_bytes: int, accelerator: Accelerat
     assert not accelerator.waits()
     torch.accelerator.synchronize()
     assert torch.equal(host.wrapping(back, 2, torch.int32)(), numbers + 1)
-    device.give(here, 2)
-    for first in (there, back):
-        host.give(first, 2)
     host.close()
     device.close()
 
@@ -91,7 +88,6 @@ def test_slots_are_filled_and_poisoned_on_the_device(accelerator: Accelerator) -
     assert not floats.any().item()
     arena.filling(first, 2, poison=True)()
     assert floats.isnan().all().item()
-    arena.give(first, 2)
     arena.close()
 
 
@@ -106,7 +102,6 @@ def test_each_wrapping_has_a_storage_of_its_own(accelerator: Accelerator) -> Non
         torch.bfloat16,
         CUDA,
     )
-    arena.give(0)
     arena.close()
 
 
@@ -115,13 +110,11 @@ def test_a_device_that_is_full_is_an_error_that_changes_nothing(accelerator: Acc
     before = accelerator.driver_bytes()
     accelerator.configure(capacity=torch.cuda.memory_reserved() + before + 5 * GRANULE)
     arena = on_device(GRANULE)
-    taken = arena.take(2)
+    arena.take(2)
     with pytest.raises(DeviceError, match=r"no memory left for a slot of 2\.00 MiB: of .* are free"):
         arena.take(4)
     assert (arena.in_use, accelerator.driver_bytes() - before) == (2, 5 * GRANULE)
-    again = arena.take(3, max_committed_slots=5)  # of what had come before the error, or in its place
-    arena.give(again, 3)
-    arena.give(taken, 2)
+    arena.take(3, max_committed_slots=5)  # of what had come before the error, or in its place
     arena.close()
 
 
@@ -242,7 +235,6 @@ def test_where_pinning_is_refused_memory_is_pageable_and_a_warning_says_what_tha
     host.wrapping(there, 3, torch.uint8)().fill_(7)
     device.copying(here, 3, host, there)()
     assert device.wrapping(here, 3, torch.uint8)().sum().item() == 7 * 3 * 4096
-    device.give(here, 3)
     host.close()
     device.close()
 

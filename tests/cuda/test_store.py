@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
@@ -21,15 +20,13 @@ from patrickstar.memory.links import Links, lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Drop, Issue, Wait, WorkKind
-from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Snapshot
 from tests.cuda.schedules import SCHEDULES, Accelerator, under
+from tests.memory.stores import SLOT_BYTES, store_of
 
 CUDA = torch.device("cuda", 0)
 D, H, K = Tier.DEVICE, Tier.HOST, Tier.DISK
 ONE, OTHER = PlaneRef(0, "weight"), PlaneRef(1, "weight")
 RUN = PlaneRef(3, "weight")
-SLOT_BYTES = 4096
 NUMEL = SLOT_BYTES // 4
 
 
@@ -40,22 +37,12 @@ def make_store(
     home: dict[PlaneRef, Tier], *, slots: int = 1, host_slots: int | None = None, disk: DiskPool | None = None
 ) -> ChunkStore:
     """Units of so many chunks, of a slot each, without contents; the device has room for three slots, or for one unit."""
-    state = Residency.of(Snapshot(D, SLOT_BYTES, home, dict.fromkeys(home, slots), newest={}, taken={}))
-    ledger = Ledger()
-    ledger.add(H, slots * SLOT_BYTES * sum(tier is H for tier in home.values()))
-    return ChunkStore(
-        state,
-        arenas={
-            D: Arena(SLOT_BYTES, virtual_slots=3, name="device", make_space=partial(DeviceSpace, device=CUDA)),
-            H: Arena(SLOT_BYTES, virtual_slots=host_slots or 2 * slots, name="host", make_space=PinnedSpace),
-        },
-        disk=disk,
-        links=Links(lanes_of(device=CUDA)),
-        dtype=lambda _: torch.float32,
-        chunks=lambda _: slots,
-        ledger=ledger,
-        device=CUDA,
-    )
+    arenas = {
+        D: Arena(SLOT_BYTES, virtual_slots=3, name="device", make_space=partial(DeviceSpace, device=CUDA)),
+        H: Arena(SLOT_BYTES, virtual_slots=host_slots or 2 * slots, name="host", make_space=PinnedSpace),
+    }
+    links = Links(lanes_of(device=CUDA))
+    return store_of(home, dict.fromkeys(home, slots), arenas=arenas, links=links, disk=disk, device=CUDA)
 
 
 @pytest.fixture

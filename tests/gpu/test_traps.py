@@ -93,9 +93,6 @@ def test_an_embedding_and_a_norm_have_the_same_bits_wherever_their_weights_lie(a
         assert torch.equal(want.cpu(), torch.nn.functional.layer_norm(x, (64,), scaled, bias).cpu())
 
 
-# pinned memory
-
-
 # streams, events and threads
 
 

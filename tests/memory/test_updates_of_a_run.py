@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
@@ -14,15 +13,12 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import Lane
 from patrickstar.memory.links import Links
-from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Drop, Issue, Wait, Work
-from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Snapshot
 from patrickstar.testing.manual_lane import ManualLane
+from tests.memory.stores import SLOT_BYTES, store_of
 
 D, H = Tier.DEVICE, Tier.HOST
 CHUNKS = 3
-SLOT_BYTES = 4096
 NUMEL = SLOT_BYTES // 4
 WEIGHT = PlaneRef(0, "weight")
 GRADS = [PlaneRef(chunk, "grad") for chunk in range(CHUNKS)]
@@ -37,16 +33,7 @@ class RunOnHost:
         self.lanes: dict[tuple[Tier, Tier | None], ManualLane] = {}
         self.updated: list[int] = []
         arenas = {tier: Arena(SLOT_BYTES, virtual_slots=4 * CHUNKS, name=tier.label) for tier in (D, H)}
-        self.store = ChunkStore(
-            Residency.of(Snapshot(D, SLOT_BYTES, homes, slots, newest={}, taken={})),
-            arenas=arenas,
-            disk=None,
-            links=Links(self.make_lane),
-            dtype=lambda _: torch.float32,
-            chunks=lambda ref: slots[ref],
-            ledger=Ledger(),
-            poison=True,
-        )
+        self.store = store_of(homes, slots, arenas=arenas, links=Links(self.make_lane), ledger=Ledger(), poison=True)
         for tier, refs in ((D, GRADS), (H, [WEIGHT])):
             for ref in refs:
                 self.store.carry_out([Issue.create(ref, tier, slots[ref])])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["BINDING"]
-
 SAVED = "tests/parameters/test_saved_tensors.py"
 HANDED_ON = "tests/parameters/test_faults_caught.py"
 REPORTS = "tests/session/test_public_reports.py"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["MOVING"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 LANES = "tests/session/test_lanes.py::test_no_bit_depends_on_when_works_end"
 INTERRUPTED = (

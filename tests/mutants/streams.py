@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
-__all__ = ["STREAMS"]
-
 HERE = "tests/cuda/test_streams.py"
 TRAINING = tuple(
     f"{HERE}::test_training_in_less_memory_has_the_bits_of_plain_pytorch[{schedule}-{way}]"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,17 +40,24 @@ LINKS = {
 
 
 @lru_cache(maxsize=4)  # rows are sorted so that those with one oracle follow each other
-def want(
-    model: str, checkpointing: str, accumulation: int, clipping: bool, precision: str, tile_rows: int | None
-) -> Record:
-    return oracle.train(
-        CASES[model],
-        checkpointing=checkpointing,
-        accumulation=accumulation,
-        clipping=clipping,
-        precision=precision,
-        tile_rows=tile_rows,
-    )
+def _want(model: str, device: str, **arguments: Any) -> Record:
+    return oracle.train(CASES[model], device=device, **arguments)
+
+
+def want(row: Row, device: str = "cpu") -> Record:
+    """The same run in plain PyTorch."""
+    names = ("checkpointing", "accumulation", "clipping", "precision", "tile_rows")
+    return _want(row.model, device, **{name: getattr(row, name) for name in names})
+
+
+def assert_moved(row: Row, outcome: managed.Outcome, expected: Record) -> None:
+    """Fails where something stayed where it was, so that the run has shown nothing."""
+    assert outcome.stats.steps == STEPS - expected.skipped
+    if row.budget != "fits":
+        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
+        if expected.skipped:  # moments that one update has written may never be read again
+            still = still if len(still) == len(LINKS[row.tier]) else []
+        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
 
 
 def assert_parity(row: Row, directory: Path, *, plans_too: bool = False) -> None:
@@ -57,7 +65,7 @@ def assert_parity(row: Row, directory: Path, *, plans_too: bool = False) -> None
 
     `plans_too`: whether plans are compared even where that takes another run, in which updates are apart and nothing begins early.
     """
-    expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision, row.tile_rows)
+    expected = want(row)
     limits = limits_of(row)
     try:
         with recorded() as plans:
@@ -72,12 +80,7 @@ def assert_parity(row: Row, directory: Path, *, plans_too: bool = False) -> None
         pytest.fail("\n".join([f"{row} at {outcome.limits}", *found]), pytrace=False)
     for name, parameter in outcome.closed.items():
         assert same_bits(expected.weights[name], parameter), f"{row}: {name} changed in close()"
-    assert outcome.stats.steps == STEPS - expected.skipped
-    if row.budget != "fits":
-        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
-        if expected.skipped:  # moments that one update has written may never be read again
-            still = still if len(still) == len(LINKS[row.tier]) else []
-        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
+    assert_moved(row, outcome, expected)
     is_known = is_known_here(row) and (plans_too or choice_of(row) == APART)
     if is_known and digest(plans) != DIGESTS[str(row)]:
         # Where a step departs while transfers are early, later plans start elsewhere: those of a run that has none early are known.
