@@ -399,9 +399,8 @@ class DeviceRoom(EmulatedRoom):
         super().__init__(pilot, store, budgets)
         self._device = budgets.device
 
-        self._counts = False
+        self._counts = self._has_told = False
         self._is_alone = True
-        self._has_told = False
         self._base = self._now = self._peak = self._most = 0
         self._is_seen = False  # a peak of this stretch above all that has been before
 
@@ -454,7 +453,6 @@ class DeviceRoom(EmulatedRoom):
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Plans with what a stretch has taken, from now on, where that is more than was foreseen; more than was left for it is said."""
-        self._counts, self._now = False, 0
         share, most, excess = self._budgets.machine.costs.set_aside_bytes, self._most, 0
         trace = None if known is None else known.expected.trace
         if known is None or trace is None:
