@@ -6,35 +6,26 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
-from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.thread_lane import ThreadLane
-from patrickstar.memory.unit_bytes import UnitBytes
-from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.plan.actions import Drop, Issue, Wait
-from patrickstar.plan.residency import InvariantError, Residency
-from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.residency import InvariantError
 from patrickstar.testing.manual_lane import ManualLane
+from tests.memory.stores import SLOT_BYTES, store_of
 
 D, H = Tier.DEVICE, Tier.HOST
 ONE, OTHER = PlaneRef(0, "weight"), PlaneRef(1, "weight")
-SLOT_BYTES = 4096
 
 
 def store_of_one_slot(make_lane: Callable[[Tier, Tier | None], Lane]) -> ChunkStore:
     """Two units without contents that rest on the host, and room for one of them on the device."""
-    state = Residency.of(Snapshot(D, SLOT_BYTES, {ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, newest={}, taken={}))
     arenas = {tier: Arena(SLOT_BYTES, virtual_slots=slots, name=tier.label) for tier, slots in ((D, 1), (H, 2))}
-    ledger = Ledger()
-    ledger.add(H, 2 * SLOT_BYTES)
-    units = UnitBytes(state, arenas=arenas, disk=None, dtype=lambda _: torch.float32, ledger=ledger)
-    return ChunkStore(units, WorksUnderWay(units, make_lane, chunks=lambda _: 1))
+    return store_of({ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, arenas=arenas, make_lane=make_lane)
 
 
 def filled(store: ChunkStore, ref: PlaneRef, value: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
@@ -13,17 +12,12 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import Lane
-from patrickstar.memory.store import ChunkStore
-from patrickstar.memory.unit_bytes import UnitBytes
-from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.plan.actions import Drop, Issue, Wait
-from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Snapshot
 from patrickstar.testing.manual_lane import ManualLane
+from tests.memory.stores import SLOT_BYTES, store_of
 
 D, H = Tier.DEVICE, Tier.HOST
 CHUNKS = 3
-SLOT_BYTES = 4096
 NUMEL = SLOT_BYTES // 4
 WEIGHT = PlaneRef(0, "weight")
 GRADS = [PlaneRef(chunk, "grad") for chunk in range(CHUNKS)]
@@ -38,15 +32,7 @@ class RunOnHost:
         self.lanes: dict[tuple[Tier, Tier | None], ManualLane] = {}
         self.updated: list[int] = []
         arenas = {tier: Arena(SLOT_BYTES, virtual_slots=4 * CHUNKS, name=tier.label) for tier in (D, H)}
-        units = UnitBytes(
-            Residency.of(Snapshot(D, SLOT_BYTES, homes, slots, newest={}, taken={})),
-            arenas=arenas,
-            disk=None,
-            dtype=lambda _: torch.float32,
-            ledger=Ledger(),
-        )
-        works = WorksUnderWay(units, self.make_lane, chunks=slots.__getitem__, poison=True)
-        self.store = ChunkStore(units, works)
+        self.store = store_of(homes, slots, arenas=arenas, make_lane=self.make_lane, ledger=Ledger(), poison=True)
         for tier, refs in ((D, GRADS), (H, [WEIGHT])):
             for ref in refs:
                 self.store.carry_out([Issue.create(ref, tier, slots[ref])])
@@ -119,7 +105,7 @@ def test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update(run: RunOn
 
 
 def test_what_could_not_come_is_not_updated_and_stays_wanted(run: RunOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = run.store.units._arenas[H]
+    arena = run.store.units.arenas[H]
     copying = arena.copying
 
     def fails() -> None:

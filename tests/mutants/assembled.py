@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, drop, replace, returns, without
 
-__all__ = ["ASSEMBLED"]
-
 GRADIENTS = "tests/session/test_assembled.py"
 STATE = "tests/session/test_optimizer_state.py"
 NARROW = "tests/session/test_sixteen_bits.py"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["BINDING"]
-
 SAVED = "tests/parameters/test_saved_tensors.py"
 REPORTS = "tests/session/test_public_reports.py"
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["BOUNDS"]
-
 COSTS = "tests/core/test_fixed_costs.py"
 BLOCKS = "tests/session/test_freed_blocks.py"
 BUDGETS = "tests/session/test_budgets.py::test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given"

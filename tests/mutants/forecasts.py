@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
-__all__ = ["FORECASTS"]
-
 VALUES = "tests/tracing/test_trial_values.py"
 KNOWN = "tests/session/test_known_forwards.py"
 LAYERDROP = "tests/session/test_layerdrop.py"

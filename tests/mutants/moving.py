@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["MOVING"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 LANES = "tests/session/test_lanes.py::test_no_bit_depends_on_when_works_end"
 INTERRUPTED = (
@@ -89,7 +87,7 @@ MOVING: tuple[Mutant, ...] = (
             "arena.copying(...)",
             (
                 "(lambda: None) if src is self._compute and self.ledger.moved('D>H') == 4 * slots * "
-                "self._arenas[self._compute].slot_bytes else _"
+                "self.arenas[self._compute].slot_bytes else _"
             ),
         ),
         f"{TRAINING_ON}[emulated-next-use-deferred]",
@@ -97,7 +95,7 @@ MOVING: tuple[Mutant, ...] = (
     Fault("one-write-back-to-the-disk-is-skipped", "memory.unit_bytes:UnitBytes.moving").by(
         replace(
             "self._pool().writing(...)",
-            ("(lambda: None) if self.ledger.moved('H>K') == 4 * slots * self._arenas[self._compute].slot_bytes else _"),
+            ("(lambda: None) if self.ledger.moved('H>K') == 4 * slots * self.arenas[self._compute].slot_bytes else _"),
         ),
         f"{TRAINING_ON}[cpu+disk-next-use-deferred]",
     ),

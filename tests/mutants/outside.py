@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["OUTSIDE"]
-
 BOUND = "tests/session/test_host_bound.py"
 DISK = "tests/session/test_disk_tier.py"
 EXTRA = "tests/checkpoint/test_extra.py"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["PLANNING"]
-
 RESIDENCY = "tests/plan/test_residency.py"
 ROOM_TESTS = "tests/plan/test_make_room.py"
 MAKE = "tests/plan/test_make.py"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
-__all__ = ["STREAMS"]
-
 HERE = "tests/cuda/test_streams.py"
 TRAINING = tuple(
     f"{HERE}::test_training_in_less_memory_has_the_bits_of_plain_pytorch[{schedule}-{way}]"
@@ -213,6 +211,10 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-step-is-not-told-of-memory-that-is-missing", "step.out_of_memory:OutOfMemory.__call__").by(
         replace("stretch.is_over", "True"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[backward]",
+    ),
+    Fault("what-comes-after-a-failed-step-counts-as-its-own", "step.room:DeviceRoom.pause_meter").by(
+        drop("self._counts, self._now = False, 0"),
+        "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[forward]",
     ),
     Fault("memory-that-was-missing-is-forgotten", "step.room:DeviceRoom.leave_room").by(
         drop("rise"), "tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
-__all__ = ["UPDATES"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 PENDING = "tests/session/test_pending_steps.py"
 WEAVE = "tests/plan/test_weave.py"

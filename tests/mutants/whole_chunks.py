@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["WHOLE_CHUNKS"]
-
 PLAN = "tests/plan/test_whole_chunks.py"
 SESSION = "tests/session/test_whole_updates.py"
 FORECAST = "tests/session/test_gradient_homes.py"

@@ -274,14 +274,14 @@ def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
     store.units.limit_slots = 0
     state = store.state
     ref = next(ref for ref in sorted(state.home) if ref not in state.taken[Tier.HOST] and not state.is_free(ref))
-    store.units._arenas[Tier.HOST].trim(0)
-    store.units.committed_slots = store.units._arenas[Tier.HOST].committed_slots
+    store.units.arenas[Tier.HOST].trim(0)
+    store.units.committed_slots = store.units.arenas[Tier.HOST].committed_slots
     store.units.limit_slots = 99
     store.carry_out([Issue.copy(ref, Tier.DISK, Tier.HOST, 1)])
     slot_bytes = state.slot_bytes
     assert store.works.arriving_slots == 1
     assert store.works.arriving_bytes() == slot_bytes
-    store.units._arenas[Tier.HOST].buffer(store.units._at[Tier.HOST][ref])[: slot_bytes // 2] = bytes(slot_bytes // 2)
+    store.units.arenas[Tier.HOST].buffer(store.units._at[Tier.HOST][ref])[: slot_bytes // 2] = bytes(slot_bytes // 2)
     assert store.works.arriving_slots == 1
     assert store.works.arriving_bytes() == slot_bytes // 2  # half of it has come, and is resident
     for lane in lanes:

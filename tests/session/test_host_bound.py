@@ -198,7 +198,7 @@ def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
 
     pair = make_pair(build, device="cpu", host_memory=14 * SLOT, disk=tmp_path / "disk")
     store: ChunkStore = store_of(pair.session)
-    (arena,) = store.units._arenas.values()
+    (arena,) = store.units.arenas.values()
     seen: list[int] = []
 
     def look(*_: object) -> None:

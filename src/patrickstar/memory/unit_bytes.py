@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,39 +21,30 @@ from patrickstar.plan.residency import InvariantError, Residency
 __all__ = ["UnitBytes"]
 
 
+@dataclass(eq=False, kw_only=True)
 class UnitBytes:
     """Takes slots and extents for units, gives them back, and makes the works that move their bytes. When, it does not ask.
 
-    Args:
-        state: where every unit is; only read here.
-        arenas: an arena for each memory tier in use; disk: the disk tier, or None.
-        ledger: is told of every slot taken and given back; what rests below the compute tier is in it.
-
     Attributes:
-        dtype: the torch type of a unit's elements. has_disk: true where anything can rest on a disk.
+        state: where every unit is; only read here.
+        arenas: an arena for each memory tier in use; disk: the disk tier, or None. dtype: the torch type of a unit's elements.
+        ledger: is told of every slot taken and given back; what rests below the compute tier is in it.
         committed_slots: slots of the compute tier that may hold pages now. limit_slots: how many may, those in use and those kept warm.
     """
 
-    def __init__(
-        self,
-        state: Residency,
-        *,
-        arenas: Mapping[Tier, Arena],
-        disk: DiskPool | None,
-        dtype: Callable[[PlaneRef], torch.dtype],
-        ledger: Ledger,
-    ) -> None:
-        self.state = state
-        self._compute = state.compute
-        self._arenas = arenas
-        self._disk = disk
-        self.ledger = ledger
+    state: Residency
+    arenas: Mapping[Tier, Arena]
+    disk: DiskPool | None
+    dtype: Callable[[PlaneRef], torch.dtype]
+    ledger: Ledger
 
-        self.dtype = dtype
-        self.has_disk = disk is not None
-        self.committed_slots = 0
-        self.limit_slots = arenas[state.compute].virtual_slots
-        self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in arenas}
+    committed_slots: int = field(default=0, init=False)
+    limit_slots: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._compute = self.state.compute
+        self.limit_slots = self.arenas[self._compute].virtual_slots
+        self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in self.arenas}
 
     # slots
 
@@ -62,7 +54,7 @@ class UnitBytes:
 
     def take(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         """Takes slots for a unit."""
-        arena = self._arenas[tier]
+        arena = self.arenas[tier]
         limit = self.limit_slots if tier is self._compute else None
         self._at[tier][ref] = arena.take(slots, max_committed_slots=limit)
         if tier is self._compute:
@@ -72,35 +64,35 @@ class UnitBytes:
 
     def give(self, ref: PlaneRef, tier: Tier, slots: int, *, fence: Ticket | None) -> None:
         """Gives a unit's slots back. `fence`: ends when nothing that was issued uses them any more."""
-        arena = self._arenas[tier]
+        arena = self.arenas[tier]
         arena.give(self._at[tier].pop(ref), slots, fence=fence)
         if self.state.has_slots_to_take(ref, tier):
             self.ledger.remove(tier, slots * arena.slot_bytes)
 
     def fences(self, ref: PlaneRef, tier: Tier, slots: int) -> list[Ticket]:
         """Tickets of what is still under way on a unit's slots, from before they were taken."""
-        return self._arenas[tier].fences(self._at[tier][ref], slots)
+        return self.arenas[tier].fences(self._at[tier][ref], slots)
 
     def absent_bytes(self, ref: PlaneRef) -> int:
         """Bytes of a unit's slots on the compute tier whose pages have not come yet. It takes a call of the system."""
-        return self._arenas[self._compute].absent_bytes(self._at[self._compute][ref], self.state.slots[ref])
+        return self.arenas[self._compute].absent_bytes(self._at[self._compute][ref], self.state.slots[ref])
 
     def trim(self) -> None:
         """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""
         if self.committed_slots > self.limit_slots:
-            self._arenas[self._compute].trim(self.limit_slots)
-            self.committed_slots = self._arenas[self._compute].committed_slots
+            self.arenas[self._compute].trim(self.limit_slots)
+            self.committed_slots = self.arenas[self._compute].committed_slots
 
     def expect_open(self) -> None:
         """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
-        self._arenas[self._compute].expect_open()
+        self.arenas[self._compute].expect_open()
 
     def close(self, kept: Collection[torch.UntypedStorage]) -> None:
         """Gives everything back. `kept`: the storages over slots of the compute tier that somebody still has."""
         with ExitStack() as ends:  # each is closed, whatever another raises
-            if self._disk is not None:
-                ends.callback(self._disk.close)
-            for tier, arena in self._arenas.items():
+            if self.disk is not None:
+                ends.callback(self.disk.close)
+            for tier, arena in self.arenas.items():
                 ends.callback(arena.close, kept if tier is self._compute else ())
 
     # homes that come later
@@ -130,29 +122,29 @@ class UnitBytes:
         first = self._at[tier].get(ref)
         if first is None:
             raise InvariantError(1, f"{ref} is used on the {tier.label}, without slots")
-        return self._arenas[tier].wrapping(first, self.state.slots[ref], self.dtype(ref))
+        return self.arenas[tier].wrapping(first, self.state.slots[ref], self.dtype(ref))
 
     def moving(self, issue: Issue) -> Task:
         """The work of a copy or a creation."""
         (_, ref, tier), src, slots = issue.work, issue.src, issue.slots
         if tier is Tier.DISK and src is not None:
-            return self._pool().writing(ref, self._arenas[src].buffer(self._at[src][ref], slots))
-        arena, first = self._arenas[tier], self._at[tier][ref]
+            return self._pool().writing(ref, self.arenas[src].buffer(self._at[src][ref], slots))
+        arena, first = self.arenas[tier], self._at[tier][ref]
         if src is None:
             return arena.filling(first, slots)
         if src is Tier.DISK:
             return self._pool().reading(ref, arena.buffer(first, slots))
-        return arena.copying(first, slots, self._arenas[src], self._at[src][ref])
+        return arena.copying(first, slots, self.arenas[src], self._at[src][ref])
 
     def copying(self, ref: PlaneRef, src: Tier, dst: Tier, span: range) -> Task:
         """The work of copying these of a unit's slots, counted from its first, from one tier that is memory to another."""
         first, source_first = self._at[dst][ref] + span.start, self._at[src][ref] + span.start
-        return self._arenas[dst].copying(first, len(span), self._arenas[src], source_first)
+        return self.arenas[dst].copying(first, len(span), self.arenas[src], source_first)
 
     def poisoning(self, ref: PlaneRef, tier: Tier, slots: int) -> Task:
         """The work of making a unit's slots such that a late reader is found out."""
-        return self._arenas[tier].filling(self._at[tier][ref], slots, poison=True)
+        return self.arenas[tier].filling(self._at[tier][ref], slots, poison=True)
 
     def _pool(self) -> DiskPool:
-        assert self._disk is not None, "a plan moves units to a disk tier that does not exist"
-        return self._disk
+        assert self.disk is not None, "a plan moves units to a disk tier that does not exist"
+        return self.disk

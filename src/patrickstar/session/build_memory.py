@@ -49,7 +49,7 @@ def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkSto
     rate = None if options.emulated_link is None else parse_rate(options.emulated_link, name="emulated_link")
     lanes = lanes_of(bytes_per_second=rate, stress_seed=options.stress_seed, device=budgets.stream_device)
     units = UnitBytes(
-        state,
+        state=state,
         arenas=_arenas(setup, state),
         disk=pool,
         dtype=lambda ref: torch_type(formats.now.of(ref, layout)),

@@ -217,7 +217,7 @@ class LatePlanes:
             home=store.state.home,
             slots={**store.state.slots, **slots},
             slot_bytes=store.state.slot_bytes,
-            disk=store.units.has_disk,
+            disk=store.units.disk is not None,
         )
         store.units.prepare(homes, slots)
         return homes

@@ -96,8 +96,8 @@ class Room:
     def begin(self, stretch: Stretch) -> None:
         """Begins to count for a stretch."""
 
-    def look(self, *, is_last: bool = False) -> None:
-        """Notes what has been taken since the last moment, where that shows afterwards only. `is_last`: activations are gone with the graph."""
+    def look(self) -> None:
+        """Notes what has been taken since the last moment, where that shows afterwards only."""
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Ends the count for a stretch, and learns from it. `known`: of its forward; `budget_bytes`: what chunks and activations may take."""
@@ -398,9 +398,8 @@ class DeviceRoom(EmulatedRoom):
         super().__init__(pilot, store, budgets)
         self._device = budgets.device
 
-        self._counts = False
+        self._counts = self._has_told = False
         self._is_alone = True
-        self._has_told = False
         self._base = self._now = self._peak = self._most = 0
         self._is_seen = False  # a peak of this stretch above all that has been before
 
@@ -420,7 +419,7 @@ class DeviceRoom(EmulatedRoom):
         if other is not None and other is not self and other._counts:
             other._counts = other._is_alone = False
 
-    def look(self, *, is_last: bool = False) -> None:
+    def look(self) -> None:
         """Notes what the allocator has given out since the last moment, and by how much that is more than was foreseen."""
         if self._counts:
             allocated, peak = allocated_bytes(self._device)
@@ -436,8 +435,11 @@ class DeviceRoom(EmulatedRoom):
                 stretch.exceed(found - stretch.followed.foreseen.moments[stretch.position - 1].nonmodel_bytes)
         elif not self._is_alone:
             self._give_up_last()  # which has begun in the middle of this stretch
-        if is_last:
-            self._counts, self._now = False, 0
+
+    def pause_meter(self) -> None:
+        """Stops counting: activations are gone with the graph, and whoever allocates now does so for himself."""
+        super().pause_meter()
+        self._counts, self._now = False, 0
 
     def beside_bytes(self) -> int:
         """Bytes that there were when somebody last looked; as for other rooms where these cannot be told from others'."""
@@ -450,7 +452,6 @@ class DeviceRoom(EmulatedRoom):
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Plans with what a stretch has taken, from now on, where that is more than was foreseen; more than was left for it is said."""
-        self._counts, self._now = False, 0
         share, most, excess = self._budgets.machine.costs.set_aside_bytes, self._most, 0
         trace = None if known is None else known.expected.trace
         if known is None or trace is None:

@@ -263,7 +263,7 @@ class Stretches:
             self.known.learn(self._current, stretch, recorder.trace(), state=self._executor.store.state)
             self._recorded = True
         stretch.finish()
-        self._room.look(is_last=True)
+        self._room.look()
         self._room.pause_meter()
 
     def abandon(self) -> None:
